@@ -1,6 +1,7 @@
-"""Shows results in Python: figures for the line of a `repr`, and tables of static HTML with all text escaped."""
+"""Shows results: figures for a line of text, and tables of static HTML with all text escaped."""
 
 import html
+import math
 from collections.abc import Sequence
 
 
@@ -26,6 +27,19 @@ def size(size_bytes: int) -> str:
         if size_bytes >= factor:
             return f"{size_bytes / factor:,.1f} {unit}"
     return f"{size_bytes} bytes"
+
+
+def format_gib(size_bytes: int) -> str:
+    """Returns a size in GiB with three significant digits: `1.25 GiB`."""
+    return f"{digits(size_bytes / 2**30, 3)} GiB"
+
+
+def digits(value: float, numdigits: int) -> str:
+    """Returns `value` with `numdigits` significant digits, whole digits always in full."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    decimals = max(numdigits - 1 - math.floor(math.log10(abs(value))), 0)
+    return f"{value:,.{decimals}f}"
 
 
 def count(number: int, noun: str) -> str:

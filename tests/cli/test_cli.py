@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
@@ -19,12 +18,16 @@ import pytest
 
 import gdp
 from benchmarks.graphs import lstm_training_graph
+from gdp.budget import Clock
 from gdp.cli import main
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
 from gdp.models.source import ModelSource
 from gdp.planning import plan_cache
 from gdp.report import progress
+from gdp.search.place_question import PlaceQuestion
+from gdp.search.question import OnProgress
+from gdp.search.solution import Solution
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate, verify
@@ -267,7 +270,7 @@ def test_an_identical_question_is_answered_without_searching(run: Run, monkeypat
         raise AssertionError("a search")
 
     with monkeypatch.context() as patched:
-        patched.setattr(sys.modules["gdp.search.place"], "place", searches)
+        patched.setattr(sys.modules["gdp.search.place"], "answer", searches)
         status, again, err = run(*place("--out", "again"))
         assert (status, err.count("\n")) == (0, 1)
         assert "found before" in err
@@ -292,7 +295,7 @@ def test_an_identical_question_is_answered_without_searching(run: Run, monkeypat
     for library in ("gdp-placement", "numba", "pymetis"):
         with monkeypatch.context() as changed:
             changed.setattr(plan_cache, "version", lambda name, new=library: "0" if name == new else version(name))
-            changed.setattr(sys.modules["gdp.search.place"], "place", searches)
+            changed.setattr(sys.modules["gdp.search.place"], "answer", searches)
             with pytest.raises(AssertionError, match="a search"):
                 run(*place())
     (entry,) = Path("cache/gdp/plans").iterdir()
@@ -305,15 +308,15 @@ def test_an_identical_question_is_answered_without_searching(run: Run, monkeypat
 
 def test_an_interrupted_search_is_not_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupted search writes its plan but leaves nothing in the cache."""
-    find = gdp.place
+    find = sys.modules["gdp.search.place"].answer
 
-    def interrupted(*args: Any, stop: threading.Event | None = None, **keywords: Any) -> Plan:
-        plan = find(*args, stop=stop, **keywords)
-        if stop is not None:  # as of a warm-up's placement, if this test is the first of its process
-            stop.set()
-        return plan
+    def interrupted(question: PlaceQuestion, clock: Clock, on_progress: OnProgress | None = None) -> Solution:
+        solution = find(question, clock, on_progress)
+        if on_progress is not None:  # as of a warm-up's placement, if this test is the first of its process
+            clock.stop.set()
+        return solution
 
-    monkeypatch.setattr(sys.modules["gdp.search.place"], "place", interrupted)
+    monkeypatch.setattr(sys.modules["gdp.search.place"], "answer", interrupted)
     assert run(*place())[0] == 130
     assert Path("plan.json").exists()
     assert not Path("cache/gdp/plans").exists()

@@ -3,7 +3,7 @@
 import pytest
 
 from gdp.parallel.layout import Layout
-from gdp.report.layout_answer import LayoutAnswer, LayoutRow
+from gdp.planning.layout_answer import LayoutAnswer, LayoutRow
 from gdp.report.layouts import choice_report
 from gdp.search.candidate import ESTIMATED, OK
 

@@ -16,10 +16,10 @@ from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.accumulation import accumulated
+from gdp.notebook import digits
 from gdp.planning.advice import Advice, WhatIf
 from gdp.report.page import embed, render, write_report
 from gdp.report.page_data import PageData, columns, unpack
-from gdp.report.tables import digits
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate

@@ -13,7 +13,7 @@ from gdp.graph import Graph
 from gdp.parallel.layout import AUTO, BLOCKS, Layout
 from gdp.parallel.recompute import Recomputation, blocks_to_recompute, recomputed
 from gdp.planning.layout_advice import changes_that_fit_a_layout
-from gdp.report.layout_answer import LayoutAnswer
+from gdp.planning.layout_answer import LayoutAnswer
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import Arrangement, BatchCut, Candidate, Figures
 from gdp.search.layouts.arrangement import replicated_ways

@@ -1,122 +1,144 @@
 """Asks for advice after a search, and shows what it is doing."""
 
-import contextlib
-import threading
 import time
 from dataclasses import replace
+from threading import Event
 from typing import TYPE_CHECKING
 
+from gdp.cli.open_request import OpenRequest
 from gdp.cli.request import PlaceRequest
-from gdp.errors import InputError
 
 if TYPE_CHECKING:
     from gdp.budget import Budget, Clock
-    from gdp.models.model import Model
     from gdp.planning.advice import Advice, WhatIf
-    from gdp.search.batch_parts import Parts
+    from gdp.search.solution import Solution
     from gdp.simulator.plan import Plan
-    from gdp.simulator.problem import Problem
 
-ADVICE_SHARE = 0.2  # of the budget
+_SHARE = 0.2  # of the budget
 _REPLAYS = 30  # of the plan, that take as long as to prepare a search for another machine
 _LAYOUT_SHARE = 0.7  # of it at most, for layouts beside op placement
 
 
-def advice_budget(request: PlaceRequest, seconds: float, written_s: float = 0.0) -> "Budget":
-    """Returns the budget for advice after `seconds`: a share of the whole, or what is left of it if that is less.
+def search_budget(request: PlaceRequest) -> "Budget":
+    """Returns the budget for the search before the advice, if that is asked for."""
+    return request.budget.part(1 - _SHARE) if request.with_advice else request.budget
 
-    Files take `written_s` after it.
-    """
+
+def _budget(request: PlaceRequest, seconds: float) -> "Budget":
+    """Returns the budget for advice after `seconds`: a share of the whole, or what is left of it if that is less."""
     from gdp.budget import Budget
 
     total = request.budget.seconds
     if total is None:
-        return request.budget.part(ADVICE_SHARE)
-    return Budget(seconds=min(ADVICE_SHARE * total, max(total - seconds - written_s, 0.0)))
+        return request.budget.part(_SHARE)
+    return Budget(seconds=min(_SHARE * total, max(total - seconds, 0.0)))
 
 
-def find_advice(
-    request: PlaceRequest, problem: "Problem", plan: "Plan", stop: threading.Event, model: "Model | None" = None
-) -> "Advice":
-    """Returns what other machines would give, tried in the share of the budget that is left for it.
+def find_advice(opened: OpenRequest, solution: "Solution", search: "Clock") -> "Advice | None":
+    """Returns what other machines would give, tried after the `search`; None where a layout was asked for."""
+    best, plan, question = solution.best, solution.plan, opened.question
+    assert best is not None
+    assert plan is not None
+    assert plan.problem is not None
+    # files of a cut step take longer than those that the budget was made for
+    later_s = opened.files.written_s(plan.problem.num_ops) - opened.files.written_s(question.graph.num_ops)
+    budget = _budget(opened.request, search.seconds + max(later_s, 0.0))
+    if best.is_whole:
+        return _advice_on_ops(opened, plan, budget, search.stop)
+    return _advice_on_layouts(opened, solution, budget, search.stop) if question.layout is None else None
 
-    With `model`, of which `plan` places the ops, also what a layout of its batch would.
-    """
+
+def _advice_on_ops(opened: OpenRequest, plan: "Plan", budget: "Budget", stop: Event) -> "Advice":
+    """Returns what changed machines would give, and after --parallel none what a layout would."""
     from gdp.budget import Budget, Clock
     from gdp.planning.advice import advise
     from gdp.report import progress
     from gdp.report.tables import format_ms
     from gdp.simulator.simulate import replay
 
-    seconds = 0.0 if plan.search is None else plan.search.seconds
-    budget = advice_budget(request, seconds)
-    layout = None
-    if model is not None and (parts := _parts(request, model)) is not None:
-        clock = Clock(budget, stop=stop)
-        layout = _layout_advice(request, parts, clock.part(_LAYOUT_SHARE))
-        budget = budget if clock.seconds_left is None else Budget(seconds=clock.seconds_left)
+    problem, options = plan.problem, opened.question.options
+    assert problem is not None
+    clock = Clock(budget, stop=stop)
+    layout = _best_layout(opened, clock.part(_LAYOUT_SHARE))
+    budget = budget if clock.seconds_left is None else Budget(seconds=clock.seconds_left)
     text = f"{problem.graph.name}: {format_ms(plan.step_time_ns)}; trying other machines"
     with progress.live(progress.StatusLine(text, budget.seconds)):
         began = time.monotonic()
         simulation = replay(problem, plan)
-        least_s = _REPLAYS * (time.monotonic() - began)
         advice = advise(
             problem.graph,
             simulation,
             plan,
-            request.constraints,
+            opened.request.constraints,
             budget=budget,
-            seed=request.seed,
-            num_threads=request.threads,
-            least_s=least_s,
+            seed=options.seed,
+            num_threads=options.num_threads,
+            least_s=_REPLAYS * (time.monotonic() - began),
             stop=stop,
         )
     return advice if layout is None else replace(advice, what_ifs=(*advice.what_ifs, layout))
 
 
-def _parts(request: PlaceRequest, model: "Model") -> "Parts | None":
-    """Returns the parts of the batch of MODEL; None where it is not split, or op times were measured.
+def _best_layout(opened: OpenRequest, clock: "Clock") -> "WhatIf | None":
+    """Returns an estimate of the best layout of the batch; None where none is possible, or was not refused.
 
     None, too, where its graph was kept from an earlier command: building the model takes longer than its advice is
     worth.
     """
-    from gdp.report.progress import StatusLine, live
-    from gdp.search.batch_parts import Parts
-
-    if any(model.graph.times_ns) or not model.seconds:
-        return None
-    with contextlib.suppress(InputError), live(StatusLine("reading the batch")):
-        return Parts.of_source(request.source, model.graph, model.seconds)
-    return None
-
-
-def _layout_advice(request: PlaceRequest, parts: "Parts", clock: "Clock") -> "WhatIf | None":
-    """Returns an estimate of the best layout of the batch; None where there is none, or no time."""
+    from gdp.parallel.layout import NONE
     from gdp.planning.layout_advice import estimated_layout
     from gdp.report.progress import StatusLine, live
+    from gdp.search.place_question import PlaceQuestion
 
+    request, model = opened.request, opened.model
+    cluster, limits, options = request.cluster, request.constraints, opened.question.options
+    if request.parallel != NONE or cluster.num_devices == 1 or request.times is not None or not model.seconds:
+        return None
+    with live(StatusLine("reading the batch")):
+        parts = PlaceQuestion.of(request.source, cluster, limits, None, None, options, model).parts
+    if parts is None:
+        return None
     with live(StatusLine("estimating layouts of the batch", clock.seconds_left)):
-        return estimated_layout(parts, request.cluster, request.constraints, clock)
+        return estimated_layout(parts, cluster, limits, clock)
 
 
-def find_changes_that_fit(request: PlaceRequest, problem: "Problem", stop: threading.Event) -> list[str]:
-    """Returns changes with which the step would fit, where advice is asked for."""
+def _advice_on_layouts(opened: OpenRequest, solution: "Solution", budget: "Budget", stop: Event) -> "Advice":
+    """Returns what layouts on changed machines would give."""
+    from gdp.budget import Clock
+    from gdp.planning.layout_advice import advise_on_layouts
+    from gdp.report.progress import StatusLine, live
+    from gdp.report.tables import format_ms
+
+    plan, parts, clock = solution.plan, opened.question.parts, Clock(budget, stop=stop)
+    assert plan is not None
+    assert parts is not None
+    text = f"{opened.model.graph.name}: {format_ms(plan.step_time_ns)}; estimating other machines"
+    with live(StatusLine(text, clock.seconds_left)):
+        return advise_on_layouts(solution, parts, opened.request.constraints, clock)
+
+
+def find_changes_that_fit(opened: OpenRequest, plan: "Plan", stop: Event) -> list[str]:
+    """Returns changes with which a step would fit, where advice is asked for and no layout is."""
     from gdp.budget import Clock
     from gdp.planning.advice import changes_that_fit
+    from gdp.planning.layout_advice import changes_that_fit_a_layout
     from gdp.report.progress import StatusLine, live
 
-    changes: list[str] = []
-    if request.with_advice:
-        count = request.reading.microbatching.count
-        can_accumulate = request.can_split and request.reading.training
-        budget = request.budget.part(ADVICE_SHARE)
-        with live(StatusLine("nothing fits; looking for changes with which it would", budget.seconds)):
-            changes = changes_that_fit(
-                problem.graph,
-                request.cluster,
-                request.constraints,
-                clock=Clock(budget, stop=stop),
-                part_of=(lambda parts: request.source.split(count, parts)) if request.can_split else None,
-                split_in=(lambda factor: request.source.split(count * factor)) if can_accumulate else None,
-            )
-    return changes
+    request, question = opened.request, opened.question
+    if not request.with_advice or question.layout is not None:
+        return []
+    assert plan.search is not None
+    clock = Clock(_budget(request, plan.search.seconds), stop=stop)
+    source, count = request.source, request.reading.microbatching.count
+    can_accumulate = request.can_split and request.reading.training
+    with live(StatusLine("nothing fits; looking for changes with which it would", clock.seconds_left)):
+        if question.parts is not None:
+            return changes_that_fit_a_layout(question.parts, request.cluster, request.constraints, clock)
+        return changes_that_fit(
+            question.graph,
+            request.cluster,
+            request.constraints,
+            clock=clock,
+            part_of=(lambda parts: source.split(count, parts)) if request.can_split else None,
+            split_in=(lambda factor: source.split(count * factor)) if can_accumulate else None,
+        )

@@ -88,12 +88,14 @@ def compare(
     warm_up(names)
     from gdp.planning.compare import compare as run
     from gdp.report import console, documents
-    from gdp.search.place import parts_to_cut
+    from gdp.search.place_question import PlaceQuestion, SearchOptions
 
-    parts = parts_to_cut(source, read) if "auto" in names else None
-    if parts is not None:
+    parts = None
+    if "auto" in names:
         with progress.live(f"reading a part of the batch of {graph.name}"):
-            parts.read_ahead(cluster.num_devices)
+            question = PlaceQuestion.of(source, cluster, constraints, None, None, SearchOptions(), read)
+            question.prepare()
+            parts = question.parts
 
     def on_start(placer: str, seed: int) -> None:
         nonlocal runs_left

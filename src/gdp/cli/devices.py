@@ -82,7 +82,8 @@ def devices_detect(
         }
         print_json(document if out is None else document | {"path": str(out)})
         return 0
-    from gdp.report import listings, tables
+    from gdp.notebook import format_gib
+    from gdp.report import listings
 
     show(listings.rows_report([_device_row(machine, device) for device in machine.devices]))
     if machine.links:
@@ -90,7 +91,7 @@ def devices_detect(
         show(listings.rows_report([{"from": a, "to": b, "link": link} for (a, b), link in machine.links.items()]))
     print_text(
         f"\nPyTorch {torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'no CUDA'}; "
-        f"processor cores: {', '.join(map(str, cores)) or 'any'}; memory {tables.format_gib(machine.memory_bytes)}"
+        f"processor cores: {', '.join(map(str, cores)) or 'any'}; memory {format_gib(machine.memory_bytes)}"
     )
     print_text("\n".join(f"note: {note}" for note in machine.notes))
     print_text(
@@ -102,19 +103,19 @@ def devices_detect(
 
 
 def _device_row(machine: "Machine", device: "Detected") -> dict[str, object]:
-    from gdp.report import tables
+    from gdp.notebook import format_gib
 
     row: dict[str, object] = {
         "device": device.name,
         "kind": device.kind,
-        "memory": tables.format_gib(device.memory_bytes),
+        "memory": format_gib(device.memory_bytes),
         "on": device.place,
     }
     if not machine.gpus:
         return row
     gpu = machine.gpus.get(device.name)
     sizes = {"total": gpu.total_bytes, "free": gpu.free_bytes} if gpu else {"total": None, "free": None}
-    texts = {name: None if size is None else tables.format_gib(size) for name, size in sizes.items()}
+    texts = {name: None if size is None else format_gib(size) for name, size in sizes.items()}
     return row | texts | {"slot": gpu.pcie or None if gpu else None}
 
 

@@ -29,19 +29,18 @@ def read_graph(source: "ModelSource") -> "Model":
     from gdp.report.progress import live
 
     text, count = source.text, source.reading.microbatching.count
-    is_split = count > 1 and ":" in text
     with live(f"reading {text}"):
         try:
             model = source.whole()
         except UnevenBatchError:
             raise
         except InputError as error:
-            if is_split:
+            if count > 1 and source.assumes_batch:
                 raise InputError(f"{error}; --microbatches splits inputs along their first dimension") from error
             raise
     for note in model.notes:
         log(f"gdp: note: {note}")
-    if is_split:
+    if count > 1 and source.assumes_batch:
         log(f"gdp: note: {text}: micro-batches are parts of inputs along the first dimension, that of the first tensor")
     if count > 1 and not model.is_captured:
         log(f"gdp: note: {text} is the step of one micro-batch, the whole step has {count} times its work")

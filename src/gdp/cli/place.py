@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gdp.cli.answer import PlaceQuestion, respond
-from gdp.cli.batches import BatchesInFlight, check_batches_alone
-from gdp.cli.inputs import check_checkpoint, check_placers
-from gdp.cli.op_placement import OpPlacement, fits_alone
+from gdp.cli.answer import respond
+from gdp.cli.inputs import check_checkpoint
 from gdp.cli.options import (
     BatchesOption,
     BudgetOption,
@@ -25,8 +23,6 @@ from gdp.cli.options import (
     ThreadsOption,
     with_options,
 )
-from gdp.cli.parallel import AUTO, LayoutChoice, check_parallel_alone
-from gdp.cli.plan_files import PlanFiles
 from gdp.cli.request import PlaceRequest
 from gdp.cli.sweep import sweep_place
 from gdp.errors import InputError
@@ -106,65 +102,46 @@ def place(
         from gdp.cluster import Cluster
         from gdp.cluster.quantities import parse_fraction
         from gdp.models.source import ModelSource
+        from gdp.parallel.layout import AUTO, NONE, Layout
         from gdp.planning.sweep import Sweep
+        from gdp.search.place_question import SearchOptions
 
         began_s, limit = time.monotonic(), Budget.parse(budget)
         table = None if sweep is None else Sweep.parse(sweep)
         cluster = Cluster.parse(devices)
+        constraints = limits.constraints(cluster)
+        options = SearchOptions(
+            placer=placer,
+            seed=seed,
+            robust=None if robust is None else parse_fraction(robust, "--robust", below=0.5),
+            checkpoint=checkpoint,
+            num_threads=threads,
+        )
         request = PlaceRequest(
             source=ModelSource(model, model_options.reading()),
             devices=devices,
             cluster=cluster,
+            constraints=constraints,
+            parallel=parallel if parallel in (None, AUTO, NONE) else Layout.parse(parallel),
+            batches=batches,
             budget=limit,
-            constraints=limits.constraints(cluster),
+            options=options,
             times=times,
-            placer=placer,
-            checkpoint=checkpoint,
-            seed=seed,
-            robust=None if robust is None else parse_fraction(robust, "--robust", below=0.5),
-            threads=threads,
+            target=_target(target, target_options, placer, sweep, checkpoint),
             with_cache=with_cache,
-            with_advice=advice and placer == "auto" and target is None,
+            with_advice=advice and placer == AUTO and target is None and batches is None,
             out=out,
             json=json,
-            target=_target(target, target_options, placer, sweep, checkpoint),
             asked=_asked(model, devices, given, placer=placer, budget=budget, seed=seed),
             began_s=began_s,
         )
-        check_placers([placer])
         check_checkpoint(checkpoint, [placer])
-    if table is not None and batches is None and parallel in (None, "none"):
-        table.check(cluster)
-        return sweep_place(request, table)
-    return respond(_question(request, parallel, batches, sweep))
-
-
-def _question(request: PlaceRequest, parallel: str | None, batches: int | None, sweep: str | None) -> PlaceQuestion:
-    """Returns the question that the options ask, with its model read."""
-    from gdp.parallel.layout import Layout
-
-    is_of_layouts, layout = parallel not in (None, "none"), None
-    if batches is not None:
-        check_batches_alone(request, parallel, sweep)
-    elif is_of_layouts:
-        check_parallel_alone(request, sweep)
-        layout = None if parallel in (None, AUTO) else Layout.parse(parallel)
-    files = PlanFiles.of(request)
-    files.check()
-    began = time.monotonic()
-    model = request.read()
-    request = request.later(time.monotonic() - began if model.is_captured else 0.0)
-    if batches is not None:
-        return BatchesInFlight(request, files, model, batches)
-    if is_of_layouts:
-        return LayoutChoice.of(request, files, model, layout)
-    has_several = request.cluster.num_devices > 1
-    if parallel is None and request.may_be_cut and (has_several or not fits_alone(request, model.graph)):
-        choice = LayoutChoice.if_split(request, files, model)
-        if choice is not None:
-            return choice
-    has_layouts = parallel is not None and request.may_be_cut and has_several
-    return OpPlacement(request, files, model, has_layouts=has_layouts)
+        if table is not None and batches is None and parallel in (None, NONE):
+            table.check(cluster)
+        else:
+            request.check(sweep)
+            table = None
+    return respond(request) if table is None else sweep_place(request, table)
 
 
 def _asked(model: str, devices: str, given: Given, **always: Any) -> "Asked":

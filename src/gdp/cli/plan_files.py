@@ -110,7 +110,6 @@ class PlanFiles:
         After `stop` no files are written that would take seconds, and no long report that would end after `latest_s`,
         by `time.monotonic`; notes say which.
         """
-        from gdp.report.layout_answer import LayoutAnswer
         from gdp.report.page import write_page
         from gdp.report.page_data import PageData
         from gdp.report.progress import StatusLine, live
@@ -118,8 +117,7 @@ class PlanFiles:
         if self.note:
             log(self.note)
         problem = simulation.problem
-        looked_at = None if answer.layouts is None else LayoutAnswer.of_document(answer.layouts)
-        data = PageData(answer.plan, simulation, answer.progress, answer.advice, layouts=looked_at)
+        data = PageData(answer.plan, simulation, answer.progress, answer.advice, layouts=answer.layouts)
         steps: list[tuple[Path | None, Callable[[Path], None]]] = [
             (self.plan, answer.plan.save),
             (self.graph, problem.graph.save),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gdp.cli.inputs import read_graph, read_timed
-from gdp.cli.shared import log
+from gdp.cli.shared import log, refuse_beside
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from gdp.graph import Graph
     from gdp.models.model import Model, Reading
     from gdp.models.source import ModelSource
+    from gdp.parallel.layout import Layout
+    from gdp.search.place_question import PlaceQuestion, SearchOptions
     from gdp.simulator.constraints import Constraints
     from gdp.simulator.plan import Asked
 
@@ -31,19 +33,17 @@ class PlaceRequest:
     source: "ModelSource"
     devices: str
     cluster: "Cluster"
-    budget: "Budget"
     constraints: "Constraints"
+    parallel: "Layout | str | None"  # None: any layout where that is possible
+    batches: int | None
+    budget: "Budget"
+    options: "SearchOptions"
     times: Path | None
-    placer: str
-    checkpoint: str | None
-    seed: int
-    robust: float | None
-    threads: int | None
+    target: "ExportTarget | None"
     with_cache: bool
     with_advice: bool
     out: Path | None
     json: bool
-    target: "ExportTarget | None"
     asked: "Asked"  # what a plan file says
     began_s: float = field(default_factory=time.monotonic)  # when the budget began, by `time.monotonic`
     latest_s: float = math.inf  # when all files are to be written
@@ -67,18 +67,57 @@ class PlaceRequest:
         """True if the model can be read anew with its batch split."""
         return self.times is None and not self.source.is_file
 
-    @property
-    def may_be_cut(self) -> bool:
-        """True if nothing but the model speaks against layouts of the batch: no option is about op placement alone."""
-        from gdp.search.place import may_be_cut
+    def check(self, sweep: str | None) -> None:
+        """Raises InputError for options that say something else than --batches or --parallel."""
+        if self.batches is None and self.parallel in (None, "none"):
+            return None
+        reading, is_served = self.reading, self.batches is not None
+        others = {
+            "--placer": self.options.placer != "auto",
+            "--for": self.target is not None,
+            "--sweep": sweep is not None,
+        }
+        if is_served:
+            if reading.serving.has_cache:
+                raise InputError(
+                    "--batches: in prefill and decode each batch has a cache of its own, and a token waits for the one "
+                    "before; leave --phase out, or place one step with more sequences (hf:DIR?batch=N)"
+                )
+            if reading.microbatching.count > 1:
+                raise InputError("--microbatches: accumulates gradients, and --batches serves; leave one of them out")
+            has_layout = self.parallel not in (None, "none")
+            others |= {"--parallel": has_layout, "--checkpoint": self.options.checkpoint is not None}
+            return refuse_beside("--batches", others)
+        if (not self.source.is_file and reading.microbatching.count > 1) or reading.microbatching.free_replicas:
+            raise InputError("--microbatches: --parallel has a number of its own; write --parallel microbatches=M")
+        if not reading.training or reading.serving.has_cache:
+            raise InputError(
+                "--parallel: layouts cut training steps; leave --inference and --phase out, or serve with --batches N"
+            )
+        return refuse_beside("--parallel", others | {"--times": self.times is not None})
 
-        return self.placer == "auto" and self.target is None and self.times is None and may_be_cut(self.source)
+    def question(self, model: "Model") -> "PlaceQuestion":
+        """Returns what is asked about MODEL, read as `model`. InputError for what a search would be in vain with."""
+        from gdp.report.progress import live
+
+        is_for_ops = self.target is not None or self.times is not None
+        with self.named(), live(f"preparing {model.graph.name} on {self.cluster.name}"):
+            from gdp.parallel.layout import NONE
+            from gdp.search.place_question import PlaceQuestion
+
+            parallel = NONE if self.parallel is None and is_for_ops else self.parallel
+            limits, options = self.constraints, self.options
+            question = PlaceQuestion.of(self.source, self.cluster, limits, parallel, self.batches, options, model)
+            problem = question.problem  # bad constraints are better known now than after a search
+            if self.target is not None:
+                self.target.read_units(problem)
+        return question
 
     def under_measured_noise(self, noise: float | None) -> "PlaceRequest":
         """Returns the request with the noise of measured op times, unless --robust gives another."""
-        if noise is None or self.robust is not None:
+        if noise is None or self.options.robust is not None:
             return self
-        return replace(self, robust=min(round(noise, 4), 0.49))
+        return replace(self, options=replace(self.options, robust=min(round(noise, 4), 0.49)))
 
     def later(self, seconds: float) -> "PlaceRequest":
         """Returns the request whose budget begins `seconds` later: to capture and to compile come on top of it."""
@@ -105,24 +144,26 @@ class PlaceRequest:
         from gdp.planning import plan_cache
         from gdp.simulator.simulate import default_threads
 
-        policy = None if self.checkpoint is None else hashlib.sha256(files.read_bytes(self.checkpoint)).hexdigest()
+        checkpoint = self.options.checkpoint
+        policy = None if checkpoint is None else hashlib.sha256(files.read_bytes(checkpoint)).hexdigest()
         options = {
-            "placer": self.placer,
+            "placer": self.options.placer,
             "layouts": list(layouts),
             "budget": str(self.budget),
             "policy": policy,
             "advice": self.with_advice,
             "target": None if self.target is None else [self.target.name, *self.target.options],
-            "seed": self.seed,
-            "robust": self.robust,
-            "threads": self.threads or default_threads(),
+            "seed": self.options.seed,
+            "robust": self.options.robust,
+            "threads": self.options.num_threads or default_threads(),
         }
         return plan_cache.entry(graph, self.cluster, self.constraints, options)
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Returns the keyword arguments that `place` and the sweeps have in common."""
-        return {"seed": self.seed, "robust": self.robust, "num_threads": self.threads}
+        """The keyword arguments that exports and sweeps have in common."""
+        options = self.options
+        return {"seed": options.seed, "robust": options.robust, "num_threads": options.num_threads}
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:

@@ -104,19 +104,37 @@ def _derived(plan: "Plan", problem: "Problem", batches: int | None) -> _Answer:
 
     with live("deriving the figures of the plan"):
         from gdp.bounds.lower_bound import lower_bound
-        from gdp.cli.batches import throughput_of
         from gdp.simulator.simulate import replay, verify
 
         simulation = replay(problem, plan)
         wrong = [text for text in verify(problem, plan) if text not in simulation.reasons]
         bound_ns = lower_bound(problem)
-        throughput = throughput_of(problem, plan, simulation, batches)
+        throughput = _throughput_of(problem, plan, simulation, batches)
     if not wrong and plan.lower_bound_ns > bound_ns:
         wrong.append(f"lower_bound_ns is {plan.lower_bound_ns}; the bound is {bound_ns}")
     if wrong:
         raise InputError(f"the figures are not those of the plan: {', '.join(wrong)}; place the graph anew")
     headline = f"Step time {format_ms(simulation.step_time_ns)} and peak memory are as in the plan."
     return _Answer(simulation, bound_ns, headline, plan, throughput)
+
+
+def _throughput_of(
+    problem: "Problem", plan: "Plan", simulation: "Simulation", num_batches: int | None
+) -> "Throughput | None":
+    """Returns the throughput of a plan of batches in flight, or of `num_batches` in flight in a plan of one batch.
+
+    None for other plans where no number is asked for.
+    """
+    from gdp.parallel.batches import in_flight, layout_in_flight
+    from gdp.simulator.throughput import Throughput, throughput_of_plan
+
+    if not in_flight(plan.layout):
+        return None if num_batches is None else throughput_of_plan(problem, plan, num_batches)
+    assert plan.layout is not None
+    layout = layout_in_flight(plan.layout)
+    if num_batches not in (None, layout.num_parts):
+        raise InputError(f"--batches: the plan has {layout.num_parts} in flight; leave the option out")
+    return Throughput.of(simulation, layout)
 
 
 def _scored(problem: "Problem", path: Path) -> _Answer:

@@ -18,9 +18,9 @@ def sweep_place(request: PlaceRequest, sweep: "Sweep") -> int:
     from gdp.planning.sweep import DEVICES, MICROBATCHES, sweep_devices, sweep_microbatches
     from gdp.report import advice_answer, progress
 
-    if request.placer != "auto" or request.times is not None:
+    if request.options.placer != "auto" or request.times is not None:
         raise InputError("--sweep: places with auto and modelled op times; leave out --placer and --times")
-    if request.checkpoint is not None:
+    if request.options.checkpoint is not None:
         raise InputError("--sweep: places without a policy of your own; leave out --checkpoint")
     if sweep.what == MICROBATCHES and request.reading.microbatching.count > 1:
         count = request.reading.microbatching.count

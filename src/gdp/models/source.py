@@ -151,6 +151,11 @@ class ModelSource:
             return build.parse(self.text)[1].batch
         return self._workload.batch_size
 
+    @property
+    def assumes_batch(self) -> bool:
+        """True where the batch is taken to be the first dimension of inputs: of a user's function."""
+        return self._is_function
+
     def is_kept(self, num_parts: int) -> bool:
         """Returns whether 1 / `num_parts` of the batch was captured before, and need not be again."""
         entry = graph_cache.model_entry(self.text, self.reading, num_parts)

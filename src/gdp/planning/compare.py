@@ -16,8 +16,8 @@ from gdp.parallel.layout import AUTO, Layout
 from gdp.placers import CLASSICAL
 from gdp.search.candidate import Candidate
 from gdp.search.layouts.choose import choose_layout
-from gdp.search.place import Placeable, fits_alone, opened
-from gdp.search.question import BatchQuestion, Question
+from gdp.search.place_question import Placeable, PlaceQuestion, SearchOptions
+from gdp.search.question import Question
 from gdp.search.solution import Solution
 from gdp.search.solvers import solve, solver_of
 from gdp.simulator.constraints import ConstraintKeywords, Constraints
@@ -117,10 +117,9 @@ def compare(
     limit = Budget.of(budget)
     stop = stop or threading.Event()
     limits = Constraints.of(constraints, keywords, compare)
-    whole, parts = opened(model, AUTO, None, is_for_ops=False)
-    problem = Problem.build(whole, cluster, limits)
-    if parts is not None and problem.num_devices == 1 and fits_alone(problem):
-        parts = None
+    options = SearchOptions(checkpoint=checkpoint, num_threads=num_threads)
+    question = PlaceQuestion.of(model, Cluster.of(cluster), limits, None, None, options)
+    problem = question.problem
     bound_ns = lower_bound(problem)
     reduction = reduce(problem)
     rows = [_rival_row(name, rival, problem) for name, rival in rivals.items()]
@@ -132,13 +131,12 @@ def compare(
             if on_start is not None:
                 on_start(name, seed)
             clock = Clock(limit, stop=stop)
-            if name == AUTO and parts is not None:
-                asked = BatchQuestion(parts, problem.cluster, limits, seed=seed)
-                asked = replace(asked, checkpoint=checkpoint, num_threads=num_threads)
-                best = choose_layout(asked, clock).best
+            if name == AUTO and question.parts is not None:
+                asked = replace(question, options=replace(options, seed=seed))
+                best = choose_layout(asked.about_batch(), clock).best
             else:
-                question = Question(problem, reduction, seed=seed, checkpoint=checkpoint, num_threads=num_threads)
-                best = solve(name, question, clock).best
+                about_ops = Question(problem, reduction, seed=seed, checkpoint=checkpoint, num_threads=num_threads)
+                best = solve(name, about_ops, clock).best
             if stop.is_set():
                 return Comparison(tuple(rows), bound_ns, interrupted=True)
             answers.append(best)

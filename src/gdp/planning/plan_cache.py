@@ -17,12 +17,16 @@ from gdp import cache
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.parallel.layout import Layout
 from gdp.planning.advice import Advice, WhatIf
+from gdp.planning.layout_answer import LayoutAnswer, LayoutRow
 from gdp.search.place import Progress
+from gdp.search.solution import Solution
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Baseline, NoisyTimes, Plan, Search
+from gdp.simulator.problem import Problem
 
-FORMAT, VERSION = "gdp-found-plan", 3
+FORMAT, VERSION = "gdp-found-plan", 4
 _LIBRARIES = ("numpy", "numba", "scipy", "pymetis", "torch")
 
 
@@ -31,9 +35,10 @@ class KeptAnswer:
     """An answer of `gdp place`: a plan, the progress of its search, and advice."""
 
     plan: Plan
-    advice: Advice | None
-    progress: tuple[Progress, ...]  # the news of the search that told of a better placement
-    layouts: Mapping[str, Any] | None = None  # that were looked at, as in `--json`; None: op placement was asked for
+    advice: Advice | None = None
+    progress: tuple[Progress, ...] = ()  # the news of a search of ops that told of a better placement
+    layouts: LayoutAnswer | None = None  # that were looked at; None: the ops of the step were placed
+    batches: Solution | None = None  # for batches in flight, whose answers are not kept
 
 
 def entry(graph: Graph, cluster: Cluster, constraints: Constraints, options: Mapping[str, object]) -> Path | None:
@@ -45,38 +50,53 @@ def entry(graph: Graph, cluster: Cluster, constraints: Constraints, options: Map
     return cache.entry("plans", graph.name, (FORMAT, VERSION, versions, *question), code)
 
 
-def load(path: Path | None, graph_of: Callable[[Plan], Graph], cluster: Cluster) -> KeptAnswer | None:
+def load(path: Path | None, problem_of: Callable[[Plan], Problem]) -> KeptAnswer | None:
     """Returns the answer kept in `path`; None if there is none that can be read.
 
-    `graph_of` returns the graph that a plan should be of; a plan of another one is found anew.
+    `problem_of` returns the problem that a plan should solve; a plan of another one is found anew.
     """
     document = cache.read(path, FORMAT, VERSION)
     if document is None:
         return None
     with contextlib.suppress(InputError, KeyError, TypeError, ValueError, AttributeError):  # damaged: found anew
-        plan = replace(Plan.from_document(document["plan"]), search=_search(document["search"]))
-        plan.check_belongs(graph_of(plan), cluster)
-        told = document["advice"]
+        plan = Plan.from_document(document["plan"])
+        problem = problem_of(plan)
+        plan.check_belongs(problem.graph, problem.cluster)
+        plan = replace(plan, search=_search(document["search"]), problem=problem)
+        advice, layouts = document["advice"], document["layouts"]
         progress = tuple(Progress(**news) for news in document["progress"])
-        return KeptAnswer(plan, None if told is None else _advice(told, plan), progress, document["layouts"])
+        return KeptAnswer(
+            plan,
+            None if advice is None else _advice(advice, plan),
+            progress,
+            None if layouts is None else _layouts(layouts),
+        )
     return None
 
 
 def store(path: Path | None, answer: KeptAnswer) -> None:
     """Keeps an answer."""
-    plan, advice = answer.plan, answer.advice
+    plan, advice, layouts = answer.plan, answer.advice, answer.layouts
     assert plan.search is not None
-    kept = None
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "plan": plan.to_document(),
+        "search": asdict(replace(plan.search, baselines=dict(plan.search.baselines))),
+        "advice": None,
+        "progress": [asdict(news) for news in answer.progress],
+        "layouts": None,
+    }
     if advice is not None:
-        kept = {
+        document["advice"] = {
             "what_ifs": [asdict(item) for item in advice.what_ifs],
             "not_asked": list(advice.not_asked),
             "memory_matters": advice.memory_matters,
         }
-    search = asdict(replace(plan.search, baselines=dict(plan.search.baselines)))
-    document = {"format": FORMAT, "version": VERSION, "plan": plan.to_document(), "search": search, "advice": kept}
-    progress = [asdict(news) for news in answer.progress]
-    cache.write(path, {**document, "progress": progress, "layouts": answer.layouts})
+    if layouts is not None:
+        rows = [asdict(row) | {"layout": row.layout.document()} for row in layouts.rows]
+        document["layouts"] = asdict(layouts) | {"rows": rows}
+    cache.write(path, document)
 
 
 def _search(kept: Mapping[str, Any]) -> Search:
@@ -95,3 +115,13 @@ def _search(kept: Mapping[str, Any]) -> Search:
 def _advice(kept: Mapping[str, Any], plan: Plan) -> Advice:
     what_ifs = tuple(WhatIf(**item) for item in kept["what_ifs"])
     return Advice(what_ifs, tuple(kept["not_asked"]), bool(kept["memory_matters"]), plan)
+
+
+def _layouts(kept: Mapping[str, Any]) -> LayoutAnswer:
+    return LayoutAnswer(**{**kept, "rows": tuple(map(_layout_row, kept["rows"])), "notes": tuple(kept["notes"])})
+
+
+def _layout_row(kept: Mapping[str, Any]) -> LayoutRow:
+    peaks = kept["peak_memory_bytes"]
+    layout = Layout.of_document(kept["layout"])
+    return LayoutRow(**{**kept, "layout": layout, "peak_memory_bytes": None if peaks is None else tuple(peaks)})

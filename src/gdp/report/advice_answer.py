@@ -9,9 +9,10 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from gdp.models.serving import ServedStep, serving_entry
+from gdp.notebook import format_gib
 from gdp.planning.advice import AS_FAST, LAYOUTS, Advice
 from gdp.planning.sweep import SweepRow
-from gdp.report.tables import format_gib, format_ms, new_table
+from gdp.report.tables import format_ms, new_table
 from gdp.simulator.simulate import Simulation
 
 

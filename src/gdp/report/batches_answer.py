@@ -7,7 +7,8 @@ import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
 
-from gdp.report.tables import digits, format_gib, format_ms, new_table
+from gdp.notebook import digits, format_gib
+from gdp.report.tables import format_ms, new_table
 from gdp.search.batches.place_batches import USUAL, is_pipeline, throughput_of
 from gdp.search.candidate import Candidate
 from gdp.search.solution import Solution

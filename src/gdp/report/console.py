@@ -11,13 +11,14 @@ from rich.text import Text
 from gdp.cluster import Cluster
 from gdp.graph import Graph
 from gdp.models.serving import ServedStep
+from gdp.notebook import format_gib
 from gdp.planning.advice import Advice
 from gdp.planning.compare import Comparison
 from gdp.report import sentences
 from gdp.report.advice_answer import advice_report
 from gdp.report.batches_answer import of_throughput
 from gdp.report.limits import Limits
-from gdp.report.tables import format_gib, format_ms, new_table
+from gdp.report.tables import format_ms, new_table
 from gdp.report.timeline_text import TimelineText
 from gdp.simulator.costs import count_time_sources
 from gdp.simulator.plan import Plan

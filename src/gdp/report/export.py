@@ -10,10 +10,11 @@ from rich.text import Text
 from gdp.export.adapt import AdaptedPlan
 from gdp.export.layouts.cut_step import CutStep
 from gdp.export.layouts.target import LayoutTarget
+from gdp.notebook import digits
 from gdp.report import sentences
 from gdp.report.console import device_report
 from gdp.report.documents import cluster_document, graph_document
-from gdp.report.tables import digits, format_ms
+from gdp.report.tables import format_ms
 
 _WORTH_A_SEARCH = 0.01  # a loss that is more than what two searches of equal budget differ by
 

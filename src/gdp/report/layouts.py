@@ -8,10 +8,11 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from gdp.notebook import format_gib
 from gdp.parallel.batches import in_flight, layout_in_flight
 from gdp.parallel.layout import BLOCKS, NONE, Layout
-from gdp.report.layout_answer import LayoutAnswer
-from gdp.report.tables import format_gib, format_ms, new_table
+from gdp.planning.layout_answer import LayoutAnswer
+from gdp.report.tables import format_ms, new_table
 from gdp.search.candidate import ESTIMATED, NOT_ALLOWED, Candidate
 from gdp.simulator.plan import Plan
 
@@ -90,6 +91,29 @@ def choice_report(answer: LayoutAnswer, plan_report: Iterable[RenderableType]) -
         yield Text("~ is an estimate: the layout was not simulated, and usually takes longer.")
     yield ""
     yield from plan_report
+
+
+def choice_document(answer: LayoutAnswer) -> dict[str, Any]:
+    """Returns the keys of `--json` beside those of every plan."""
+    return {
+        "layout": answer.best.layout.document(),
+        "moved_ops": answer.num_moved,
+        "layout_bound_ns": answer.bound_ns,
+        "layout_notes": answer.notes,
+        "layouts": [
+            {
+                "option": row.option,
+                "layout": row.layout.document(),
+                "devices_per_replica": row.num_places,
+                "status": row.status,
+                "step_time_ns": row.step_time_ns,
+                "missing_bytes": row.missing_bytes,
+                "peak_memory_bytes": row.peak_memory_bytes,
+                "limit": row.limit,
+            }
+            for row in answer.rows
+        ],
+    }
 
 
 def layout_document(plan: Plan, answer: LayoutAnswer | None) -> dict[str, Any] | None:

@@ -8,7 +8,8 @@ from rich.text import Text
 
 from gdp.cluster import Cluster, Device, Route
 from gdp.cluster.catalogue import KINDS, LINKS, MACHINES, DeviceKind
-from gdp.report.tables import digits, format_gib, new_table
+from gdp.notebook import digits, format_gib
+from gdp.report.tables import new_table
 
 _MOST_DEVICES, _SHOWN_OF_MANY = 64, 16  # of more devices the first are shown
 _FOLDED = 6  # routes that differ in names alone are one line from so many on

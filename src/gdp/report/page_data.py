@@ -17,11 +17,11 @@ import orjson
 from gdp.arrays import I64
 from gdp.graph.layers import LayerPaths
 from gdp.planning.advice import Advice
+from gdp.planning.layout_answer import LayoutAnswer
 from gdp.report import sentences
 from gdp.report.advice_answer import advice_document, advice_sentences
 from gdp.report.copies import Copies
 from gdp.report.exchanges import exchanges_document
-from gdp.report.layout_answer import LayoutAnswer
 from gdp.report.layouts import layout_document
 from gdp.report.limits import Limits
 from gdp.report.memory_curves import Allocations, MemoryCurve, alive_at, memory_curves

@@ -8,7 +8,8 @@ from gdp.arrays import I64
 from gdp.cluster import Cluster
 from gdp.graph import Graph
 from gdp.graph.held_memory import HeldMemory
-from gdp.report.tables import digits, format_gib, format_ms
+from gdp.notebook import digits, format_gib
+from gdp.report.tables import format_ms
 from gdp.search.solvers import SOLVERS
 from gdp.simulator.orders import BY_CALL
 from gdp.simulator.plan import Baseline, Plan, Search

@@ -1,27 +1,14 @@
 """Formats figures and tables for people."""
 
-import math
-
 from rich import box
 from rich.table import Table
+
+from gdp.notebook import digits
 
 
 def format_ms(time_ns: int | None) -> str:
     """Returns a time in ms with four significant digits: `123.4 ms`; `-` for None."""
     return "-" if time_ns is None else f"{digits(time_ns / 1e6, 4)} ms"
-
-
-def format_gib(size_bytes: int) -> str:
-    """Returns a size in GiB with three significant digits: `1.25 GiB`."""
-    return f"{digits(size_bytes / 2**30, 3)} GiB"
-
-
-def digits(value: float, numdigits: int) -> str:
-    """Returns `value` with `numdigits` significant digits, whole digits always in full."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    decimals = max(numdigits - 1 - math.floor(math.log10(abs(value))), 0)
-    return f"{value:,.{decimals}f}"
 
 
 def short(name: str, most: int = 120) -> str:

@@ -1,16 +1,15 @@
-"""The layouts that were looked at, as they are shown, printed with `--json` and kept in the cache of plans."""
+"""The layouts that were looked at, with what limits each."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from textwrap import shorten
-from typing import Any
 
 import numpy as np
 
 from gdp.graph import Graph
+from gdp.notebook import format_gib
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
-from gdp.report.tables import format_gib
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import DOES_NOT_FIT, ESTIMATED, NOT_ALLOWED, Candidate
 from gdp.search.solution import Solution
@@ -43,34 +42,6 @@ class LayoutRow:
         layout = candidate.step.layout if is_simulated else candidate.layout
         return cls(str(candidate.layout), layout, len(candidate.devices[0]), *figures, peaks, limit(candidate))
 
-    def document(self) -> dict[str, Any]:
-        """Returns the row as in `--json`."""
-        return {
-            "option": self.option,
-            "layout": self.layout.document(),
-            "devices_per_replica": self.num_places,
-            "status": self.status,
-            "step_time_ns": self.step_time_ns,
-            "missing_bytes": self.missing_bytes,
-            "peak_memory_bytes": None if self.peak_memory_bytes is None else list(self.peak_memory_bytes),
-            "limit": self.limit,
-        }
-
-    @classmethod
-    def of_document(cls, document: Mapping[str, Any]) -> "LayoutRow":
-        """Returns the row that `document` describes; KeyError, TypeError or ValueError for anything else."""
-        peaks = document["peak_memory_bytes"]
-        return cls(
-            str(document["option"]),
-            Layout.of_document(document["layout"]),
-            int(document["devices_per_replica"]),
-            str(document["status"]),
-            int(document["step_time_ns"]),
-            int(document["missing_bytes"]),
-            None if peaks is None else tuple(map(int, peaks)),
-            str(document["limit"]),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class LayoutAnswer:
@@ -98,23 +69,6 @@ class LayoutAnswer:
     def best(self) -> LayoutRow:
         """The row of the plan."""
         return self.rows[0]
-
-    def document(self) -> dict[str, Any]:
-        """Returns the answer as in `--json`."""
-        return {
-            "layout": self.best.layout.document(),
-            "moved_ops": self.num_moved,
-            "layout_bound_ns": self.bound_ns,
-            "layout_notes": list(self.notes),
-            "layouts": [row.document() for row in self.rows],
-        }
-
-    @classmethod
-    def of_document(cls, document: Mapping[str, Any]) -> "LayoutAnswer":
-        """Returns the answer that `document` describes; KeyError, TypeError or ValueError for anything else."""
-        rows = tuple(map(LayoutRow.of_document, document["layouts"]))
-        notes = tuple(map(str, document["layout_notes"]))
-        return cls(rows, int(document["layout_bound_ns"]), int(document["moved_ops"]), notes)
 
 
 def limit(candidate: Candidate) -> str:

@@ -1,0 +1,95 @@
+"""A request to `gdp place` whose MODEL is read: what is asked about it, and the files of the answer."""
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gdp.cli.plan_files import PlanFiles
+from gdp.cli.request import PlaceRequest
+from gdp.cli.shared import log, warm_up
+
+if TYPE_CHECKING:
+    from gdp.models.model import Model
+    from gdp.search.place_question import PlaceQuestion
+    from gdp.simulator.plan import Plan
+    from gdp.simulator.problem import Problem
+
+
+@dataclass(frozen=True, eq=False)
+class OpenRequest:
+    """A request with its model and its question."""
+
+    request: PlaceRequest
+    model: "Model"
+    question: "PlaceQuestion"
+    files: PlanFiles
+
+    @classmethod
+    def of(cls, request: PlaceRequest) -> "OpenRequest":
+        """Reads MODEL and checks what is asked about it. InputError for what a search would be in vain with."""
+        files = PlanFiles.of(request)
+        files.check()
+        began = time.monotonic()
+        model = request.read()
+        request = request.later(time.monotonic() - began if model.is_captured else 0.0)
+        request = request.under_measured_noise(model.noise)
+        question = request.question(model)
+        request.say_notes(model.graph)
+        # a plan of batches in flight is of another graph than the model's
+        return cls(request, model, question, files if question.num_batches else files.sparing_others(model.graph))
+
+    def cache_entry(self) -> Path | None:
+        """Returns the file that keeps the answer; None: it is not kept."""
+        from gdp.parallel.layout import AUTO, NONE
+
+        question = self.question
+        if question.num_batches:
+            return None
+        if question.parts is not None:
+            return self.request.cache_entry(question.graph, [str(question.layout or AUTO), question.parts.batch_size])
+        return self.request.cache_entry(question.graph, [NONE] if self.request.parallel == NONE else [])
+
+    def problem_of(self, plan: "Plan") -> "Problem":
+        """Returns the problem that a plan of this question solves."""
+        from gdp.parallel.step import Step
+        from gdp.simulator.problem import Problem
+
+        if plan.layout is None or self.question.parts is None:
+            return self.question.problem
+        graph = Step.of_document(self.question.parts.exact, plan.layout).graph
+        return Problem.build(graph, self.request.cluster, self.request.constraints)
+
+    def prepared(self) -> "OpenRequest":
+        """Does what a search needs before its clock begins; returns the request with the budget that is left."""
+        from gdp.report.progress import live
+
+        question, began = self.question, time.monotonic()
+        with live(f"reading a part of the batch of {self.model.graph.name}"):
+            question.prepare()
+        read_s = time.monotonic() - began
+        compiled_s = warm_up((question.options.placer,), question.problem)
+        num_parts = 1 if question.layout is None else question.layout.num_parts
+        written_s = self.files.written_s(question.problem.num_ops * num_parts)
+        return replace(self, request=self.request.later(read_s + compiled_s).within_budget(written_s))
+
+    def is_offloaded(self, plan: "Plan") -> bool:
+        """Returns whether `plan` is of another graph, with weights on a CPU that a target fetches."""
+        assert plan.problem is not None
+        return self.request.target is not None and plan.problem.graph is not self.model.graph
+
+    def files_of(self, plan: "Plan") -> PlanFiles:
+        """Returns the files for `plan`; an offloaded graph is nowhere else."""
+        assert plan.problem is not None
+        if self.question.num_batches:
+            return self.files.sparing_others(plan.problem.graph)
+        if not self.is_offloaded(plan):
+            return self.files
+        files = self.files.with_graph()
+        assert self.request.target is not None
+        log(
+            "gdp: note: weights that do not fit stay on a CPU, and "
+            f"{self.request.target.name} fetches them module by module; the plan is of the graph that does so, "
+            f"{files.graph}"
+        )
+        return files

@@ -1,0 +1,110 @@
+"""Finds the plan that `gdp place` is asked for, and shows how far the search is."""
+
+from typing import TYPE_CHECKING
+
+from gdp.cli.advice import find_advice, search_budget
+from gdp.cli.open_request import OpenRequest
+from gdp.cli.shared import log
+
+if TYPE_CHECKING:
+    from gdp.export.export_target import ExportTarget
+    from gdp.export.exportable_plan import ExportablePlan
+    from gdp.planning.plan_cache import KeptAnswer
+    from gdp.search.candidate import Candidate
+    from gdp.search.place import Progress
+    from gdp.stop import Stop
+
+
+def find_plan(opened: OpenRequest, stop: "Stop") -> "KeptAnswer":
+    """Returns the best plan within the budget, with advice.
+
+    InputError where there is none; `stop.has_answer` becomes true with the first plan.
+    """
+    from gdp.budget import Clock
+    from gdp.planning.plan_cache import KeptAnswer
+    from gdp.report import progress
+
+    request, question = opened.request, opened.question
+    if request.target is not None:
+        return _plan_for(request.target, opened, stop)
+    title, clock = f"{question.graph.name} on {request.cluster.name}", Clock(search_budget(request), stop=stop)
+    line = progress.SearchLine(title)
+    if question.parts is not None:
+        line.say(f"{title}: looking at layouts")
+    with progress.live(line):
+        from gdp.search.place import answer, best_so_far
+
+        show = best_so_far(line, question, clock) if question.parts is None else None
+
+        def tell(candidate: "Candidate") -> None:
+            stop.has_answer |= candidate.may_be_answer or show is not None
+            if show is None:
+                line.say(f"{question.graph.name}: {_in_words(candidate)}")
+            else:
+                show(candidate)
+
+        solution = answer(question, clock, tell)
+    stop.has_answer, plan, advice = True, solution.plan, None
+    assert plan is not None
+    if request.with_advice and plan.status == "ok" and not stop.is_set():
+        advice = find_advice(opened, solution, clock)
+    plan = plan if advice is None else advice.plan
+    if question.num_batches:
+        return KeptAnswer(plan, batches=solution)
+    if question.parts is None:
+        return KeptAnswer(plan, advice, tuple(progress.improvements(line.history)))
+    from gdp.planning.layout_answer import LayoutAnswer
+
+    return KeptAnswer(plan, advice, layouts=LayoutAnswer.of(solution, question.parts))
+
+
+def _in_words(candidate: "Candidate") -> str:
+    """Returns a candidate that cuts the batch, or serves several, with its time."""
+    from gdp.parallel.batches import BatchStream
+    from gdp.report import batches_answer, layouts
+    from gdp.report.tables import format_ms
+
+    if candidate.cut is not None and isinstance(candidate.cut.step, BatchStream):
+        return f"{batches_answer.layout_in_words(candidate)}, {format_ms(candidate.step_time_ns)} per batch"
+    return f"{candidate.layout} {layouts.state(candidate)}"
+
+
+def _plan_for(target: "ExportTarget", opened: OpenRequest, stop: "Stop") -> "KeptAnswer":
+    """Returns the best plan that `target` can express, and says how much slower that is."""
+    from gdp.export.exportable_plan import place_for
+    from gdp.planning.plan_cache import KeptAnswer
+    from gdp.report import progress
+
+    request, question = opened.request, opened.question
+    line = progress.SearchLine(f"{question.graph.name} on {request.cluster.name}")
+
+    def tell(news: "Progress") -> None:
+        stop.has_answer = True
+        line(news)
+
+    with progress.live(line):
+        placed = place_for(
+            target,
+            question.graph,
+            request.cluster,
+            request.constraints,
+            budget=request.budget,
+            on_progress=tell,
+            stop=stop,
+            **request.keywords,
+        )
+        for note in (_comparison(placed), *placed.notes):
+            log(f"gdp: note: {note}")
+    stop.has_answer = True
+    return KeptAnswer(placed.plan, None, tuple(progress.improvements(line.history)))
+
+
+def _comparison(placed: "ExportablePlan") -> str:
+    from gdp.report.tables import format_ms
+
+    adapted, ordinary = placed.adapted, placed.ordinary
+    fits = "" if not adapted.simulation.missing_bytes.any() else ", which does not fit"
+    return (
+        f"a plan of single ops takes {format_ms(ordinary.step_time_ns)}, and {format_ms(adapted.step_time_ns)} once "
+        f"exported at {adapted.target.level}{fits}; this plan takes {format_ms(placed.plan.step_time_ns)}"
+    )

@@ -1,0 +1,188 @@
+"""Opens the question of `place`: which step on which devices, and whether its ops are placed or its batch is cut."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+from gdp.bounds.layout_bound import layout_bound
+from gdp.bounds.lower_bound import lower_bound
+from gdp.cluster import Cluster
+from gdp.errors import InputError
+from gdp.graph import Graph, GraphSource
+from gdp.models.model import Model
+from gdp.models.source import ModelSource
+from gdp.parallel.batches import check_batches
+from gdp.parallel.layout import AUTO, NONE, Layout
+from gdp.search.batch_parts import Parts
+from gdp.search.candidate import Candidate
+from gdp.search.ops.good_order import in_program_order
+from gdp.search.question import BatchQuestion, OnProgress
+from gdp.search.settings import DEFAULTS, Settings
+from gdp.search.solvers import solver_of
+from gdp.simulator.constraints import Constraints
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import simulate
+
+Placeable = str | ModelSource | Parts | GraphSource | Problem | tuple[Any, ...]
+"""A MODEL, the parts of a batch, a step, or (module, args) and (module, args, kwargs)."""
+_Opened = ModelSource | Parts | GraphSource | Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """How an answer is searched for, whatever the question. InputError for values out of range."""
+
+    placer: str = AUTO
+    seed: int = 0
+    robust: float | None = None  # relative deviation of op times to average step times over; None: by the placer
+    checkpoint: str | None = None  # the file of a policy; None: the one that comes with gdp
+    starts: Sequence[Candidate] = ()  # of the whole step: searches of ops begin from these too
+    num_threads: int | None = None  # None: as many as there are processors
+    settings: Settings = DEFAULTS
+
+    def __post_init__(self) -> None:
+        if self.robust is not None and not (isinstance(self.robust, Real) and 0 <= self.robust < 0.5):
+            raise InputError(f"robust is {self.robust!r}; at least 0 and below 0.5 is expected, such as 0.02 or 2%")
+        if not isinstance(self.seed, Integral) or not 0 <= self.seed < 2**63:
+            raise InputError(f"seed is {self.seed!r}; an integer from 0 to 2^63 - 1 is expected")
+        solver_of(self.placer)
+        if self.num_threads is not None and not (isinstance(self.num_threads, Integral) and self.num_threads > 0):
+            raise InputError(f"num_threads is {self.num_threads!r}; an integer above 0 is expected")
+
+    @property
+    def noise_share(self) -> float:
+        """The relative deviation of op times to search under: by default that of the placer."""
+        if self.robust is not None:
+            return self.robust
+        return self.settings.noise.spread if solver_of(self.placer).searches else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class PlaceQuestion:
+    """A question of `place`: where the ops of a step go, or how a batch is cut over devices."""
+
+    step: Graph | Problem  # of the whole batch
+    cluster: Cluster
+    constraints: Constraints
+    options: SearchOptions
+    parts: Parts | None = None  # of the batch, which may be cut; None: the ops of the whole step are placed
+    layout: Layout | None = None  # of the batch; None: any
+    num_batches: int = 0  # in flight of a forward pass; 0: one step is placed
+
+    @classmethod
+    def of(
+        cls,
+        model: Placeable,
+        cluster: Cluster,
+        constraints: Constraints,
+        parallel: Layout | str | None,
+        batches: int | None,
+        options: SearchOptions,
+        read: Model | None = None,
+    ) -> "PlaceQuestion":
+        """Returns the question about `model`, whose whole step is `read` if it was read before.
+
+        `parallel` is a layout, "auto" for any, "none" for op placement, or None: any layout if the batch of a training
+        step can be cut, unless the step fits on the only device. InputError where there is no layout as asked.
+        """
+        if isinstance(model, str | tuple):
+            model = ModelSource(model) if isinstance(model, str) else ModelSource.of_example(model)
+        if isinstance(model, Problem) and (model.cluster is not cluster or constraints != Constraints()):
+            raise InputError("model: a problem has its devices and constraints; give no others")
+        if isinstance(model, ModelSource):
+            read = read or model.whole()
+        asked = cls(_whole_step(model, read), cluster, constraints, options)
+        if batches is not None:
+            check_batches(asked.graph, batches)
+            return replace(asked, parts=Parts({1: asked.graph}.__getitem__, 1, asked.graph), num_batches=batches)
+        is_for_ops = options.placer != AUTO or len(options.starts) > 0 or isinstance(model, Problem)
+        if parallel not in (None, NONE):
+            if is_for_ops:
+                raise InputError("parallel: a layout is placed by auto, without starts; leave placer and starts out")
+            parts = _parts(model, read)
+            if not isinstance(parallel, Layout):
+                return replace(asked, parts=parts)
+            parts.check(parallel.num_parts)
+            return replace(asked, parts=parts, layout=parallel)
+        may_be_cut = parallel is None and not is_for_ops and _may_be_cut(model, read)
+        if may_be_cut and (cluster.num_devices > 1 or not _fits_alone(asked.problem)):
+            with contextlib.suppress(InputError):  # the batch cannot be split
+                return replace(asked, parts=_parts(model, read))
+        return asked
+
+    @property
+    def graph(self) -> Graph:
+        """The whole step."""
+        return self.step.graph if isinstance(self.step, Problem) else self.step
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The problem of placing the ops of the whole step."""
+        if isinstance(self.step, Problem):
+            return self.step
+        return Problem.build(self.step, self.cluster, self.constraints)
+
+    @cached_property
+    def bound_ns(self) -> int:
+        """A time that no step of the question takes less than."""
+        return lower_bound(self.problem) if self.parts is None else layout_bound(self.parts.read, self.cluster)
+
+    def prepare(self) -> None:
+        """Imports and reads what takes seconds, before a clock begins."""
+        solver_of(self.options.placer).prepare()
+        if self.parts is not None and self.layout is None and not self.num_batches:
+            self.parts.read_ahead(self.cluster.num_devices, self.options.settings.large)
+
+    def about_batch(self, on_progress: OnProgress | None = None) -> BatchQuestion:
+        """Returns the question of how the batch is cut; ValueError where it is not."""
+        if self.parts is None:
+            raise ValueError("question: it is about the ops of the whole step")
+        options = self.options
+        return BatchQuestion(
+            self.parts,
+            self.cluster,
+            self.constraints,
+            self.layout,
+            self.num_batches,
+            options.seed,
+            options.checkpoint,
+            options.num_threads,
+            on_progress,
+            options.settings,
+        )
+
+
+def _whole_step(model: _Opened, read: Model | None) -> Graph | Problem:
+    """Returns the step of the whole batch."""
+    if read is not None:
+        return read.graph
+    if isinstance(model, Problem):
+        return model
+    return model.exact(1) if isinstance(model, Parts) else Graph.of(model)  # type: ignore[arg-type]
+
+
+def _parts(model: _Opened, read: Model | None) -> Parts:
+    """Returns the parts of the batch. InputError where it cannot be split."""
+    if isinstance(model, ModelSource) and read is not None:
+        return Parts.of_source(model, read.graph, read.captured_s)
+    return Parts.of(model)  # type: ignore[arg-type]
+
+
+def _may_be_cut(model: _Opened, read: Model | None) -> bool:
+    """Returns whether layouts are looked at unasked: of a training step that can be read anew with fewer samples."""
+    if not isinstance(model, ModelSource) or read is None:
+        return isinstance(model, Parts)
+    reading = model.reading
+    is_whole = reading.microbatching.count == 1 and not reading.microbatching.free_replicas
+    is_modelled = not any(read.graph.times_ns)  # measured times say nothing about parts of ops
+    return is_whole and is_modelled and reading.training and not reading.serving.has_cache and not model.is_file
+
+
+def _fits_alone(problem: Problem) -> bool:
+    """Returns whether all of the step fits on the first device: then one device has no use for layouts."""
+    return in_program_order(simulate(problem, np.zeros(problem.num_ops, np.int64))).feasible
