@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gdp.cli.inputs import read_graph, read_timed
 from gdp.cli.shared import log, refuse_beside
@@ -158,12 +158,6 @@ class PlaceRequest:
             "threads": self.options.num_threads or default_threads(),
         }
         return plan_cache.entry(graph, self.cluster, self.constraints, options)
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """The keyword arguments that exports and sweeps have in common."""
-        options = self.options
-        return {"seed": options.seed, "robust": options.robust, "num_threads": options.num_threads}
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:

@@ -34,23 +34,24 @@ def find_plan(opened: OpenRequest, stop: "Stop") -> "KeptAnswer":
     with progress.live(line):
         from gdp.search.place import answer, best_so_far
 
-        show = best_so_far(line, question, clock) if question.parts is None else None
+        show_best = best_so_far(line, question, clock) if question.parts is None else None
 
         def tell(candidate: "Candidate") -> None:
-            stop.has_answer |= candidate.may_be_answer or show is not None
-            if show is None:
-                line.say(f"{question.graph.name}: {_in_words(candidate)}")
+            stop.has_answer |= question.parts is None or candidate.may_be_answer
+            if show_best is not None:
+                show_best(candidate)
             else:
-                show(candidate)
+                line.say(f"{question.graph.name}: {_in_words(candidate)}")
 
         solution = answer(question, clock, tell)
-    stop.has_answer, plan, advice = True, solution.plan, None
-    assert plan is not None
+    stop.has_answer = True
+    assert solution.plan is not None
+    if question.num_batches:
+        return KeptAnswer(solution.plan, batches=solution)
+    plan, advice = solution.plan, None
     if request.with_advice and plan.status == "ok" and not stop.is_set():
         advice = find_advice(opened, solution, clock)
-    plan = plan if advice is None else advice.plan
-    if question.num_batches:
-        return KeptAnswer(plan, batches=solution)
+        plan = plan if advice is None else advice.plan
     if question.parts is None:
         return KeptAnswer(plan, advice, tuple(progress.improvements(line.history)))
     from gdp.planning.layout_answer import LayoutAnswer
@@ -75,7 +76,7 @@ def _plan_for(target: "ExportTarget", opened: OpenRequest, stop: "Stop") -> "Kep
     from gdp.planning.plan_cache import KeptAnswer
     from gdp.report import progress
 
-    request, question = opened.request, opened.question
+    request, question, options = opened.request, opened.question, opened.question.options
     line = progress.SearchLine(f"{question.graph.name} on {request.cluster.name}")
 
     def tell(news: "Progress") -> None:
@@ -89,9 +90,11 @@ def _plan_for(target: "ExportTarget", opened: OpenRequest, stop: "Stop") -> "Kep
             request.cluster,
             request.constraints,
             budget=request.budget,
-            on_progress=tell,
+            seed=options.seed,
             stop=stop,
-            **request.keywords,
+            robust=options.robust,
+            num_threads=options.num_threads,
+            on_progress=tell,
         )
         for note in (_comparison(placed), *placed.notes):
             log(f"gdp: note: {note}")

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gdp.cli.request import PlaceRequest
 from gdp.cli.shared import INTERRUPTED, NOTHING_FITS, OK, check_writable, fail, log, print_json, show, warm_up
@@ -32,7 +32,8 @@ def sweep_place(request: PlaceRequest, sweep: "Sweep") -> int:
         raise InputError(f"--sweep {MICROBATCHES}: gradients are accumulated in training; leave out {option}")
     if request.out is not None:
         check_writable(request.out / f"{sweep.what}-{sweep.values[0]}" / "plan.json")
-    common = {"budget": request.budget, **request.keywords}
+    question = (request.cluster, sweep.values, request.constraints)
+    search: dict[str, Any] = {"budget": request.budget, "options": request.options}
     rows: list[SweepRow] = []
     served = None
     with progress.stop_on_interrupt() as stop:
@@ -40,14 +41,10 @@ def sweep_place(request: PlaceRequest, sweep: "Sweep") -> int:
             source = request.read()
             served = source.served
             warm_up()
-            answers = sweep_devices(
-                source.graph, request.cluster, sweep.values, request.constraints, stop=stop, **common
-            )
+            answers = sweep_devices(source.graph, *question, **search, stop=stop)
         else:
             warm_up()
-            answers = sweep_microbatches(
-                request.source.split, request.cluster, sweep.values, request.constraints, stop=stop, **common
-            )
+            answers = sweep_microbatches(request.source.split, *question, **search, stop=stop)
         try:
             for value in sweep.values:
                 line = progress.StatusLine(f"{request.model}, {sweep.what} {value}", request.budget.seconds)

@@ -3,15 +3,17 @@
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gdp.budget import Budget
+from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster, changes
 from gdp.errors import InputError, UnevenBatchError
 from gdp.graph import Graph
 from gdp.graph.microbatches import MAX_MICROBATCHES
+from gdp.parallel.layout import NONE
 from gdp.search.candidate import Candidate
-from gdp.search.place import place
+from gdp.search.place import answer
+from gdp.search.place_question import PlaceQuestion, SearchOptions
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
@@ -86,16 +88,14 @@ def sweep_devices(
     constraints: Constraints,
     *,
     budget: Budget,
-    seed: int = 0,
-    robust: float | None = None,
-    num_threads: int | None = None,
+    options: SearchOptions | None = None,
     stop: threading.Event | None = None,
 ) -> Iterator[SweepRow]:
     """Yields a plan for the first 1, 2, ... of the cluster's devices, for each of ascending `counts`.
 
     Each search has the whole `budget`, and begins from the plan before it too.
     """
-    stop = stop or threading.Event()  # which Ctrl-C sets, too
+    options, stop = options or SearchOptions(), stop or threading.Event()  # which Ctrl-C sets, too
     Sweep(DEVICES, tuple(counts)).check(cluster)
     Problem.build(graph, cluster, constraints)  # what is wrong with constraints is wrong for all values
     starts: list[Candidate] = []
@@ -105,18 +105,10 @@ def sweep_devices(
         if gone := sorted({device for _, device in constraints.pins} - {device.name for device in part.devices}):
             yield SweepRow(count, graph, part, None, f"a pin asks for {', '.join(gone)}")
             continue
-        plan = place(
-            graph,
-            part,
-            within,
-            budget=budget,
-            seed=seed,
-            robust=robust,
-            starts=starts,
-            num_threads=num_threads,
-            stop=stop,
-        )
-        starts = [Candidate.start(replay(Problem.build(graph, part, within), plan))]
+        question = PlaceQuestion.of(graph, part, within, NONE, None, replace(options, starts=starts))
+        plan = answer(question, Clock(budget, stop=stop)).plan
+        assert plan is not None
+        starts = [Candidate.start(replay(question.problem, plan))]
         yield SweepRow(count, graph, part, plan)
         if stop.is_set():
             return
@@ -129,32 +121,21 @@ def sweep_microbatches(
     constraints: Constraints,
     *,
     budget: Budget,
-    seed: int = 0,
-    robust: float | None = None,
-    num_threads: int | None = None,
+    options: SearchOptions | None = None,
     stop: threading.Event | None = None,
 ) -> Iterator[SweepRow]:
     """Yields a plan for the graph that `read` gives for each of `counts` micro-batches, found in the whole `budget`.
 
     Numbers into which the batch cannot be split have a note in place of a plan.
     """
-    stop = stop or threading.Event()  # which Ctrl-C sets, too
+    options, stop = options or SearchOptions(), stop or threading.Event()  # which Ctrl-C sets, too
     for count in counts:
         try:
             graph = read(count)
         except UnevenBatchError as error:
             yield SweepRow(count, None, cluster, None, str(error))
             continue
-        plan = place(
-            graph,
-            cluster,
-            constraints,
-            budget=budget,
-            seed=seed,
-            robust=robust,
-            num_threads=num_threads,
-            stop=stop,
-        )
-        yield SweepRow(count, graph, cluster, plan)
+        question = PlaceQuestion.of(graph, cluster, constraints, NONE, None, options)
+        yield SweepRow(count, graph, cluster, answer(question, Clock(budget, stop=stop)).plan)
         if stop.is_set():
             return
