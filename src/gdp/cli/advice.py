@@ -36,16 +36,25 @@ def _budget(request: PlaceRequest, seconds: float) -> "Budget":
 
 def find_advice(opened: OpenRequest, solution: "Solution", search: "Clock") -> "Advice | None":
     """Returns what other machines would give, tried after the `search`; None where a layout was asked for."""
+    from gdp.budget import Clock
+    from gdp.planning.layout_advice import advise_on_layouts
+    from gdp.report.progress import StatusLine, live
+    from gdp.report.tables import format_ms
+
     best, plan, question = solution.best, solution.plan, opened.question
     assert best is not None
     assert plan is not None
-    assert plan.problem is not None
     # files of a cut step take longer than those that the budget was made for
-    later_s = opened.files.written_s(plan.problem.num_ops) - opened.files.written_s(question.graph.num_ops)
+    later_s = opened.files.written_s(len(plan.placement)) - opened.files.written_s(question.graph.num_ops)
     budget = _budget(opened.request, search.seconds + max(later_s, 0.0))
     if best.is_whole:
         return _advice_on_ops(opened, plan, budget, search.stop)
-    return _advice_on_layouts(opened, solution, budget, search.stop) if question.layout is None else None
+    if question.parts is None or question.layout is not None:
+        return None
+    text = f"{question.graph.name}: {format_ms(plan.step_time_ns)}; estimating other machines"
+    clock = Clock(budget, stop=search.stop)
+    with live(StatusLine(text, clock.seconds_left)):
+        return advise_on_layouts(solution, question.parts, question.constraints, clock)
 
 
 def _advice_on_ops(opened: OpenRequest, plan: "Plan", budget: "Budget", stop: Event) -> "Advice":
@@ -56,8 +65,7 @@ def _advice_on_ops(opened: OpenRequest, plan: "Plan", budget: "Budget", stop: Ev
     from gdp.report.tables import format_ms
     from gdp.simulator.simulate import replay
 
-    problem, options = plan.problem, opened.question.options
-    assert problem is not None
+    problem, options = opened.question.problem, opened.question.options
     clock = Clock(budget, stop=stop)
     layout = _best_layout(opened, clock.part(_LAYOUT_SHARE))
     budget = budget if clock.seconds_left is None else Budget(seconds=clock.seconds_left)
@@ -100,21 +108,6 @@ def _best_layout(opened: OpenRequest, clock: "Clock") -> "WhatIf | None":
         return None
     with live(StatusLine("estimating layouts of the batch", clock.seconds_left)):
         return estimated_layout(parts, cluster, limits, clock)
-
-
-def _advice_on_layouts(opened: OpenRequest, solution: "Solution", budget: "Budget", stop: Event) -> "Advice":
-    """Returns what layouts on changed machines would give."""
-    from gdp.budget import Clock
-    from gdp.planning.layout_advice import advise_on_layouts
-    from gdp.report.progress import StatusLine, live
-    from gdp.report.tables import format_ms
-
-    plan, parts, clock = solution.plan, opened.question.parts, Clock(budget, stop=stop)
-    assert plan is not None
-    assert parts is not None
-    text = f"{opened.model.graph.name}: {format_ms(plan.step_time_ns)}; estimating other machines"
-    with live(StatusLine(text, clock.seconds_left)):
-        return advise_on_layouts(solution, parts, opened.request.constraints, clock)
 
 
 def find_changes_that_fit(opened: OpenRequest, plan: "Plan", stop: Event) -> list[str]:

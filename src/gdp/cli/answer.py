@@ -90,7 +90,8 @@ def _written(opened: OpenRequest, found: "KeptAnswer", stop: "Stop") -> Answer:
 
     problem = found.plan.problem
     assert problem is not None
-    simulation, files = replay(problem, found.plan), opened.files_of(found.plan).suited_to(problem)
+    simulation = replay(problem, found.plan)
+    files = opened.files_of(found.plan, problem.graph).suited_to(problem)
     if found.plan.status == "ok":
         failure = files.write(found, simulation, stop, opened.request.latest_s)
         return Answer(found, simulation, files, failure=failure)

@@ -10,6 +10,7 @@ from gdp.cli.request import PlaceRequest
 from gdp.cli.shared import log, warm_up
 
 if TYPE_CHECKING:
+    from gdp.graph import Graph
     from gdp.models.model import Model
     from gdp.search.place_question import PlaceQuestion
     from gdp.simulator.plan import Plan
@@ -65,7 +66,8 @@ class OpenRequest:
         from gdp.report.progress import live
 
         question, began = self.question, time.monotonic()
-        with live(f"reading a part of the batch of {self.model.graph.name}"):
+        name = question.graph.name
+        with live("loading the placer" if question.parts is None else f"reading a part of the batch of {name}"):
             question.prepare()
         read_s = time.monotonic() - began
         compiled_s = warm_up((question.options.placer,), question.problem)
@@ -75,21 +77,18 @@ class OpenRequest:
 
     def is_offloaded(self, plan: "Plan") -> bool:
         """Returns whether `plan` is of another graph, with weights on a CPU that a target fetches."""
-        assert plan.problem is not None
-        return self.request.target is not None and plan.problem.graph is not self.model.graph
+        return self.request.target is not None and plan.graph != self.model.graph.fingerprint
 
-    def files_of(self, plan: "Plan") -> PlanFiles:
-        """Returns the files for `plan`; an offloaded graph is nowhere else."""
-        assert plan.problem is not None
+    def files_of(self, plan: "Plan", graph: "Graph") -> PlanFiles:
+        """Returns the files for `plan`, which is of `graph`; an offloaded graph is nowhere else."""
         if self.question.num_batches:
-            return self.files.sparing_others(plan.problem.graph)
-        if not self.is_offloaded(plan):
+            return self.files.sparing_others(graph)
+        target = self.request.target
+        if target is None or not self.is_offloaded(plan):
             return self.files
         files = self.files.with_graph()
-        assert self.request.target is not None
         log(
-            "gdp: note: weights that do not fit stay on a CPU, and "
-            f"{self.request.target.name} fetches them module by module; the plan is of the graph that does so, "
-            f"{files.graph}"
+            f"gdp: note: weights that do not fit stay on a CPU, and {target.name} fetches them module by module; "
+            f"the plan is of the graph that does so, {files.graph}"
         )
         return files

@@ -69,32 +69,19 @@ class PlaceRequest:
 
     def check(self, sweep: str | None) -> None:
         """Raises InputError for options that say something else than --batches or --parallel."""
-        if self.batches is None and self.parallel in (None, "none"):
-            return None
-        reading, is_served = self.reading, self.batches is not None
+        has_layout = self.parallel not in (None, "none")
         others = {
             "--placer": self.options.placer != "auto",
             "--for": self.target is not None,
             "--sweep": sweep is not None,
         }
-        if is_served:
-            if reading.serving.has_cache:
-                raise InputError(
-                    "--batches: in prefill and decode each batch has a cache of its own, and a token waits for the one "
-                    "before; leave --phase out, or place one step with more sequences (hf:DIR?batch=N)"
-                )
-            if reading.microbatching.count > 1:
-                raise InputError("--microbatches: accumulates gradients, and --batches serves; leave one of them out")
-            has_layout = self.parallel not in (None, "none")
-            others |= {"--parallel": has_layout, "--checkpoint": self.options.checkpoint is not None}
-            return refuse_beside("--batches", others)
-        if (not self.source.is_file and reading.microbatching.count > 1) or reading.microbatching.free_replicas:
-            raise InputError("--microbatches: --parallel has a number of its own; write --parallel microbatches=M")
-        if not reading.training or reading.serving.has_cache:
-            raise InputError(
-                "--parallel: layouts cut training steps; leave --inference and --phase out, or serve with --batches N"
-            )
-        return refuse_beside("--parallel", others | {"--times": self.times is not None})
+        if self.batches is not None:
+            _check_reading_for_batches(self.reading)
+            has_checkpoint = self.options.checkpoint is not None
+            refuse_beside("--batches", {"--parallel": has_layout, "--checkpoint": has_checkpoint, **others})
+        elif has_layout:
+            _check_reading_for_layouts(self.reading, is_file=self.source.is_file)
+            refuse_beside("--parallel", {**others, "--times": self.times is not None})
 
     def question(self, model: "Model") -> "PlaceQuestion":
         """Returns what is asked about MODEL, read as `model`. InputError for what a search would be in vain with."""
@@ -183,3 +170,22 @@ class PlaceRequest:
     def is_local(self) -> bool:
         """True for the devices of this machine."""
         return self.devices.strip() == "local"
+
+
+def _check_reading_for_batches(reading: "Reading") -> None:
+    if reading.serving.has_cache:
+        raise InputError(
+            "--batches: in prefill and decode each batch has a cache of its own, and a token waits for the one before; "
+            "leave --phase out, or place one step with more sequences (hf:DIR?batch=N)"
+        )
+    if reading.microbatching.count > 1:
+        raise InputError("--microbatches: accumulates gradients, and --batches serves; leave one of them out")
+
+
+def _check_reading_for_layouts(reading: "Reading", *, is_file: bool) -> None:
+    if (not is_file and reading.microbatching.count > 1) or reading.microbatching.free_replicas:
+        raise InputError("--microbatches: --parallel has a number of its own; write --parallel microbatches=M")
+    if not reading.training or reading.serving.has_cache:
+        raise InputError(
+            "--parallel: layouts cut training steps; leave --inference and --phase out, or serve with --batches N"
+        )

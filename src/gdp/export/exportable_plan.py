@@ -21,9 +21,9 @@ from gdp.export.stage_search import StageSearch, balanced_stages
 from gdp.graph import Graph
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.place import place
-from gdp.search.solution import plan_of
+from gdp.search.solution import plan_of, search_record
 from gdp.simulator.constraints import Constraints
-from gdp.simulator.plan import Plan, Search
+from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
 
@@ -94,16 +94,8 @@ def place_for(
         offloaded = target.offload(problem, units, adapted.devices)
         if offloaded is not None:
             best, under_noise, is_offloaded = offloaded[1], None, True
-    search = Search(
-        seconds=clock.seconds,
-        simulations=clock.simulations,
-        baselines=baselines,
-        busy_fraction=best.busy_fraction,
-        missing_bytes=best.missing_bytes,
-        interrupted=clock.stop.is_set(),
-        under_noise=under_noise,
-        order=order_of(best.problem, best.placement),
-    )
+    search = search_record(best, clock, order_of(best.problem, best.placement), baselines)
+    search = replace(search, under_noise=under_noise)
     # the plan is of the graph without the target's own memory
     step = best if problem is original or is_offloaded else simulate(original, best.placement, order=best.order)
     devices = None if is_offloaded else units.devices_of(step.placement)

@@ -17,7 +17,6 @@ from gdp.placers import CLASSICAL
 from gdp.search.candidate import Candidate
 from gdp.search.layouts.choose import choose_layout
 from gdp.search.place_question import Placeable, PlaceQuestion, SearchOptions
-from gdp.search.question import Question
 from gdp.search.solution import Solution
 from gdp.search.solvers import solve, solver_of
 from gdp.simulator.constraints import ConstraintKeywords, Constraints
@@ -131,12 +130,11 @@ def compare(
             if on_start is not None:
                 on_start(name, seed)
             clock = Clock(limit, stop=stop)
-            if name == AUTO and question.parts is not None:
-                asked = replace(question, options=replace(options, seed=seed))
+            asked = replace(question, step=problem, options=replace(options, seed=seed))
+            if name == AUTO and asked.parts is not None:
                 best = choose_layout(asked.about_batch(), clock).best
             else:
-                about_ops = Question(problem, reduction, seed=seed, checkpoint=checkpoint, num_threads=num_threads)
-                best = solve(name, about_ops, clock).best
+                best = solve(name, replace(asked.about_ops(), reduction=reduction), clock).best
             if stop.is_set():
                 return Comparison(tuple(rows), bound_ns, interrupted=True)
             answers.append(best)

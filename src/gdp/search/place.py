@@ -27,14 +27,14 @@ from gdp.search.noise import Noise, step_times_under_noise
 from gdp.search.ops.classical import ClassicalRuns
 from gdp.search.ops.good_order import in_program_order
 from gdp.search.place_question import Placeable, PlaceQuestion, SearchOptions
-from gdp.search.question import BatchQuestion, OnProgress, Question
+from gdp.search.question import BatchQuestion, OnProgress
 from gdp.search.settings import DEFAULTS, Settings
 from gdp.search.solution import Solution, plan_of, search_record
 from gdp.search.solvers import solve, solver_of
 from gdp.simulator.constraints import ConstraintKeywords, Constraints
 from gdp.simulator.plan import Baseline, NoisyTimes, Plan
 from gdp.simulator.simulate import Simulation, replay
-from gdp.units.reduction import Reduction, reduce
+from gdp.units.reduction import reduce
 
 _OTHERS = ("single", "expert")  # that learned placers are compared with, which run no other one
 
@@ -146,17 +146,7 @@ def _ops_placed(question: PlaceQuestion, clock: Clock, on_progress: OnProgress |
     options, problem = question.options, question.problem
     placer, settings, solver = options.placer, options.settings, solver_of(options.placer)
     _ = problem.graph.fingerprint  # the graph keeps it: for a million ops it takes seconds, which are of the budget
-    asked = Question(
-        problem,
-        Reduction.nothing(problem),
-        question.bound_ns,
-        options.seed,
-        starts=options.starts,
-        checkpoint=options.checkpoint,
-        num_threads=options.num_threads,
-        on_progress=on_progress,
-        settings=settings,
-    )
+    asked = replace(question.about_ops(on_progress), bound_ns=question.bound_ns)
     if clock.stop.is_set() and asked.is_large:
         raise InputError("interrupted before there was a placement; place again")
     if not asked.is_large or solver.is_learned or asked.has_time(clock, settings.ops.searched):
@@ -204,7 +194,6 @@ def _under_noise(options: SearchOptions, step: Simulation, clock: Clock) -> Nois
 
 def _baselines(question: PlaceQuestion, placers: Sequence[str]) -> Mapping[str, Baseline]:
     """Returns what classical `placers` make of the ops of the whole step."""
-    asked = Question(question.problem, Reduction.nothing(question.problem), seed=question.options.seed)
-    runs = ClassicalRuns(asked)
+    runs = ClassicalRuns(question.about_ops())
     runs.run(placers, Clock.of("1sims"))
     return runs.baselines

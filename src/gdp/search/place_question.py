@@ -21,12 +21,13 @@ from gdp.parallel.layout import AUTO, NONE, Layout
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import Candidate
 from gdp.search.ops.good_order import in_program_order
-from gdp.search.question import BatchQuestion, OnProgress
+from gdp.search.question import BatchQuestion, OnProgress, Question
 from gdp.search.settings import DEFAULTS, Settings
 from gdp.search.solvers import solver_of
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
+from gdp.units.reduction import Reduction
 
 Placeable = str | ModelSource | Parts | GraphSource | Problem | tuple[Any, ...]
 """A MODEL, the parts of a batch, a step, or (module, args) and (module, args, kwargs)."""
@@ -35,7 +36,7 @@ _Opened = ModelSource | Parts | GraphSource | Problem
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """How an answer is searched for, whatever the question. InputError for values out of range."""
+    """Options of a search, whatever the question. InputError for values out of range."""
 
     placer: str = AUTO
     seed: int = 0
@@ -137,6 +138,20 @@ class PlaceQuestion:
         solver_of(self.options.placer).prepare()
         if self.parts is not None and self.layout is None and not self.num_batches:
             self.parts.read_ahead(self.cluster.num_devices, self.options.settings.large)
+
+    def about_ops(self, on_progress: OnProgress | None = None) -> Question:
+        """Returns the question of where the ops of the whole step go, not reduced yet."""
+        problem, options = self.problem, self.options
+        return Question(
+            problem,
+            Reduction.nothing(problem),
+            seed=options.seed,
+            starts=options.starts,
+            checkpoint=options.checkpoint,
+            num_threads=options.num_threads,
+            on_progress=on_progress,
+            settings=options.settings,
+        )
 
     def about_batch(self, on_progress: OnProgress | None = None) -> BatchQuestion:
         """Returns the question of how the batch is cut; ValueError where it is not."""
