@@ -27,7 +27,7 @@ from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import NEVER, Simulation, simulate
 
-MOST_MORE = (1, 2, 4, 8)  # devices more, tried in turn where nothing fits
+_MOST_MORE = (1, 2, 4, 8)  # devices more, tried in turn where nothing fits
 FEWER_SAMPLES = (2, 4, 8, 16)  # parts of the batch, tried in turn
 _TRY_SHARE = 1 / 6  # of the time left, for each of them: most end at once, since they fit or cannot
 _PREPARED = 6  # times the time to build a problem: what it takes to prepare one of them
@@ -225,17 +225,6 @@ def changes_that_fit(
                 break
         return None
 
-    def larger() -> Iterator[tuple[int, Graph, Cluster, Constraints]]:
-        machine, allowed = cluster, constraints
-        for count in range(1, max(MOST_MORE) + 1):
-            added = changes.with_another(machine, like)
-            if added is None:
-                return
-            machine = added
-            allowed = allowed.also_for(machine.devices[-1].name, cluster.devices[like].name)
-            if count in MOST_MORE:
-                yield count, graph, machine, allowed
-
     def smaller(read: Callable[[int], Graph]) -> Iterator[tuple[int, Graph, Cluster, Constraints]]:
         for count in FEWER_SAMPLES:
             try:
@@ -244,12 +233,27 @@ def changes_that_fit(
                 return
 
     remedies: list[str] = []
-    if has_time() and (count := first_that_fits(larger())) is not None:
+    larger = ((count, graph, machine, limits) for count, machine, limits in larger_machines(cluster, constraints, like))
+    if has_time() and (count := first_that_fits(larger)) is not None:
         remedies.append(f"{count} more {cluster.devices[like].kind}")
     for read, text in ((part_of, "1/{} of the samples"), (split_in, "{} times as many micro-batches")):
         if read is not None and has_time() and (count := first_that_fits(smaller(read))) is not None:
             remedies.append(text.format(count))
     return remedies
+
+
+def larger_machines(
+    cluster: Cluster, constraints: Constraints, like: int
+) -> Iterator[tuple[int, Cluster, Constraints]]:
+    """Yields `cluster` with further devices as the one with the number `like`: how many, and what constraints say."""
+    name = cluster.devices[like].name
+    for count in range(1, max(_MOST_MORE) + 1):
+        larger = changes.with_another(cluster, like)
+        if larger is None:
+            return
+        cluster, constraints = larger, constraints.also_for(larger.devices[-1].name, name)
+        if count in _MOST_MORE:
+            yield count, cluster, constraints
 
 
 def _fits(graph: Graph, cluster: Cluster, constraints: Constraints, clock: Clock) -> bool:

@@ -18,7 +18,7 @@ from gdp.cluster import Cluster, changes
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.parallel.interpolation import have_same_ops, interpolated
-from gdp.planning.advice import FEWER_SAMPLES, LAYOUTS, MEMORY_MATTERS, MOST_MORE, ONE_FEWER, Advice, WhatIf
+from gdp.planning.advice import FEWER_SAMPLES, LAYOUTS, MEMORY_MATTERS, ONE_FEWER, Advice, WhatIf, larger_machines
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import Arrangement, Candidate
 from gdp.search.layouts.arrangement import replicated_ways
@@ -104,15 +104,10 @@ def changes_that_fit_a_layout(parts: Parts, cluster: Cluster, constraints: Const
     quick = Parts(parts.within(clock).rough, parts.batch_size, parts.exact(1))
     like = int(np.argmax(Estimator(quick, cluster, constraints).limits_bytes))
     remedies: list[str] = []
-    machine, allowed = cluster, constraints
-    for count in range(1, max(MOST_MORE) + 1):
-        added = changes.with_another(machine, like)
-        if added is None:
-            break
-        machine, allowed = added, allowed.also_for(added.devices[-1].name, cluster.devices[like].name)
+    for count, machine, allowed in larger_machines(cluster, constraints, like):
         if clock.is_up:
             return remedies
-        if count in MOST_MORE and _fits(quick, machine, allowed, clock):
+        if _fits(quick, machine, allowed, clock):
             remedies.append(f"{count} more {cluster.devices[like].kind}")
             break
     for factor in FEWER_SAMPLES:
