@@ -70,31 +70,34 @@ def test_hand_case(case: HandCase) -> None:
         assert tuple(simulation.peak_memory_bytes.tolist()) == case.peak_memory_bytes
 
 
-def _check_against_reference(instance: Instance, *, for_many: bool = False) -> None:
-    """Every start, finish, transfer, order and peak equals the plain-Python reference, run and replayed."""
-    problem = _problem(instance, for_many=for_many)
+def _check_against_reference(instance: Instance, *problems: Problem) -> None:
+    """In each problem, every start, finish, transfer, order and peak equals the plain-Python reference, run and
+    replayed.
+    """
     arguments = (instance.graph, instance.cluster, instance.op_time_ns, instance.placement)
-    expected = run(*arguments, instance.priority)
-    assert _figures(simulate(problem, instance.placement, priority=instance.priority)) == _expected(expected)
-    assert _figures(simulate(problem, instance.placement, order=expected.order)) == _expected(expected)
-    assert problem.b_level_ns.tolist() == b_levels(instance.graph, instance.op_time_ns)
+    schedule = run(*arguments, instance.priority)
     order = [np.flatnonzero(instance.placement == device) for device in range(instance.cluster.num_devices)]
-    replayed = _figures(simulate(problem, instance.placement, order=order))  # an order that no priority gives
-    assert replayed == _expected(replay(*arguments, order))
+    expected, replayed = _expected(schedule), _expected(replay(*arguments, order))  # an order that no priority gives
+    levels_ns = b_levels(instance.graph, instance.op_time_ns)
+    for problem in problems:
+        assert _figures(simulate(problem, instance.placement, priority=instance.priority)) == expected
+        assert _figures(simulate(problem, instance.placement, order=schedule.order)) == expected
+        assert _figures(simulate(problem, instance.placement, order=order)) == replayed
+        assert problem.b_level_ns.tolist() == levels_ns
 
 
 @given(instances())
 @settings(max_examples=2500)
 def test_equals_reference(instance: Instance) -> None:
-    """The engine for up to 64 devices equals the machine model in plain Python."""
-    _check_against_reference(instance)
+    """The engine for up to 64 devices and the one for more equal the machine model in plain Python."""
+    _check_against_reference(instance, _problem(instance), _problem(instance, for_many=True))
 
 
 @given(instances(max_ops=300, max_devices=64))
 @settings(max_examples=60)
 def test_equals_reference_on_larger_steps(instance: Instance) -> None:
     """Ready sets of several words, and up to as many devices as a word has bits."""
-    _check_against_reference(instance)
+    _check_against_reference(instance, _problem(instance))
 
 
 def _check_lower_bounds(stopped: I64, times: I64, stop_ns: int) -> None:
@@ -115,18 +118,11 @@ def test_ready_sets_of_all_sizes_are_in_order() -> None:
     assert own.op_start_ns.tolist() == other.op_start_ns.tolist()
 
 
-@given(instances())
-@settings(max_examples=1000)
-def test_engine_for_many_equals_reference_on_few(instance: Instance) -> None:
-    """The engine for more than 64 devices equals it on the same steps."""
-    _check_against_reference(instance, for_many=True)
-
-
 @given(instances(min_devices=65, max_devices=130, max_ops=60))
 @settings(max_examples=40)
 def test_equals_reference_on_many_devices(instance: Instance) -> None:
-    """It equals it on 65 to 130 unlike devices, with channels that they share."""
-    _check_against_reference(instance)
+    """The engine equals it on 65 to 130 unlike devices, with channels that they share."""
+    _check_against_reference(instance, _problem(instance))
 
 
 @given(instances(num_placements=4))
