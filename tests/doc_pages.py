@@ -18,15 +18,19 @@ python tests/doc_pages.py [--only-quick] docs/PAGE.md ...     runs pages and rew
 """
 
 import ast
+import atexit
 import contextlib
 import json
 import os
 import re
+import shlex
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Self
 
@@ -41,22 +45,27 @@ _NS = {"us": 1e3, "ms": 1e6}
 _PASSING = ("gdp: [", "The machine was busy before the run")  # true here and now
 _TIMEOUT = 300  # seconds of one command
 _PROGRAMS = r"gdp|python3?|pip|make|torchrun|pytest|git|docker"
+_ROOT = Path(__file__).parents[1]
+_SOURCE = os.pathsep.join((str(_ROOT / "src"), str(_ROOT)))  # the benchmarks run in a checkout
+_SERVER = Path(__file__).with_name("doc_server.py")
 _COMMAND = re.compile(rf"(?:\$ \S|(?:\.venv/bin/)?(?:{_PROGRAMS}) [\w.-])")
 
-# Executes blocks of Python, which come as lines of JSON, and answers each with its output.
-_INTERPRETER = """
-import contextlib, io, json, sys, traceback
-answers, names = sys.stdout, {"__name__": "__main__"}
-sys.path.insert(0, "")
-for line in sys.stdin:
-    block, printed, failed = json.loads(line), io.StringIO(), ""
-    with contextlib.redirect_stdout(printed):
-        try:
-            exec(compile(block["content"], block["label"], "exec"), names)
-        except BaseException:
-            failed = traceback.format_exc()
-    print(json.dumps([printed.getvalue(), failed]), file=answers, flush=True)
-"""
+
+@cache
+def _client() -> list[str]:
+    """Starts the server of this process and returns the command that asks it."""
+    directory = tempfile.TemporaryDirectory(prefix="gdp-pages-")
+    path = Path(directory.name) / "socket"
+    environment = {**os.environ, "PYTHONPATH": _SOURCE, "NO_COLOR": "1"}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        number = listener.fileno()
+        command = [sys.executable, str(_SERVER), "serve", str(number)]
+        server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, pass_fds=[number])
+    atexit.register(directory.cleanup)
+    atexit.register(server.communicate)  # ends its input, and with it the server
+    return [sys.executable, "-S", str(_SERVER), str(path)]
 
 
 class PageError(AssertionError):
@@ -178,19 +187,16 @@ class Session:
         (own / "cache" / "gdp").mkdir(parents=True)
         (own / "cache" / "gdp" / "graphs").symlink_to(self.graphs)
         gdp = own / "bin" / "gdp"
-        gdp.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m gdp "$@"\n')
+        gdp.write_text(f'#!/bin/sh\nexec {shlex.join(_client())} gdp "$@"\n')
         gdp.chmod(0o755)
-        root = Path(__file__).parents[1]
-        source = os.pathsep.join((str(root / "src"), str(root)))  # the benchmarks run in a checkout
         path = os.pathsep.join((str(own / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]))
         cache = str(own / "cache")
-        self.environment = {**os.environ, "PATH": path, "PYTHONPATH": source, "XDG_CACHE_HOME": cache, "NO_COLOR": "1"}
+        self.environment = {**os.environ, "PATH": path, "PYTHONPATH": _SOURCE, "XDG_CACHE_HOME": cache, "NO_COLOR": "1"}
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._python is not None:
-            self._python.kill()
-            self._python.communicate()
+            self._python.communicate()  # its input ends
 
     def run(self, block: Block, page: Path) -> list[tuple[Command, list[str]]]:
         """Runs `block` and returns its commands with their output.
@@ -234,7 +240,7 @@ class Session:
     def _run_python(self, block: Block, page: Path) -> str:
         if self._python is None:
             self._python = subprocess.Popen(
-                [sys.executable, "-c", _INTERPRETER],
+                [*_client(), "python"],
                 cwd=self.directory,
                 env=self.environment,
                 text=True,
