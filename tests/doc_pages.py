@@ -14,6 +14,8 @@ A comment on the line before a block has its options:
 <!-- run=long -->       only `make test-long` runs the block; the page must run without it, too
 <!-- unrun="WHY" -->    nothing runs the block, for this reason; commands are parsed, Python is compiled
 
+`gdp` and Python are forks of one process (doc_server.py).
+
 python tests/doc_pages.py [--only-quick] docs/PAGE.md ...     runs pages and rewrites the output that they show
 """
 
