@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE_SECONDS = 60
-PRELOADED = ["torch._dynamo", "execute.rank_jobs", "execute.placed_jobs"]  # the first is what takes time in a capture
+PRELOADED = [
+    "torch._dynamo",  # takes time in a capture
+    "execute.rank_jobs",
+    "execute.placed_jobs",
+    "execute.killed_training",
+    "execute.left_out_of_garbage",
+]
 
 
 def fork_server() -> ForkServerContext:
