@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from export_models import graph_of
+from readers import read_devices
 
 import gdp
 from gdp.budget import Budget
 from gdp.cli import main
 from gdp.export.adapt import adapt, simulated
 from gdp.export.exportable_plan import place_for
-from gdp.export.layouts.targets import LAYOUT_TARGETS
-from gdp.export.targets_by_name import TARGETS, find_target
+from gdp.export.targets_by_name import LAYOUT_TARGETS, TARGETS, find_target
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.accumulation import accumulated
 from gdp.search.solution import plan_of
@@ -147,7 +147,7 @@ def test_plans_for_a_target(name: str, training: bool) -> None:
     assert plan.step_time_ns <= placed.adapted.step_time_ns
     exported = adapt(problem, plan, target)
     assert exported.step_time_ns == plan.step_time_ns
-    devices = target.parse(exported.content, problem, exported.units)
+    devices = read_devices(target.name, exported.content, problem, exported.units)
     assert simulated(problem, exported.units.place(devices), plan).step_time_ns == plan.step_time_ns
     if name in ("llama-cpp", "megatron"):
         again = place_for(target, graph, cluster, Constraints(), budget=Budget(simulations=300), seed=1)
@@ -163,7 +163,7 @@ def test_files_parse_back(name: str) -> None:
         rng = np.random.default_rng(seed)
         plan = plan_with(graph, cluster, rng.integers(3, size=graph.num_ops).tolist())
         adapted = adapt(problem, plan, target)
-        devices = target.parse(adapted.content, problem, adapted.units)
+        devices = read_devices(target.name, adapted.content, problem, adapted.units)
         assert np.array_equal(devices, adapted.devices)
         assert simulated(problem, adapted.units.place(devices), plan).step_time_ns == adapted.step_time_ns
         assert adapted.simulation.feasible
@@ -239,7 +239,7 @@ def test_constraints(name: str, run: Run) -> None:
     assert status == 0
     problem, target = Problem.build(graph, cluster), find_target(name)
     units = target.read_units(problem)
-    placement = units.place(target.parse(json.loads(out)["content"], problem, units))
+    placement = units.place(read_devices(target.name, json.loads(out)["content"], problem, units))
     where = [set(placement[[module.startswith(path) for module in graph.modules]]) for path in LAYERS]
     assert where[1] == {1}
     assert where[3] == {0}

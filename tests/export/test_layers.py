@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from export_models import graph_of, llama
+from readers import read_devices
 
 import gdp
 from gdp.errors import InputError
@@ -48,7 +49,7 @@ def test_patterns_of_llama_cpp(problem: Problem, split_layers: bool) -> None:
     for seed in range(4):
         devices = np.random.default_rng(seed).integers(4, size=units.num_units)
         lines = target.write(problem, units, devices)
-        assert np.array_equal(target.parse(lines, problem, units), devices)
+        assert np.array_equal(read_devices(target.name, lines, problem, units), devices)
         placed = dict(zip(problem.graph.op_names, units.place(devices).tolist(), strict=True))
         for path in parameters:
             tensor = names.get_name(path, try_suffixes=(".weight", ".bias"))
@@ -173,7 +174,7 @@ def test_partition_of_vllm(problem: Problem, cuts: tuple[int, ...]) -> None:
     sizes = np.diff([0, *cuts, 4]).tolist()
     assert f"VLLM_PP_LAYER_PARTITION={','.join(map(str, sizes))}\n" in text
     assert f"CUDA_VISIBLE_DEVICES={','.join('201'[: len(sizes)])}\n" in text
-    assert np.array_equal(vllm.parse(text, problem, units), devices)
+    assert np.array_equal(read_devices(vllm.NAME, text, problem, units), devices)
     # the embedding is on the first rank, the head on the last
     placed = dict(zip(problem.graph.op_names, units.place(devices).tolist(), strict=True))
     assert placed["model.embed_tokens.weight"] == devices[0]
@@ -188,7 +189,7 @@ def test_stages_of_megatron(problem: Problem, cuts: tuple[int, ...]) -> None:
     assert units.num_units == 6
     devices = np.array([1, 0, 2])[np.searchsorted(cuts, np.arange(6), side="right")]
     text = megatron.write(problem, units, devices)
-    assert np.array_equal(megatron.parse(text, problem, units), devices)
+    assert np.array_equal(read_devices(megatron.NAME, text, problem, units), devices)
     layouts = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
     found = layouts.PipelineParallelLayerLayout.from_str(megatron.layout(units, devices), len(cuts) + 1)
     found.validate_layer_layout(num_layers=4, mtp_num_layers=None)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from export_models import MODELS, graph_of, planned
+from readers import read_devices
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -104,7 +105,7 @@ def test_accelerate_runs_any_assignment(name: str, gpus: Devices) -> None:
             expected = leaves_of(model(*args))
         devices = random_devices(seed, units.num_units)
         content = hf_device_map.write(problem, units, devices)
-        assert np.array_equal(hf_device_map.parse(content, problem, units), devices)
+        assert np.array_equal(read_devices("hf-device-map", content, problem, units), devices)
         device_map = json.loads(content)
         check_device_map(model, device_map)  # warns of keys that are no modules, raises for parameters without device
         dispatch_model(model, dict(device_map), main_device=next(iter(device_map.values())))
@@ -273,7 +274,7 @@ def test_stages_of_pipelining(name: str, num_stages: int) -> None:
     cuts = np.sort(np.random.default_rng(num_stages).choice(np.arange(1, units.num_units), num_stages - 1, False))
     devices = np.searchsorted(cuts, np.arange(units.num_units), side="right")
     content = torch_pipelining.write(problem, units, devices)
-    assert np.array_equal(torch_pipelining.parse(content, problem, units), devices)
+    assert np.array_equal(read_devices("torch-pipelining", content, problem, units), devices)
     file = json.loads(content)
     model, args = MODELS[name]()
     with torch.no_grad():
@@ -297,7 +298,7 @@ def test_device_maps_parse_back(target: Any, training: bool) -> None:
 
     problem, plan = planned("llama", training=training)
     adapted = adapt(problem, plan, target)
-    devices = target.parse(adapted.content, problem, adapted.units)
+    devices = read_devices(target.name, adapted.content, problem, adapted.units)
     again = simulated(problem, adapted.units.place(devices), plan)
     assert again.step_time_ns == adapted.step_time_ns
     assert again.feasible

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from readers import read_devices
 
 import gdp
 from gdp.errors import InputError
@@ -60,7 +61,7 @@ def test_annotations_of_onnxruntime(problem: Problem, capfd: pytest.CaptureFixtu
     assert units.members == (("first",), ("Relu_0",), ("second",), ("third",), ("fourth",))
     devices = np.array([2, 2, 0, 1, 2])
     content = ort_target.TARGET.write(problem, units, devices)
-    assert np.array_equal(ort_target.TARGET.parse(content, problem, units), devices)
+    assert np.array_equal(read_devices(ort_target.NAME, content, problem, units), devices)
     model = onnx_model()
     settings = ort_target.annotate(model, json.loads(content))
     assert settings == "cpu(=gdp.cpu);gpu:0(=gdp.gpu0);gpu:1(=gdp.gpu1)"
@@ -93,7 +94,7 @@ def test_affinities_of_openvino(problem: Problem, tmp_path: Path) -> None:
     units = ov_target.TARGET.read_units(problem)
     devices = np.array([2, 0, 1, 2, 2])
     content = ov_target.TARGET.write(problem, units, devices)
-    assert np.array_equal(ov_target.TARGET.parse(content, problem, units), devices)
+    assert np.array_equal(read_devices(ov_target.NAME, content, problem, units), devices)
     affinities = json.loads(content)
     assert affinities == {"first": "CPU", "Relu_0": "GPU.0", "second": "GPU.1", "third": "CPU", "fourth": "CPU"}
     path = tmp_path / "model.onnx"
@@ -174,6 +175,6 @@ def test_losses_of_node_plans(problem: Problem, target: Any) -> None:
         adapted = adapt(problem, plan, target)
         assert adapted.simulation.placement.tolist() == [placement[2], *placement[1:]]
         assert (adapted.step_time_ns == plan.step_time_ns) == is_equal
-        devices = target.parse(adapted.content, problem, adapted.units)
+        devices = read_devices(target.name, adapted.content, problem, adapted.units)
         again = simulated(problem, adapted.units.place(devices), plan)
         assert again.step_time_ns == adapted.step_time_ns

@@ -51,7 +51,7 @@ def export(
     from gdp.report.progress import live
 
     with live("loading gdp"):
-        from gdp.export.layouts.targets import find_layout_target
+        from gdp.export.targets_by_name import find_layout_target
 
         source = open_plan(plan, given, graph, devices)
         read, asked = source.plan, source.options.get("target")

@@ -17,9 +17,9 @@ class ExportTarget:
     """A tool and the functions that write its files.
 
     `read_units` returns the units that the tool places, with InputError for a graph that it cannot run. `write` returns
-    the content of a file from the devices [U] of units, and `parse` inverts it. `offload`, of targets that can keep
-    weights on a CPU, finds devices for units that do not fit, and the step as the tool runs it. `with_room` adds memory
-    that the tool holds beside the graph, and `arrange` changes devices [U] into those that suit the tool best.
+    the content of a file from the devices [U] of units. `offload`, of targets that can keep weights on a CPU, finds
+    devices for units that do not fit, and the step as the tool runs it. `with_room` adds memory that the tool holds
+    beside the graph, and `arrange` changes devices [U] into those that suit the tool best.
     """
 
     name: str
@@ -27,7 +27,6 @@ class ExportTarget:
     file_name: str  # by default, beside the plan
     read_units: Callable[[Problem], ExportUnits]
     write: Callable[[Problem, ExportUnits, I64], str]
-    parse: Callable[[str, Problem, ExportUnits], I64]
     offload: Callable[[Problem, ExportUnits, I64], tuple[I64, Simulation] | None] | None = None
     options: tuple[str, ...] = ()  # as written on a command line
     with_room: Callable[[Problem], Problem] = lambda problem: problem
@@ -38,11 +37,6 @@ class ExportTarget:
 def stage_starts(devices: I64) -> list[int]:
     """Returns the first unit of each stage, from the devices [U] of a chain."""
     return [0, *(np.flatnonzero(np.diff(devices)) + 1).tolist()]
-
-
-def wrong_content(target: str, what: str) -> InputError:
-    """Makes the error for a file that is not one of this target for this graph."""
-    return InputError(f"{target}: {what}; export the plan again")
 
 
 def is_cpu(problem: Problem) -> Bool:
@@ -56,3 +50,17 @@ def gpu_numbers(problem: Problem) -> list[int]:
     cpus = is_cpu(problem)
     numbers: list[int] = np.where(cpus, -1, np.cumsum(~cpus) - 1).tolist()
     return numbers
+
+
+def gpus(problem: Problem, target: str) -> Bool:
+    """[D] Returns which devices are GPUs, since no other can be a rank; InputError if there are none."""
+    is_gpu = ~is_cpu(problem)
+    if not is_gpu.any():
+        raise InputError(f"{target}: a rank is a GPU, and {problem.cluster.name!r} has none; add one")
+    return np.asarray(is_gpu)
+
+
+def write_ranks(problem: Problem, devices: I64, command: str, variable: str) -> str:
+    """Writes the command as a comment, the `NAME=value` of a layout, and the GPUs in the order of pipeline ranks."""
+    numbers = np.array(gpu_numbers(problem))[devices[stage_starts(devices)]]
+    return f"# {command}\n{variable}\nCUDA_VISIBLE_DEVICES={','.join(map(str, numbers))}\n"

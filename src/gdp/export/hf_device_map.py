@@ -15,7 +15,7 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.export.accelerate_maps import DeviceMap, fetching_late, placement_of
-from gdp.export.export_target import ExportTarget, gpu_numbers, is_cpu, wrong_content
+from gdp.export.export_target import ExportTarget, gpu_numbers, is_cpu
 from gdp.export.export_units import ExportUnits
 from gdp.export.modules import enclosing, first_input, is_inside, module_units
 from gdp.export.refusals import check_one_batch
@@ -72,26 +72,12 @@ def write(problem: Problem, units: ExportUnits, devices: I64) -> str:
     return json.dumps(device_map(problem, units, devices), indent=2) + "\n"
 
 
-def parse(text: str, problem: Problem, units: ExportUnits) -> I64:
-    """[U] Inverts `write`: a unit is on the device of its entry, or of the entry around it."""
-    content = json.loads(text)
-    by_name: dict[int | str, int] = {number: device for device, number in enumerate(gpu_numbers(problem))}
-    by_name["cpu"] = int(np.argmax(is_cpu(problem)))
-    devices = np.empty(units.num_units, np.int64)
-    for unit, members in enumerate(units.members):
-        entries = {content[path] for root in members for path in ("", *enclosing(root)) if path in content}
-        if len(entries) != 1:
-            raise wrong_content(NAME, f"{members[0]!r} has {len(entries)} devices")
-        devices[unit] = by_name[entries.pop()]
-    return devices
-
-
 def offloaded(problem: Problem, units: ExportUnits, devices: I64) -> tuple[I64, Simulation] | None:
     """Calls `offload.offload` with the maps of `device_map`."""
     return offload(problem, units, devices, device_map)
 
 
-TARGET = ExportTarget(NAME, "module level", "device_map.json", read_units, write, parse, offloaded)
+TARGET = ExportTarget(NAME, "module level", "device_map.json", read_units, write, offloaded)
 
 
 _MAX_STEPS = 9  # of a bisection

@@ -17,7 +17,7 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.errors import InputError
-from gdp.export.export_target import ExportTarget, gpu_numbers, is_cpu, wrong_content
+from gdp.export.export_target import ExportTarget, gpu_numbers, is_cpu
 from gdp.export.export_units import ExportUnits
 from gdp.export.gguf_names import FEED_FORWARD, gguf_tensors, is_feed_forward
 from gdp.export.llama_cpp_cache import Cache, find_cache
@@ -52,7 +52,6 @@ class LlamaCpp:
             "override_tensor.txt",
             self.read_units,
             self.write,
-            parse,
             options=(*words, *(["--split-layers"] * self.split_layers)),
             with_room=self.with_room,
             arrange=None if self.split_layers else in_stretches,
@@ -153,22 +152,6 @@ def in_stretches(problem: Problem, units: ExportUnits, devices: I64) -> I64:
     arranged = devices.copy()
     arranged[layers] = np.repeat(order, [int((here == device).sum()) for device in order])
     return arranged
-
-
-def parse(text: str, problem: Problem, units: ExportUnits) -> I64:
-    """[U] Inverts `write`: a unit is on the device of a tensor in it."""
-    numbers = gpu_numbers(problem)
-    lines = [line for line in text.splitlines() if line.startswith("-ot ")]
-    rules = [tuple(line.removeprefix("-ot ").strip("'").rsplit("=", 1)) for line in lines]
-    devices = np.empty(units.num_units, np.int64)
-    for unit, (member, *_) in enumerate(units.members):
-        name = f"{member}.attn" if member.count(".") == 1 else member
-        tensor = f"{name}_norm.weight" if name.startswith("blk.") else f"{name}.weight"
-        where = next((device for pattern, device in rules if re.search(pattern, tensor)), None)
-        if where is None:
-            raise wrong_content(NAME, f"no pattern is found in {tensor}")
-        devices[unit] = numbers.index(-1 if where == "CPU" else int(where.removeprefix("CUDA")))
-    return devices
 
 
 def _tensors(graph: Graph) -> dict[str, str]:

@@ -9,10 +9,9 @@ import re
 from collections.abc import Iterable, Sequence
 
 from gdp.arrays import I64
-from gdp.export.export_target import ExportTarget, stage_starts
+from gdp.export.export_target import ExportTarget, gpus, stage_starts, write_ranks
 from gdp.export.export_units import ExportUnits
 from gdp.export.module_chains import find_layers
-from gdp.export.pipeline_ranks import gpus, parse_ranks, write_ranks
 from gdp.simulator.problem import Problem
 
 NAME = "megatron"
@@ -45,14 +44,4 @@ def write(problem: Problem, units: ExportUnits, devices: I64) -> str:
     return write_ranks(problem, devices, command, f"{_VARIABLE}='{stages}'")
 
 
-def parse(text: str, problem: Problem, units: ExportUnits) -> I64:
-    """[U] Inverts `write`."""
-
-    def sizes_of(stages: str) -> list[int]:
-        unrolled = re.sub(r"(.)\*(\d+)", lambda run: run[1] * int(run[2]), stages.strip("'"))
-        return list(map(len, unrolled.split("|")))
-
-    return parse_ranks(text, problem, units, _VARIABLE, sizes_of, NAME)
-
-
-TARGET = ExportTarget(NAME, "embedding, decoder layers and head by rank", "megatron.env", read_units, write, parse)
+TARGET = ExportTarget(NAME, "embedding, decoder layers and head by rank", "megatron.env", read_units, write)

@@ -1,14 +1,12 @@
 """Nodes of ONNX files as units: each node by itself, a weight or an input with the first node that reads it."""
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from gdp.arrays import I64
 from gdp.errors import InputError
-from gdp.export.export_target import gpu_numbers, wrong_content
+from gdp.export.export_target import gpu_numbers
 from gdp.export.export_units import ExportUnits
 from gdp.export.modules import STATE_KINDS
 from gdp.export.refusals import check_inference, check_nodes, check_one_batch
@@ -41,25 +39,6 @@ def device_names(problem: Problem, units: ExportUnits, devices: I64, name_of: Ca
         for members, device in zip(units.members, devices.tolist(), strict=True)
         for name in members
     }
-
-
-def parse_names(
-    placed: Mapping[str, str], problem: Problem, units: ExportUnits, number_of: Callable[[str], int]
-) -> I64:
-    """[U] Inverts `device_names`."""
-    numbers = gpu_numbers(problem)
-    try:
-        return np.array([numbers.index(number_of(placed[members[0]])) for members in units.members], np.int64)
-    except (KeyError, ValueError) as error:
-        raise wrong_content("nodes", f"{error} is no node or device of this plan") from None
-
-
-def read_json(text: str, target: str) -> dict[str, Any]:
-    """Returns the object in `text`."""
-    content = json.loads(text)
-    if not isinstance(content, dict):
-        raise wrong_content(target, "it is no JSON object")
-    return content
 
 
 def complete(nodes: Iterable[tuple[str, Sequence[str], str | None]]) -> dict[str, str]:

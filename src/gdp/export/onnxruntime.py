@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gdp.arrays import I64
 from gdp.export.export_target import ExportTarget
 from gdp.export.export_units import ExportUnits
-from gdp.export.node_units import complete, device_names, node_units, parse_names, read_json
+from gdp.export.node_units import complete, device_names, node_units
 from gdp.simulator.problem import Problem
 
 if TYPE_CHECKING:
@@ -26,30 +26,12 @@ NAME = "onnxruntime"
 SETTINGS, ANNOTATION = "session.layer_assignment_settings", "layer_ann"
 
 
-def _annotation(gpu: int) -> str:
-    return "gdp.cpu" if gpu < 0 else f"gdp.gpu{gpu}"
-
-
-def _number(annotation: str) -> int:
-    return -1 if annotation == "gdp.cpu" else int(annotation.removeprefix("gdp.gpu"))
-
-
-def _device(annotation: str) -> str:
-    """Returns the device as ONNX Runtime calls it."""
-    number = _number(annotation)
-    return "cpu" if number < 0 else f"gpu:{number}"
-
-
 def write(problem: Problem, units: ExportUnits, devices: I64) -> str:
     """Writes the option and the annotation of each node."""
-    nodes = device_names(problem, units, devices, _annotation)
-    settings = ";".join(f"{_device(annotation)}(={annotation})" for annotation in sorted(set(nodes.values())))
+    nodes = device_names(problem, units, devices, lambda gpu: "gdp.cpu" if gpu < 0 else f"gdp.gpu{gpu}")
+    device = {name: name.removeprefix("gdp.").replace("gpu", "gpu:") for name in sorted(set(nodes.values()))}
+    settings = ";".join(f"{device[annotation]}(={annotation})" for annotation in device)
     return json.dumps({SETTINGS: settings, "annotations": nodes}, indent=1) + "\n"
-
-
-def parse(text: str, problem: Problem, units: ExportUnits) -> I64:
-    """[U] Inverts `write`."""
-    return parse_names(read_json(text, NAME)["annotations"], problem, units, _number)
 
 
 def annotate(model: "ModelProto", exported: Mapping[str, Any]) -> str:
@@ -76,4 +58,4 @@ def _followed(node: "NodeProto") -> list[str]:
     return [] if node.op_type == "DequantizeLinear" else list(node.input)
 
 
-TARGET = ExportTarget(NAME, "nodes", "layers.json", partial(node_units, target=NAME), write, parse)
+TARGET = ExportTarget(NAME, "nodes", "layers.json", partial(node_units, target=NAME), write)

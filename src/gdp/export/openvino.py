@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from gdp.arrays import I64
 from gdp.export.export_target import ExportTarget
 from gdp.export.export_units import ExportUnits
-from gdp.export.node_units import complete, device_names, node_units, parse_names, read_json
+from gdp.export.node_units import complete, device_names, node_units
 from gdp.simulator.problem import Problem
 
 if TYPE_CHECKING:
@@ -25,12 +25,6 @@ def write(problem: Problem, units: ExportUnits, devices: I64) -> str:
     """Writes the device of each node."""
     nodes = device_names(problem, units, devices, lambda gpu: "CPU" if gpu < 0 else f"GPU.{gpu}")
     return json.dumps(nodes, indent=1) + "\n"
-
-
-def parse(text: str, problem: Problem, units: ExportUnits) -> I64:
-    """[U] Inverts `write`."""
-    placed = read_json(text, NAME)
-    return parse_names(placed, problem, units, lambda name: -1 if name == "CPU" else int(name.removeprefix("GPU.")))
 
 
 def apply_affinities(model: "Model", affinities: Mapping[str, str]) -> dict[str, str]:
@@ -49,4 +43,4 @@ def apply_affinities(model: "Model", affinities: Mapping[str, str]) -> dict[str,
     return placed
 
 
-TARGET = ExportTarget(NAME, "nodes", "affinities.json", partial(node_units, target=NAME), write, parse)
+TARGET = ExportTarget(NAME, "nodes", "affinities.json", partial(node_units, target=NAME), write)

@@ -3,10 +3,14 @@
 from gdp.errors import InputError, suggest
 from gdp.export import hf_device_map, llama_cpp, megatron, onnxruntime, openvino, torch_pipelining, vllm
 from gdp.export.export_target import ExportTarget
-from gdp.export.layouts.targets import LAYOUT_TARGETS
+from gdp.export.layouts import megatron_lm, torch_fsdp, torchtitan
+from gdp.export.layouts.target import LayoutTarget
 
 _MODULES = (hf_device_map, torch_pipelining, onnxruntime, openvino, llama_cpp, vllm, megatron)
 TARGETS: dict[str, ExportTarget] = {module.NAME: module.TARGET for module in _MODULES}
+LAYOUT_TARGETS: dict[str, LayoutTarget] = {
+    module.NAME: module.TARGET for module in (torch_fsdp, torchtitan, megatron_lm)
+}
 _ALIASES = {"device-map": hf_device_map.NAME, "llama.cpp": llama_cpp.NAME}
 
 
@@ -29,3 +33,19 @@ def find_target(name: str, *, context: int | None = None, split_layers: bool = F
         option = "--split-layers" if context is None else "--ctx"
         raise InputError(f"{option}: is for {llama_cpp.NAME}, not for {target.name}; leave it out")
     return llama_cpp.LlamaCpp(context, split_layers).target()
+
+
+def find_layout_target(name: str, *, is_cut: bool) -> LayoutTarget | None:
+    """Returns the target called `name` for a plan that is cut (`is_cut`); None if this is for other targets.
+
+    InputError for a plan without a layout where the tool needs one.
+    """
+    target = LAYOUT_TARGETS.get(name.replace("_", "-").lower())
+    if target is None or (not is_cut and target is megatron_lm.TARGET):
+        return None
+    if not is_cut:
+        raise InputError(
+            f"{target.name}: the plan places the ops of one copy of the model, and {target.name} takes a layout; "
+            "place with --parallel, such as data=2"
+        )
+    return target

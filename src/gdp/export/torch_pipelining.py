@@ -9,10 +9,8 @@ calls a module, so stages are contiguous in the order of execution.
 
 import json
 
-import numpy as np
-
 from gdp.arrays import I64
-from gdp.export.export_target import ExportTarget, stage_starts, wrong_content
+from gdp.export.export_target import ExportTarget, stage_starts
 from gdp.export.export_units import ExportUnits
 from gdp.export.module_chains import begins
 from gdp.simulator.problem import Problem
@@ -34,15 +32,4 @@ def write(problem: Problem, units: ExportUnits, devices: I64) -> str:
     return json.dumps({"split_spec": points, "devices": names}, indent=2) + "\n"
 
 
-def parse(text: str, problem: Problem, units: ExportUnits) -> I64:
-    """[U] Inverts `write`."""
-    content = json.loads(text)
-    unit_of = {members[0]: unit for unit, members in enumerate(units.members)}
-    if any(path not in unit_of for path in content["split_spec"]):
-        raise wrong_content(NAME, "a split point is no module that begins a unit of this graph")
-    cuts = sorted(unit_of[path] for path in content["split_spec"])
-    numbers = [problem.cluster.device_number(name) for name in content["devices"]]
-    return np.array(numbers, np.int64)[np.searchsorted(cuts, np.arange(units.num_units), side="right")]
-
-
-TARGET = ExportTarget(NAME, "contiguous stages of modules", "stages.json", read_units, write, parse)
+TARGET = ExportTarget(NAME, "contiguous stages of modules", "stages.json", read_units, write)

@@ -9,10 +9,9 @@ import itertools
 import numpy as np
 
 from gdp.arrays import I64
-from gdp.export.export_target import ExportTarget, stage_starts
+from gdp.export.export_target import ExportTarget, gpus, stage_starts, write_ranks
 from gdp.export.export_units import ExportUnits
 from gdp.export.module_chains import find_layers
-from gdp.export.pipeline_ranks import gpus, parse_ranks, write_ranks
 from gdp.export.refusals import check_inference
 from gdp.simulator.problem import Problem
 
@@ -39,9 +38,4 @@ def write(problem: Problem, units: ExportUnits, devices: I64) -> str:
     return write_ranks(problem, devices, command, f"{_VARIABLE}={','.join(map(str, sizes))}")
 
 
-def parse(text: str, problem: Problem, units: ExportUnits) -> I64:
-    """[U] Inverts `write`."""
-    return parse_ranks(text, problem, units, _VARIABLE, lambda sizes: list(map(int, sizes.split(","))), NAME)
-
-
-TARGET = ExportTarget(NAME, "whole decoder layers by rank", "vllm.env", read_units, write, parse)
+TARGET = ExportTarget(NAME, "whole decoder layers by rank", "vllm.env", read_units, write)
