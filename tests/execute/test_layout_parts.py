@@ -17,9 +17,8 @@ from gdp.errors import InputError
 from gdp.execute.exchanged_rows import ExchangedRows
 from gdp.execute.layouts.cut import Cut, RingPlaces
 from gdp.execute.layouts.exchange_routines import Member, RowExchange, RowProgress
-from gdp.execute.layouts.routines import PieceUpdate, UpdateOfPiece
 from gdp.execute.layouts.step_program import step_program
-from gdp.execute.layouts.updates import updates_of
+from gdp.execute.layouts.updates import UpdateOfPiece, updates_of
 from gdp.execute.threads import ThreadExecutor
 from gdp.models.pytorch import Program, Replay, capture
 from gdp.parallel.layout import Layout
@@ -66,7 +65,7 @@ def test_chunks_after_a_copy(case: tuple[list[int], Cut]) -> None:
     chunks = [cut.chunk(number, rows) for number in range(cut.num_chunks)]
     joined = ExchangedRows(tuple(chunks), cut.chunk_elements, torch.float32).joined()
     assert len(joined) == cut.num_chunks * cut.chunk_elements
-    exchange = RowExchange(-1, cut, torch.float32)
+    exchange = RowExchange(-1, cut, torch.float32, (), 0)
     copies = [torch.full_like(row, torch.nan) for row in rows]
     exchange.copy_chunks(RowProgress(cut.split(joined, range(cut.num_chunks)), copies))
     for copy, row in zip(copies, rows, strict=True):
@@ -245,7 +244,7 @@ def test_updates_of_pieces(optimizer: str) -> None:
                 is_cut=False,
                 kept=None,
             )
-            PieceUpdate(spec, None).run({update.weight: pieces, number: gradient[slice(*span)].clone()}, own)
+            spec(None).run({update.weight: pieces, number: gradient[slice(*span)].clone()}, own)
         torch.testing.assert_close(pieces, whole, rtol=1e-6, atol=1e-8)
 
 

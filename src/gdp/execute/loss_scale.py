@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gdp.errors import InputError
 from gdp.execute.clipping import FUSED, Clipping, gradients_of_updates, with_clipping
-from gdp.execute.layouts.step_program import StepProgram
+from gdp.execute.layouts.step_program import micro_batch_of
 from gdp.execute.plan_executor import PlanExecutor
 from gdp.models.pytorch import Program
 from gdp.models.pytorch.recorded_calls import Call
@@ -42,7 +42,7 @@ class ScaledProgram:
         """Changes the scale of the following steps; the first one has that of the program."""
         for op, share in self.loss_ops.items():
             self.program.set_keyword(op, "value", share * scale)
-        self.program.set_keyword(self.scale_op, "fill_value", 1.0 / scale)
+        self.program.set_keyword(self.scale_op, "inverse_scale", 1.0 / scale)
 
 
 def with_loss_scale(
@@ -53,7 +53,7 @@ def with_loss_scale(
     Clipped as by `with_clipping`, unless `max_norm` is None. InputError where an update cannot be left out.
     """
     gradients = gradients_of_updates(program, "scaler")
-    part = program.part if isinstance(program, StepProgram) else program
+    part, origins = micro_batch_of(program)
     calls = [
         call for calls, phase in zip(part.calls, part.graph.phases, strict=True) if phase == "update" for call in calls
     ]
@@ -66,7 +66,7 @@ def with_loss_scale(
         raise InputError(
             "scaler: gradients of float16 parameters cannot be unscaled; keep parameters in float32, with autocast"
         )
-    shares = _loss_shares(program, part)
+    shares = _loss_shares(program, part, origins)
     scaled = list(program.calls)
     for op, share in shares.items():
         scaled[op] = tuple(
@@ -79,10 +79,9 @@ def with_loss_scale(
     return ScaledProgram(scaled_program, new_order, ops, clipping.scale, scaled_program.graph.num_tensors - 1)
 
 
-def _loss_shares(program: Program, part: Program) -> dict[int, float]:
+def _loss_shares(program: Program, part: Program, origins: Sequence[int]) -> dict[int, float]:
     """Returns by op that makes the gradient of the loss the number that it is filled with."""
     first = next((op for op, phase in enumerate(part.graph.phases) if phase == "backward"), -1)
-    origins = program.origin if isinstance(program, StepProgram) else range(program.graph.num_ops)
     shares = {
         op: float(call.args[1])
         for op, origin in enumerate(origins)

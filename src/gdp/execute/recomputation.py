@@ -49,14 +49,6 @@ def _renumbered(program: Program, graph: Graph, number: Mapping[int, int], tenso
     New ops make no calls: they pass their input on.
     """
     origins = tensor_origin.tolist()
-    inputs_of: list[list[int]] = [[] for _ in range(graph.num_ops)]
-    outputs_of: list[list[int]] = [[] for _ in range(graph.num_ops)]
-    values = tuple(program.tensor_values[origin] if origin >= 0 else -1 for origin in origins)
-    for tensor, value in enumerate(values):
-        if value >= 0:
-            outputs_of[int(graph.producers[tensor])].append(tensor)
-            for op in graph.consumers_of(tensor).tolist():
-                inputs_of[op].append(tensor)
     calls: list[tuple[Call, ...]] = [()] * graph.num_ops
     for op, new in number.items():
         calls[new] = program.calls[op]
@@ -64,9 +56,7 @@ def _renumbered(program: Program, graph: Graph, number: Mapping[int, int], tenso
         program,
         graph=graph,
         calls=tuple(calls),
-        inputs_of=tuple(map(tuple, inputs_of)),
-        outputs_of=tuple(map(tuple, outputs_of)),
-        tensor_values=values,
+        tensor_values=tuple(program.tensor_values[origin] if origin >= 0 else -1 for origin in origins),
         tensor_layouts=tuple(program.tensor_layouts[origin] if origin >= 0 else None for origin in origins),
         sources={number[op]: source for op, source in program.sources.items()},
         private={number[op]: state for op, state in program.private.items()},

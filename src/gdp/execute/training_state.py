@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gdp import files
 from gdp.errors import InputError
-from gdp.execute.layouts.step_program import StepProgram
+from gdp.execute.layouts.step_program import StepProgram, micro_batch_of
 from gdp.execute.plan_executor import PlanExecutor
 from gdp.models.pytorch import Program
 from gdp.models.pytorch.optimizers import MASTER
@@ -39,7 +39,7 @@ StateByName = Mapping[str, Mapping[str, Tensor]]
 class ParameterUpdate:
     """The updates of one parameter, one for each replica, and the state that they keep."""
 
-    ops: Mapping[int, Span]
+    ops: dict[int, Span]
     state: Mapping[str, int]  # values by key
 
 
@@ -47,29 +47,17 @@ class OptimizerState:
     """The optimizer state of `program`, whose workers keep it by update and value."""
 
     def __init__(self, program: Program) -> None:
-        part, origins, spans = program, list(range(program.graph.num_ops)), dict[int, Span]()
-        if isinstance(program, StepProgram):
-            part, origins = program.part, list(program.origin)
-            for pieces in program.gradient_pieces.values():
-                for tensor, span in zip(pieces.tensors, pieces.spans, strict=True):
-                    spans[int(program.graph.consumers_of(tensor).max())] = span
-        self._layouts = program.layouts
-        ops: dict[str, dict[int, Span]] = {}
-        first: dict[str, int] = {}
+        part, origins = micro_batch_of(program)
+        cut = program.gradient_pieces.values() if isinstance(program, StepProgram) else ()
+        spans: dict[int, Span] = {
+            program.keepers[tensor]: span for pieces in cut for tensor, span in pieces.spans.items()
+        }
+        self._layouts, self._copied_values = program.layouts, program.state_copies.keys()
+        self.updates: dict[str, ParameterUpdate] = {}
         for op, origin in enumerate(origins):
             if (name := part.updated.get(origin)) is not None:
-                ops.setdefault(name, {})[op] = spans.get(op)
-                first.setdefault(name, origin)
-        self.updates: Mapping[str, ParameterUpdate] = {
-            name: ParameterUpdate(
-                ops[name], {program.state_keys[value]: value for value in part.private.get(origin, ())}
-            )
-            for name, origin in first.items()
-        }
-        self._copies = {
-            name: [key for key, value in update.state.items() if value in program.state_copies]
-            for name, update in self.updates.items()
-        }
+                state = {program.state_keys[value]: value for value in part.private.get(origin, ())}
+                self.updates.setdefault(name, ParameterUpdate({}, state)).ops[op] = spans.get(op)
 
     def joined(self, private: Mapping[int, Mapping[int, Tensor]]) -> dict[str, dict[str, Tensor]]:
         """Returns copies on the CPU of the whole state, from that of each update."""
@@ -107,8 +95,11 @@ class OptimizerState:
 
     def cut_copies(self, parameters: Mapping[str, Tensor]) -> dict[int, dict[int, Tensor]]:
         """Returns the state of each update that is a copy of its parameter, by value."""
-        copies = {name: dict.fromkeys(keys, parameters[name]) for name, keys in self._copies.items() if keys}
-        return self._dealt_out(copies)
+        copies = {
+            name: {key: parameters[name] for key, value in update.state.items() if value in self._copied_values}
+            for name, update in self.updates.items()
+        }
+        return self._dealt_out({name: by_key for name, by_key in copies.items() if by_key})
 
     def _dealt_out(self, state: StateByName) -> dict[int, dict[int, Tensor]]:
         content: dict[int, dict[int, Tensor]] = {}
@@ -266,10 +257,6 @@ class Running:
                     for op in updates[name].ops:
                         self.executor.program.set_keyword(op, key, value)
         self.hyperparameters = hyperparameters
-
-
-class Closed:
-    """A training that has ended."""
 
 
 def _copies(state: StateByName) -> dict[str, dict[str, Tensor]]:

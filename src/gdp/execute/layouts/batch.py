@@ -34,10 +34,7 @@ def split_inputs(
             size = tensor.shape[dim] // num_parts
             return tensor.narrow(dim, part * size, size)
 
-        yield (
-            tuple(mapped_tensors(item, cut) for item in args),
-            {key: mapped_tensors(item, cut) for key, item in kwargs.items()},
-        )
+        yield mapped_tensors((tuple(args), dict(kwargs)), cut)
 
 
 def first_part(
@@ -45,15 +42,14 @@ def first_part(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the inputs of the first part of the batch, in memory of their own, as a capture takes them."""
     wholes = {id(tensor) for _, tensor in named_inputs(args, kwargs)}
-    part_args, part_kwargs = next(split_inputs(args, kwargs, num_parts, sizes))
 
     def alone(tensor: Tensor) -> Tensor:
         return tensor if id(tensor) in wholes else tensor.clone()
 
-    return (
-        tuple(mapped_tensors(item, alone) for item in part_args),
-        {key: mapped_tensors(item, alone) for key, item in part_kwargs.items()},
+    part: tuple[tuple[Any, ...], dict[str, Any]] = mapped_tensors(
+        next(split_inputs(args, kwargs, num_parts, sizes)), alone
     )
+    return part
 
 
 def part_sizes(args: Sequence[Any], kwargs: Mapping[str, Any], num_parts: int, batch_size: int | None) -> Sizes | None:

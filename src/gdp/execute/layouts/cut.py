@@ -8,8 +8,8 @@
 with. Rings over hosts cut chunks once more: a chunk of the inner rings is one of `outer` chunks after the other.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import ceil
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gdp.execute.exchanged_rows import Chunk
+from gdp.models.pytorch.strides import StridedLayout
 from gdp.parallel.rings import Rings
 
 Span = tuple[int, int]
@@ -142,3 +143,45 @@ class RingPlaces:
             return range(chunk * self.num_outer, (chunk + 1) * self.num_outer)
         first = self.owned_inner(replica) * self.num_outer if self.num_outer > 1 else 0
         return range(first + chunk, first + chunk + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A tensor that is cut over replicas."""
+
+    spans: dict[int, Span]  # the elements of each piece, by tensor
+    layout: StridedLayout  # of the whole, which is dense
+
+    def joined(self, held: Mapping[int, Tensor]) -> Tensor:
+        """Returns the whole, on the CPU."""
+        filled = sorted((span, tensor) for tensor, span in self.spans.items() if span[1] > span[0])
+        row = torch.cat([held[tensor].to("cpu") for _, tensor in filled] or [torch.empty(0)])
+        return row.as_strided(self.layout.size, self.layout.stride)
+
+
+@dataclass(frozen=True, eq=False)
+class Ownership:
+    """The elements of weights that each replica updates."""
+
+    places: RingPlaces
+    _spans: dict[int, tuple[Span, ...]] = field(default_factory=dict)  # by weight, of each chunk
+
+    def __contains__(self, weight: int) -> bool:
+        return weight in self._spans
+
+    def cut(self, weight: int, spans: tuple[Span, ...]) -> None:
+        """Cuts a weight, unless it is cut already: all replicas cut alike."""
+        self._spans.setdefault(weight, spans)
+
+    def piece(self, weight: int, replica: int) -> Span:
+        """Returns the elements of a weight that a replica owns."""
+        return self._spans[weight][self.places.owned(replica)]
+
+    def gathered(self, weights: Sequence[int], item_sizes: Sequence[int]) -> Cut:
+        """Returns the cut of a buffer in which all pieces come together; items of each weight's elements."""
+        return Cut(
+            tuple(
+                tuple((first * size, last * size) for first, last in self._spans[weight])
+                for weight, size in zip(weights, item_sizes, strict=True)
+            )
+        )

@@ -1,4 +1,4 @@
-"""Routines of the ops of an exchange between replicas.
+"""Exchanges between replicas: what their ops do.
 
 Nothing is packed: an exchange works on rows of elements where they lie, by chunk. A hop adds the row of another replica
 to one's own, or takes it in its place:
@@ -16,8 +16,8 @@ read rows in each other's memory, which is safe:
   so they are sent as a copy.
 """
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,100 +36,27 @@ from gdp.models.pytorch.strides import (
 )
 
 Held = MutableMapping[int, Any]
+Device = torch.device | None
+"""None: the CPU."""
 Sent = Mapping[int, Sequence[int]]
 """Numbers of chunks by tensor."""
+Results = Mapping[int, tuple[int, Any]]
+"""What the op makes by tensor: the member, and the part of it, a span of elements or a view."""
 
 
 @dataclass(frozen=True, slots=True)
 class MadeRoutine:
     """An op that no capture has; it has no constants that change."""
 
-    def set_keyword(self, key: str, value: Any) -> None:
-        """Changes nothing."""
-
-
-@dataclass(slots=True, eq=False)
-class RowProgress:
-    """An exchange of a replica under way."""
-
-    chunks: list[Chunk]  # where the elements of each chunk are now
-    rows: list[Tensor] = field(default_factory=list)  # [members] one's own memory
-
-
-@dataclass(frozen=True, slots=True)
-class RowExchange:
-    """One exchange of a replica."""
-
-    number: int  # that its progress is held by
-    cut: Cut
-    dtype: torch.dtype  # uint8 for weights of several types, whose pieces are counted in bytes then
-    device: torch.device | None = None  # None: the CPU
-
-    def on(self, device: torch.device | None) -> "RowExchange":
-        """Returns the exchange of a device."""
-        return replace(self, device=device)
-
-    def progress(self, held: Held) -> RowProgress:
-        """Returns the progress, from the first op that comes: a gather's chunk may be here before `ready`."""
-        if self.number not in held:
-            held[self.number] = RowProgress([()] * self.cut.num_chunks)
-        progress: RowProgress = held[self.number]
-        return progress
-
-    def begin(self, held: Held, rows: Sequence[Tensor], chunks: Sequence[int]) -> RowProgress:
-        """Returns the progress after one's own `chunks` of `rows` [members] have joined."""
-        progress = self.progress(held)
-        progress.rows = list(rows)
-        for number in chunks:
-            progress.chunks[number] = self.cut.chunk(number, rows)
-        return progress
-
-    def sent(self, progress: RowProgress, sent: Sent) -> dict[int, ExchangedRows | Tensor]:
-        """Returns what goes to others, by tensor; from a GPU, whose copies are of tensors, as one."""
-        found: dict[int, ExchangedRows | Tensor] = {}
-        for tensor, numbers in sent.items():
-            chunks = tuple(progress.chunks[number] for number in numbers)
-            rows = ExchangedRows(chunks, self.cut.chunk_elements, self.dtype, self.device)
-            found[tensor] = rows if self.device is None else rows.joined()
-        return found
-
-    def copy_chunks(self, progress: RowProgress, own: int | None = None) -> None:
-        """Copies all chunks but `own` into one's own rows."""
-        theirs = [number for number in range(self.cut.num_chunks) if number != own]
-        targets = [row for number in theirs for row in self.cut.chunk(number, progress.rows)]
-        if targets:
-            torch._foreach_copy_(targets, [row for number in theirs for row in progress.chunks[number]])
-
-    def items(self, elements: Tensor) -> Tensor:
-        """Returns a row of elements as items of the exchange: a view."""
-        return elements if elements.dtype == self.dtype else elements.view(self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Hop(MadeRoutine):
-    """Takes a chunk from the replica before in the ring, and has it ready for the next one."""
-
-    exchange: RowExchange
-    taken: tuple[int, Sequence[int]] | None  # the tensor that comes, and its chunks
-    is_sum: bool
-    sent: Sent
+    function: Callable[[Held, Device], dict[int, Any]]  # of what is held, by number, and the device
+    device: Device
 
     def run(self, held: Held, private: Held, seed: int = 0) -> dict[int, Any]:
-        """Adds the chunk to one's own, or takes it in its place."""
-        progress = self.exchange.progress(held)
-        if self.taken is None:
-            return {**self.exchange.sent(progress, self.sent)}
-        tensor, numbers = self.taken
-        content = held[tensor]
-        came = content.chunks if isinstance(content, ExchangedRows) else self.exchange.cut.split(content, numbers)
-        for number, chunk in zip(numbers, came, strict=True):
-            if not self.is_sum:
-                progress.chunks[number] = chunk
-            elif chunk:
-                torch._foreach_add_(progress.chunks[number], chunk)
-        if not self.is_sum and all(sent == numbers for sent in self.sent.values()):
-            return dict.fromkeys(self.sent, content)
-        return {**self.exchange.sent(progress, self.sent)}
+        """Executes the op; see `Program.run`."""
+        return self.function(held, self.device)
+
+    def set_keyword(self, key: str, value: Any) -> None:
+        """Changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,49 +93,106 @@ class Member:
         return row if self.is_alone and row.is_contiguous() else row.clone(memory_format=torch.contiguous_format)
 
 
-@dataclass(frozen=True, slots=True)
-class SumReady(MadeRoutine):
-    """Begins the sum of the gradients of a bucket, an all-reduce or a reduce-scatter."""
+@dataclass(slots=True, eq=False)
+class RowProgress:
+    """An exchange of a replica under way."""
 
-    exchange: RowExchange
+    chunks: list[Chunk]  # where the elements of each chunk are now
+    rows: list[Tensor] = field(default_factory=list)  # [members] one's own memory
+    wholes: list[Tensor] = field(default_factory=list)  # [members] of gathered parameters
+
+
+@dataclass(frozen=True)
+class RowExchange:
+    """One exchange of a replica and micro-batch, with the functions of its ops."""
+
+    number: int  # that its progress is held by
+    cut: Cut
+    dtype: torch.dtype  # uint8 for weights of several types, whose pieces are counted in bytes then
     members: Sequence[Member]
-    sent: Sent
+    own: int  # the chunk whose sum ends here, or that is gathered from here
 
-    def run(self, held: Held, private: Held, seed: int = 0) -> dict[int, Any]:
-        """Lists the rows."""
+    def ready(self, sent: Sent, results: Results, held: Held, device: Device) -> dict[int, Any]:
+        """Begins the exchange of the rows of gradients: an all-reduce or a reduce-scatter."""
         rows = [member.own_row(held[member.tensor]) for member in self.members]
-        progress = self.exchange.begin(held, rows, range(self.exchange.cut.num_chunks))
-        return {**self.exchange.sent(progress, self.sent)}
+        return self.sent(self.begin(held, rows, range(self.cut.num_chunks)), sent, device)
+
+    def hop(
+        self, taken: tuple[int, Sequence[int]] | None, is_sum: bool, sent: Sent, held: Held, device: Device
+    ) -> dict[int, Any]:
+        """Takes the tensor and chunks that come from the replica before in the ring, ready for the next one.
+
+        Adds the chunks to one's own, or takes them in their place; without `taken` only sends.
+        """
+        progress = self.progress(held)
+        if taken is None:
+            return self.sent(progress, sent, device)
+        tensor, numbers = taken
+        content = held[tensor]
+        came = content.chunks if isinstance(content, ExchangedRows) else self.cut.split(content, numbers)
+        for number, chunk in zip(numbers, came, strict=True):
+            if not is_sum:
+                progress.chunks[number] = chunk
+            elif chunk:
+                torch._foreach_add_(progress.chunks[number], chunk)
+        if not is_sum and all(chunks == numbers for chunks in sent.values()):
+            return dict.fromkeys(sent, content)
+        return self.sent(progress, sent, device)
+
+    def progress(self, held: Held) -> RowProgress:
+        """Returns the progress, from the first op that comes: a gather's chunk may be here before `ready`."""
+        if self.number not in held:
+            held[self.number] = RowProgress([()] * self.cut.num_chunks)
+        progress: RowProgress = held[self.number]
+        return progress
+
+    def begin(self, held: Held, rows: Sequence[Tensor], chunks: Sequence[int]) -> RowProgress:
+        """Returns the progress after one's own `chunks` of `rows` [members] have joined."""
+        progress = self.progress(held)
+        progress.rows = list(rows)
+        for number in chunks:
+            progress.chunks[number] = self.cut.chunk(number, rows)
+        return progress
+
+    def sent(self, progress: RowProgress, sent: Sent, device: Device) -> dict[int, Any]:
+        """Returns what goes to others, by tensor; from a GPU, whose copies are of tensors, as one."""
+        found: dict[int, Any] = {}
+        for tensor, numbers in sent.items():
+            chunks = tuple(progress.chunks[number] for number in numbers)
+            rows = ExchangedRows(chunks, self.cut.chunk_elements, self.dtype, device)
+            found[tensor] = rows if device is None else rows.joined()
+        return found
+
+    def copy_chunks(self, progress: RowProgress, own: int | None = None) -> None:
+        """Copies all chunks but `own` into one's own rows."""
+        theirs = [number for number in range(self.cut.num_chunks) if number != own]
+        targets = [row for number in theirs for row in self.cut.chunk(number, progress.rows)]
+        if targets:
+            torch._foreach_copy_(targets, [row for number in theirs for row in progress.chunks[number]])
+
+    def items(self, elements: Tensor) -> Tensor:
+        """Returns a row of elements as items of the exchange: a view."""
+        return elements if elements.dtype == self.dtype else elements.view(self.dtype)
 
 
-def _shaped(row: Tensor, layout: StridedLayout) -> Tensor:
-    """Returns a row of elements with the sizes of `layout`, and with its strides where it is dense."""
-    if is_dense(layout):
-        return row.as_strided(layout.size, layout.stride)
-    return row.view(layout.size)
+@dataclass(frozen=True)
+class AllReduce(RowExchange):
+    """Sums whole gradients."""
 
-
-@dataclass(frozen=True, slots=True)
-class AllReduceDone(MadeRoutine):
-    """Ends an all-reduce: updates read a gradient where its sum was made, or in one's own memory, if that is in two
-    places.
-    """
-
-    exchange: RowExchange
-    members: Sequence[Member]
-    own: int  # the chunk
     is_overwritten: bool  # updates change gradients, and other replicas may still read the sum
 
-    def run(self, held: Held, private: Held, seed: int = 0) -> dict[int, Any]:
-        """Finds the sums."""
-        progress, found = held.pop(self.exchange.number), dict[int, Any]()
+    def done(self, results: Results, held: Held, device: Device) -> dict[int, Any]:
+        """Returns gradients where their sum was made, or in one's own memory, if that is in two places."""
+        progress, found = held.pop(self.number), dict[int, Any]()
         for number, member in enumerate(self.members):
-            content = as_recorded(_shaped(self._row(number, progress), member.layout), member.layout)
+            row, layout = self._row(number, progress), member.layout
+            shaped = row.as_strided(layout.size, layout.stride) if is_dense(layout) else row.view(layout.size)
+            content = as_recorded(shaped, layout)
             found[member.tensor] = content.clone() if self.is_overwritten else content
         return found
 
     def _row(self, number: int, progress: RowProgress) -> Tensor:
-        pieces = self.exchange.cut.places[number]
+        pieces = self.cut.places[number]
         if len(pieces) == 1:
             chunk, place, _, _ = pieces[0]
             return progress.chunks[chunk][place]
@@ -219,93 +203,62 @@ class AllReduceDone(MadeRoutine):
         return row
 
 
-@dataclass(frozen=True, slots=True)
-class ScatterDone(MadeRoutine):
-    """Ends a reduce-scatter: of each gradient, the piece that this replica has the sum of."""
+@dataclass(frozen=True)
+class ReduceScatter(RowExchange):
+    """Sums the piece of each gradient that this replica owns."""
 
-    exchange: RowExchange
-    results: Mapping[int, tuple[int, int, int]]  # by tensor: the member, its first element, the one behind its last
-    is_freed: bool  # the rest of a gradient is not needed any more
+    is_in_place: bool  # pieces take the numbers of the gradients; else the last op makes tensors of them
 
-    def run(self, held: Held, private: Held, seed: int = 0) -> dict[int, Any]:
-        """Finds the pieces, which are in one's own memory."""
-        progress, found = held.pop(self.exchange.number), dict[int, Any]()
-        for tensor, (member, first, last) in self.results.items():
+    def done(self, results: Results, held: Held, device: Device) -> dict[int, Any]:
+        """Finds the pieces, which are in one's own memory; `results` have their elements."""
+        progress, found = held.pop(self.number), dict[int, Any]()
+        for tensor, (member, (first, last)) in results.items():
             row = progress.rows[member]
-            piece = row[first:last]
-            found[tensor] = piece.clone() if self.is_freed and len(piece) < len(row) else piece
+            piece, is_freed = row[first:last], not self.is_in_place  # the rest of the gradient is not needed any more
+            found[tensor] = piece.clone() if is_freed and len(piece) < len(row) else piece
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsReady(MadeRoutine):
-    """Begins an all-gather of updated weights, of which each replica has updated a piece."""
+@dataclass(frozen=True)
+class WeightGather(RowExchange):
+    """Gathers updated weights, of which each replica has updated a piece; held by the numbers of `kept_number`."""
 
-    exchange: RowExchange
-    weights: Sequence[Member]  # under the numbers that updates hold them by
-    own: int  # the chunk
-    sent: Sent
-
-    def run(self, held: Held, private: Held, seed: int = 0) -> dict[int, Any]:
+    def ready(self, sent: Sent, results: Results, held: Held, device: Device) -> dict[int, Any]:
         """Lists one's own pieces."""
-        rows = [self.exchange.items(weight.row(held.pop(weight.tensor))) for weight in self.weights]
-        progress = self.exchange.begin(held, rows, [self.own])
-        return {**self.exchange.sent(progress, self.sent)}
+        rows = [self.items(weight.row(held.pop(weight.tensor))) for weight in self.members]
+        return self.sent(self.begin(held, rows, [self.own]), sent, device)
 
-
-@dataclass(frozen=True, slots=True)
-class WeightsDone(MadeRoutine):
-    """Ends an all-gather of updated weights."""
-
-    exchange: RowExchange
-    own: int  # the chunk
-
-    def run(self, held: Held, private: Held, seed: int = 0) -> dict[int, Any]:
+    def done(self, results: Results, held: Held, device: Device) -> dict[int, Any]:
         """Copies the pieces of others into the weights."""
-        self.exchange.copy_chunks(held.pop(self.exchange.number), self.own)
+        self.copy_chunks(held.pop(self.number), self.own)
         return {}
 
 
-@dataclass(frozen=True, slots=True)
-class ParametersReady(MadeRoutine):
-    """Begins an all-gather of parameters for a block; its users wait for the last op of the exchange."""
+@dataclass(frozen=True)
+class ParameterGather(RowExchange):
+    """Gathers parameters for a block; members have the tensors of pieces, and the layouts of whole parameters.
 
-    exchange: RowExchange
-    memory: int  # the number that whole parameters are held by until the end
-    parameters: Sequence[Member]  # tensors of pieces; the layouts of whole parameters
-    own: int  # the chunk
-    sent: Sent
-    results: Mapping[int, tuple[int, StridedLayout | None]]  # by tensor: the member, and which part of it
+    The users of the whole parameters, tensors of the first op, wait for the last op.
+    """
 
-    def run(self, held: Held, private: Held, seed: int = 0) -> dict[int, Any]:
+    def ready(self, sent: Sent, results: Results, held: Held, device: Device) -> dict[int, Any]:
         """Copies one's own pieces together, and reserves memory for whole parameters."""
-        exchange, device = self.exchange, self.exchange.device
-        memory = [empty(parameter.layout, device) for parameter in self.parameters]
-        rows = [parameter.row(whole) for parameter, whole in zip(self.parameters, memory, strict=True)]
-        progress = exchange.begin(held, [exchange.items(row) for row in rows], [])
-        pieces = [exchange.items(held[parameter.tensor]) for parameter in self.parameters]
-        (progress.chunks[self.own],) = exchange.cut.split(torch.cat(pieces), [self.own])
-        made = {
-            tensor: view_of(memory[member], self.parameters[member].layout, part)
-            for tensor, (member, part) in self.results.items()
-        }
-        return {self.memory: memory, **made, **exchange.sent(progress, self.sent)}
+        wholes = [empty(member.layout, device) for member in self.members]
+        rows = [self.items(member.row(whole)) for member, whole in zip(self.members, wholes, strict=True)]
+        progress = self.begin(held, rows, [])
+        progress.wholes = wholes
+        pieces = [self.items(held[member.tensor]) for member in self.members]
+        (progress.chunks[self.own],) = self.cut.split(torch.cat(pieces), [self.own])
+        return self._views(wholes, results) | self.sent(progress, sent, device)
 
-
-@dataclass(frozen=True, slots=True)
-class ParametersDone(MadeRoutine):
-    """Ends an all-gather of parameters."""
-
-    exchange: RowExchange
-    memory: int
-    parameters: Sequence[Member]
-    results: Mapping[int, tuple[int, StridedLayout | None]]  # as in `ParametersReady`
-
-    def run(self, held: Held, private: Held, seed: int = 0) -> dict[int, Any]:
+    def done(self, results: Results, held: Held, device: Device) -> dict[int, Any]:
         """Copies all pieces into the parameters."""
-        memory = held.pop(self.memory)
-        self.exchange.copy_chunks(held.pop(self.exchange.number))
+        progress = held.pop(self.number)
+        self.copy_chunks(progress)
+        return self._views(progress.wholes, results)
+
+    def _views(self, wholes: Sequence[Tensor], results: Results) -> dict[int, Any]:
         return {
-            tensor: view_of(memory[member], self.parameters[member].layout, part)
-            for tensor, (member, part) in self.results.items()
+            tensor: view_of(wholes[member], self.members[member].layout, part)
+            for tensor, (member, part) in results.items()
         }

@@ -7,28 +7,26 @@ zero=3   gradients -> reduce_scatter -> pieces, tensors of the last op;         
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any
 
 import torch
 
 from gdp.errors import InputError
-from gdp.execute.layouts.cut import Cut
+from gdp.execute.layouts.cut import Cut, Ownership, Span
 from gdp.execute.layouts.exchange_routines import (
-    AllReduceDone,
+    AllReduce,
+    Device,
     GradientView,
-    Hop,
+    Held,
+    MadeRoutine,
     Member,
-    ParametersDone,
-    ParametersReady,
+    ParameterGather,
+    ReduceScatter,
+    Results,
     RowExchange,
-    ScatterDone,
-    Sent,
-    SumReady,
-    WeightsDone,
-    WeightsReady,
+    WeightGather,
 )
-from gdp.execute.layouts.pieces import Ownership
 from gdp.execute.layouts.step_tensors import StepTensors
 from gdp.execute.layouts.updates import Content, Update
 from gdp.graph.copies import (
@@ -64,33 +62,32 @@ class Exchanges:
         self._overwritten = _overwritten_gradients(tensors.program)
         outputs = {ref.value for ref in tensors.program.outputs.values()}
         self._kept_values = outputs | _overwritten_early(tensors.program)
-        self._known: dict[tuple[int, int, int], _ReplicaExchange] = {}
+        self._known: dict[tuple[int, int, int], AllReduce | ReduceScatter | WeightGather | ParameterGather] = {}
         self._exchange = exchange_of(tensors.step).tolist()
         self._turn = turn_in_exchange(tensors.step).tolist()
         self._is_hop = tensors.step.is_in_role(*HOPS).tolist()
 
     def make(self, op: int) -> Make:
         """Returns what makes an op of an exchange."""
-        tensors, copies = self.tensors, self.tensors.copies
-        role = tensors.step.roles[op]
-        key = self._exchange[op], copies.microbatch[op], copies.replica[op]
+        tensors, step = self.tensors, self.tensors.step
+        role, replica = step.roles[op], int(step.replicas[op])
+        key = self._exchange[op], int(step.microbatches[op]), replica
         if role == EXCHANGE_START:
-            self._known[key] = self._begin(tensors.step.kinds[op].partition(".")[0], op, copies.replica[op])
-        own = self._known[key]
-        exchange = own.exchange
+            self._known[key] = self._begin(step.kinds[op].partition(".")[0], op, replica)
+        exchange = self._known[key]
         sent = {tensor: self._sent(exchange, tensor) for tensor in tensors.made_by[op] if self._goes_round(tensor)}
         if role == EXCHANGE_START:
-            return own.ready(op, sent)
+            return made(partial(exchange.ready, sent, self._results(exchange, op)))
         if role == EXCHANGE_END:
-            return own.done(op)
+            return made(partial(exchange.done, self._results(exchange, op)))
         taken = None
         if role != HOST_RING_END:
             (tensor,) = tensors.with_bytes(tensors.read_by[op])
             taken = tensor, self._chunks(op)
-        return lambda device: Hop(exchange.on(device), taken, role in (RING_SUM, HOST_RING_SUM), sent)
+        return made(partial(exchange.hop, taken, role in (RING_SUM, HOST_RING_SUM), sent))
 
-    def _begin(self, kind: str, op: int, replica: int) -> "_ReplicaExchange":
-        number, own = -1 - 2 * len(self._known), self.places.owned(replica)
+    def _begin(self, kind: str, op: int, replica: int) -> AllReduce | ReduceScatter | WeightGather | ParameterGather:
+        number, own = -1 - len(self._known), self.places.owned(replica)
         if kind == "all_gather":
             return self._gather(number, op, replica, own)
         tensors = self.tensors
@@ -102,7 +99,7 @@ class Exchanges:
             ]
             cut = Cut.joined([numel(member.layout) for member in members], self.places.num_inner, self.places.num_outer)
             is_overwritten = any(tensors.values[gradient] in self._overwritten for gradient in gradients)
-            return _AllReduce(RowExchange(number, cut, _one_dtype(members)), members, own, is_overwritten)
+            return AllReduce(number, cut, _one_dtype(members), members, own, is_overwritten)
         updates = [self._updates_of(gradient) for gradient in gradients]
         layouts = [tensors.layout_of(of_gradient[0].weight) for of_gradient in updates]
         sizes = [numel(layout) for layout in layouts]
@@ -117,30 +114,79 @@ class Exchanges:
             Member(gradient, layout, self._view_of(of_gradient[0]), self._is_alone(gradient))
             for gradient, layout, of_gradient in zip(gradients, layouts, updates, strict=True)
         ]
-        exchange = RowExchange(number, cut, tensors.layouts[tensors.values[gradients[0]]].dtype)
-        return _ReduceScatter(exchange, members, own, updates, tensors, is_in_place=self.zero == 1)
+        dtype = tensors.layouts[tensors.values[gradients[0]]].dtype
+        return ReduceScatter(number, cut, dtype, members, own, is_in_place=self.zero == 1)
 
-    def _gather(self, number: int, op: int, replica: int, own: int) -> "_ReplicaExchange":
+    def _gather(self, number: int, op: int, replica: int, own: int) -> WeightGather | ParameterGather:
         tensors = self.tensors
         if self.zero == 3:
             members = [
-                Member(tensor, tensors.layout_of(tensors.copies.tensor[tensor]))
-                for tensor in sorted(tensors.contents(op), key=tensors.copies.tensor.__getitem__)
+                Member(tensor, tensors.layout_of(tensors.origin[tensor]))
+                for tensor in sorted(tensors.contents(op), key=tensors.origin.__getitem__)
             ]
-            weights = [tensors.copies.tensor[member.tensor] for member in members]
-            return _ParameterGather(self._gathered(number, members, weights), members, weights, own, tensors)
-        makers = {tensors.copies.op[int(tensors.step.producers[tensor])] for tensor in tensors.read_by[op]}
+            weights = [tensors.origin[member.tensor] for member in members]
+            return ParameterGather(number, *self._gathered(members, weights), members, own)
+        makers = {tensors.op_origin[int(tensors.step.producers[tensor])] for tensor in tensors.read_by[op]}
         weights = sorted(self.updates[maker].weight for maker in makers if maker in self.updates)
         members = [Member(kept_number(weight, replica), tensors.layout_of(weight)) for weight in weights]
-        return _WeightGather(self._gathered(number, members, weights), members, own)
+        return WeightGather(number, *self._gathered(members, weights), members, own)
 
-    def _gathered(self, number: int, members: Sequence[Member], weights: Sequence[int]) -> RowExchange:
-        """Returns the exchange of a gather; weights of several types come together as bytes."""
+    def _gathered(self, members: Sequence[Member], weights: Sequence[int]) -> tuple[Cut, torch.dtype]:
+        """Returns the cut and the type of a gather; weights of several types come together as bytes."""
         dtypes = {member.layout.dtype for member in members}
         if len(dtypes) == 1:
-            return RowExchange(number, self.owned.gathered(weights, [1] * len(weights)), dtypes.pop())
-        sizes = [member.layout.dtype.itemsize for member in members]
-        return RowExchange(number, self.owned.gathered(weights, sizes), torch.uint8)
+            return self.owned.gathered(weights, [1] * len(weights)), dtypes.pop()
+        return self.owned.gathered(weights, [member.layout.dtype.itemsize for member in members]), torch.uint8
+
+    def _results(self, exchange: RowExchange, op: int) -> Results:
+        """Returns the tensors that the first or last op of an exchange makes of pieces or of gathered parameters."""
+        if isinstance(exchange, ReduceScatter) and self.tensors.step.roles[op] == EXCHANGE_END:
+            return self._pieces(exchange, op)
+        return self._parameters(exchange, op) if isinstance(exchange, ParameterGather) else {}
+
+    def _pieces(self, exchange: ReduceScatter, op: int) -> dict[int, tuple[int, Span]]:
+        """Returns by tensor that `op` makes of the sum of a gradient: the member, and its elements."""
+        results = {}
+        made = {} if exchange.is_in_place else {self._reader(tensor): tensor for tensor in self._made(op)}
+        for number, member in enumerate(exchange.members):
+            first, last = exchange.cut.spans[number][exchange.own]
+            tensor = member.tensor
+            if not exchange.is_in_place:
+                tensor = next(made[own.op] for own in self._updates_of(tensor) if own.op in made)
+                self.tensors.set_row(tensor, last - first, exchange.dtype)
+            results[tensor] = number, (first, last)
+        return results
+
+    def _made(self, op: int) -> list[int]:
+        return self.tensors.with_bytes(self.tensors.made_by[op])
+
+    def _reader(self, tensor: int) -> int:
+        """Returns the first update, an op of the program, that reads a piece of a gradient after all sums."""
+        step, op_origin = self.tensors.step, self.tensors.op_origin
+        reader = int(step.consumers_of(tensor)[0])
+        while op_origin[reader] < 0:
+            (tensor,) = self._made(reader)
+            reader = int(step.consumers_of(tensor)[0])
+        return op_origin[reader]
+
+    def _parameters(self, exchange: ParameterGather, op: int) -> dict[int, tuple[int, StridedLayout | None]]:
+        """Returns by tensor that `op` makes of gathered parameters: the member, and the part of it."""
+        tensors, program = self.tensors, self.tensors.program
+        number = {tensors.origin[member.tensor]: place for place, member in enumerate(exchange.members)}
+        own = set(tensors.made_by[op])
+        found = {}
+        for user in {int(user) for tensor in own for user in tensors.step.consumers_of(tensor)}:
+            origin = tensors.op_origin[user]
+            now = [tensor for tensor in tensors.with_bytes(tensors.read_by[user]) if tensor in own]
+            if origin < 0 or not now:
+                continue
+            read = [tensor for tensor in program.inputs_of[origin] if tensors.base(tensor) in number]
+            read = [tensor for tensor in read if program.graph.tensor_bytes[tensor] > 0]
+            for tensor, before in zip(now, sorted(read), strict=True):
+                ref = program.ref_of(before)
+                tensors.values[tensor], tensors.parts[tensor] = ref.value, ref.layout
+                found[tensor] = number[tensors.base(before)], program.tensor_layouts[before]
+        return found
 
     def _updates_of(self, gradient: int) -> list[Update]:
         """Returns the updates that read a gradient; InputError where they cannot read one piece."""
@@ -182,7 +228,7 @@ class Exchanges:
 
     def _chunks(self, op: int) -> range:
         """Returns the chunks that a hop takes: those of rings come in turn, a sum's from that of the place itself."""
-        role, replica = self.tensors.step.roles[op], self.tensors.copies.replica[op]
+        role, replica = self.tensors.step.roles[op], int(self.tensors.step.replicas[op])
         is_inside = role in (HOST_RING_SUM, HOST_RING_COPY)
         return self.places.taken(replica, self._turn[op], is_sum=role in (RING_SUM, HOST_RING_SUM), is_inside=is_inside)
 
@@ -207,116 +253,9 @@ class Exchanges:
         )
 
 
-class _ReplicaExchange(Protocol):
-    """One exchange of one replica and micro-batch."""
-
-    @property
-    def exchange(self) -> RowExchange: ...
-
-    def ready(self, op: int, sent: Sent) -> Make:
-        """Returns what makes its first op."""
-
-    def done(self, op: int) -> Make:
-        """Returns what makes its last op."""
-
-
-@dataclass(frozen=True)
-class _AllReduce:
-    exchange: RowExchange
-    members: Sequence[Member]
-    own: int  # the chunk
-    is_overwritten: bool
-
-    def ready(self, op: int, sent: Sent) -> Make:
-        return lambda device: SumReady(self.exchange.on(device), self.members, sent)
-
-    def done(self, op: int) -> Make:
-        return lambda device: AllReduceDone(self.exchange.on(device), self.members, self.own, self.is_overwritten)
-
-
-@dataclass(frozen=True)
-class _ReduceScatter:
-    exchange: RowExchange
-    members: Sequence[Member]
-    own: int  # the chunk
-    updates: Sequence[Sequence[Update]]  # of each member
-    tensors: StepTensors
-    is_in_place: bool  # pieces take the numbers of the gradients; else the last op makes tensors of them
-
-    def ready(self, op: int, sent: Sent) -> Make:
-        return lambda device: SumReady(self.exchange.on(device), self.members, sent)
-
-    def done(self, op: int) -> Make:
-        results = {}
-        made = {} if self.is_in_place else {self._reader(tensor): tensor for tensor in self._pieces(op)}
-        for number, (member, updates) in enumerate(zip(self.members, self.updates, strict=True)):
-            first, last = self.exchange.cut.spans[number][self.own]
-            tensor = member.tensor if self.is_in_place else next(made[own.op] for own in updates if own.op in made)
-            results[tensor] = number, first, last
-            if not self.is_in_place:
-                self.tensors.set_row(tensor, last - first, self.exchange.dtype)
-        return lambda device: ScatterDone(self.exchange.on(device), results, not self.is_in_place)
-
-    def _pieces(self, op: int) -> list[int]:
-        return self.tensors.with_bytes(self.tensors.made_by[op])
-
-    def _reader(self, tensor: int) -> int:
-        """Returns the first update, an op of the program, that reads a piece of a gradient after all sums."""
-        step, copies = self.tensors.step, self.tensors.copies
-        reader = int(step.consumers_of(tensor)[0])
-        while copies.op[reader] < 0:
-            (tensor,) = self._pieces(reader)
-            reader = int(step.consumers_of(tensor)[0])
-        return copies.op[reader]
-
-
-@dataclass(frozen=True)
-class _WeightGather:
-    exchange: RowExchange
-    members: Sequence[Member]
-    own: int
-
-    def ready(self, op: int, sent: Sent) -> Make:
-        return lambda device: WeightsReady(self.exchange.on(device), self.members, self.own, sent)
-
-    def done(self, op: int) -> Make:
-        return lambda device: WeightsDone(self.exchange.on(device), self.own)
-
-
-@dataclass(frozen=True)
-class _ParameterGather:
-    exchange: RowExchange
-    members: Sequence[Member]
-    weights: Sequence[int]  # of the program
-    own: int
-    tensors: StepTensors
-
-    def ready(self, op: int, sent: Sent) -> Make:
-        memory, results = self.exchange.number - 1, self._gathered(op)
-        return lambda device: ParametersReady(self.exchange.on(device), memory, self.members, self.own, sent, results)
-
-    def done(self, op: int) -> Make:
-        memory, results = self.exchange.number - 1, self._gathered(op)
-        return lambda device: ParametersDone(self.exchange.on(device), memory, self.members, results)
-
-    def _gathered(self, op: int) -> dict[int, tuple[int, StridedLayout | None]]:
-        """Returns by tensor that `op` makes of gathered parameters: the member, and the part of it."""
-        tensors, program = self.tensors, self.tensors.program
-        number = {weight: place for place, weight in enumerate(self.weights)}
-        own = set(tensors.made_by[op])
-        found = {}
-        for user in {int(user) for tensor in own for user in tensors.step.consumers_of(tensor)}:
-            origin = tensors.copies.op[user]
-            now = [tensor for tensor in tensors.with_bytes(tensors.read_by[user]) if tensor in own]
-            if origin < 0 or not now:
-                continue
-            read = [tensor for tensor in program.inputs_of[origin] if tensors.base(tensor) in number]
-            read = [tensor for tensor in read if program.graph.tensor_bytes[tensor] > 0]
-            for tensor, before in zip(now, sorted(read), strict=True):
-                ref = program.ref_of(before)
-                tensors.values[tensor], tensors.parts[tensor] = ref.value, ref.layout
-                found[tensor] = number[tensors.base(before)], program.tensor_layouts[before]
-        return found
+def made(function: Callable[[Held, Device], dict[int, Any]]) -> Make:
+    """Returns what makes a routine of a function of what is held and the device."""
+    return partial(MadeRoutine, function)
 
 
 def kept_number(weight: int, replica: int) -> int:

@@ -20,16 +20,14 @@ from torch import Tensor, nn
 from gdp.errors import InputError
 from gdp.execute.layouts.assembly import Assembly
 from gdp.execute.layouts.batch import split_inputs
-from gdp.execute.layouts.cut import RingPlaces, Span
+from gdp.execute.layouts.cut import Pieces, RingPlaces
 from gdp.execute.layouts.exchanges import Make
-from gdp.execute.layouts.pieces import Pieces
-from gdp.execute.layouts.routines import Shifted
 from gdp.execute.recomputation import with_copies, with_host_copies
 from gdp.graph.copies import exchange_ends
 from gdp.models.pytorch import Program, Replay
 from gdp.models.pytorch.program import StepSource
 from gdp.models.pytorch.recorded_calls import Call
-from gdp.models.pytorch.routine import OpRoutine, Routine
+from gdp.models.pytorch.routine import OpRoutine
 from gdp.models.pytorch.strides import memory_order, part_view, view_of
 from gdp.parallel.batches import ROUNDS, BatchStream
 from gdp.parallel.blocks import Blocks
@@ -78,24 +76,14 @@ class StepProgram(Program):
     def routine(self, op: int, device: torch.device | None = None) -> OpRoutine:
         """Returns `op` prepared for `device`; kept for the next time."""
         key = op, device
-        if key not in self._routines:
-            if op in self.made:
-                self._routines[key] = self.made[op](device)
-            else:
-                own, offset = Routine(self, op, device), self.part_of[op] * self.part.num_draws
-                draws = offset and any(call.seed >= 0 for call in self.calls[op])
-                self._routines[key] = Shifted(own, offset) if draws else own
-        return self._routines[key]
-
-    @cached_property
-    def num_draws(self) -> int:
-        """The number of seeds of a step."""
-        return self.part.num_draws * self.num_parts
+        if op in self.made and key not in self._routines:
+            self._routines[key] = self.made[op](device)
+        return super().routine(op, device)
 
     @cached_property
     def piece_tensors(self) -> frozenset[int]:
         """The gradients of which a replica holds the piece that its updates read."""
-        return frozenset(tensor for pieces in self.gradient_pieces.values() for tensor in pieces.tensors)
+        return frozenset(tensor for pieces in self.gradient_pieces.values() for tensor in pieces.spans)
 
     @cached_property
     def keepers(self) -> Mapping[int, int]:
@@ -125,7 +113,7 @@ class StepProgram(Program):
                 content[source.tensor] = of_part[self.part.sources[self.origin[op]].tensor]
         for tensor, pieces in self.pieces.items():
             row = memory_order(of_part[tensor], pieces.layout)
-            content |= {own: row[first:last] for own, (first, last) in zip(pieces.tensors, pieces.spans, strict=True)}
+            content |= {own: row[first:last] for own, (first, last) in pieces.spans.items()}
         return content
 
     def bind_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Tensor]:
@@ -148,7 +136,7 @@ class StepProgram(Program):
     @cached_property
     def state_tensors(self) -> frozenset[int]:
         """The tensors of parameters and buffers that `state_by_name` reads."""
-        cut = {tensor for pieces in self.pieces.values() for tensor in pieces.tensors}
+        cut = {tensor for pieces in self.pieces.values() for tensor in pieces.spans}
         return frozenset(cut | {own for tensor, own in self.first_tensors.items() if tensor not in self.pieces})
 
     @cached_property
@@ -244,42 +232,40 @@ def stream_program(program: Program, stream: BatchStream) -> StepProgram:
 
 def _of_assembly(assembly: Assembly, microbatches: Sequence[int], *, is_stream: bool = False) -> StepProgram:
     part, graph = assembly.program, assembly.step
-    copies, tensors = assembly.copies, assembly.tensors
-    starts = [0, *accumulate(microbatches)]
-    inputs_of: list[list[int]] = [[] for _ in range(graph.num_ops)]
-    outputs_of: list[list[int]] = [[] for _ in range(graph.num_ops)]
-    for tensor, op in enumerate(graph.producers.tolist()):
-        if tensors.values[tensor] >= 0:
-            outputs_of[op].append(tensor)
-            for reader in graph.consumers_of(tensor).tolist():
-                inputs_of[reader].append(tensor)
+    tensors, origins = assembly.tensors, assembly.tensors.op_origin
+    starts = np.array([0, *accumulate(microbatches)])
+    part_of: list[int] = (starts[graph.replicas] + graph.microbatches).tolist()
     sources = {
         op: _copied_source(part.sources[origin], assembly, op)
-        for op, origin in enumerate(copies.op)
+        for op, origin in enumerate(origins)
         if origin in part.sources
     }
-    whole, cut = _gradients(part, assembly)
-    firsts = {part.sources[copies.op[op]].tensor: (op, source.tensor) for op, source in reversed(sources.items())}
+    firsts = {part.sources[origins[op]].tensor: (op, source.tensor) for op, source in reversed(sources.items())}
+    whole: dict[str, int] = {}
+    cut: dict[str, Pieces] = {}
+    for op, update in ((op, assembly.updates.get(origin)) for op, origin in enumerate(origins)):
+        replica = int(graph.replicas[op])
+        if update is not None and assembly.zero:
+            pieces = cut.setdefault(update.name, Pieces({}, update.layout))
+            pieces.spans[assembly.gradient_of(op, update)] = assembly.owned.piece(update.weight, replica)
+        elif update is not None and not replica:
+            whole[update.name] = assembly.gradient_of(op, update)
     inherited = {field.name: getattr(part, field.name) for field in fields(Program)}
     return StepProgram(
         **inherited
         | {
             "graph": graph,
-            "calls": tuple(() if origin < 0 else part.calls[origin] for origin in copies.op),
-            "inputs_of": tuple(map(tuple, inputs_of)),
-            "outputs_of": tuple(map(tuple, outputs_of)),
+            "calls": tuple(_copied_calls(part, *copy) for copy in zip(origins, part_of, strict=True)),
             "tensor_values": tuple(tensors.values),
             "tensor_layouts": tuple(tensors.parts),
             "layouts": tensors.layouts,
             "sources": sources,
-            "private": {op: part.private[origin] for op, origin in enumerate(copies.op) if origin in part.private},
-            "updated": {op: part.updated[origin] for op, origin in enumerate(copies.op) if origin in part.updated},
+            "private": {op: part.private[origin] for op, origin in enumerate(origins) if origin in part.private},
+            "updated": {op: part.updated[origin] for op, origin in enumerate(origins) if origin in part.updated},
         },
         part=part,
-        part_of=[
-            starts[replica] + microbatch for replica, microbatch in zip(copies.replica, copies.microbatch, strict=True)
-        ],
-        origin=copies.op,
+        part_of=part_of,
+        origin=origins,
         microbatches=tuple(microbatches),
         is_stream=is_stream,
         made=assembly.made,
@@ -290,32 +276,22 @@ def _of_assembly(assembly: Assembly, microbatches: Sequence[int], *, is_stream: 
     )
 
 
+def _copied_calls(part: Program, origin: int, number: int) -> tuple[Call, ...]:
+    """Returns the calls of an op in part `number` of the batch, whose random numbers are its own."""
+    calls, offset = part.calls[origin] if origin >= 0 else (), number * part.num_draws
+    return tuple(replace(call, seed=call.seed + offset) if call.seed >= 0 else call for call in calls)
+
+
+def micro_batch_of(program: Program) -> tuple[Program, Sequence[int]]:
+    """Returns the program of one micro-batch of a step, and its op [M] that each op is a copy of, or -1."""
+    if isinstance(program, StepProgram):
+        return program.part, program.origin
+    return program, range(program.graph.num_ops)
+
+
 def _copied_source(source: StepSource, assembly: Assembly, op: int) -> StepSource:
-    tensor = next(own for own in assembly.tensors.made_by[op] if assembly.copies.tensor[own] == source.tensor)
+    tensor = next(own for own in assembly.tensors.made_by[op] if assembly.tensors.origin[own] == source.tensor)
     return replace(source, tensor=tensor)
-
-
-def _gradients(part: Program, assembly: Assembly) -> tuple[dict[str, int], dict[str, Pieces]]:
-    """Returns where the gradients are that updates read, by parameter: whole, or in pieces."""
-    copies = assembly.copies
-    pieces: dict[str, list[tuple[int, Span]]] = {}
-    layouts = {}
-    whole: dict[str, int] = {}
-    for op, origin in enumerate(copies.op):
-        if (update := assembly.updates.get(origin)) is None:
-            continue
-        if assembly.zero:
-            gradient = assembly.gradient_of(op, update)
-            span = assembly.owned.piece(update.weight, copies.replica[op])
-            pieces.setdefault(update.name, []).append((gradient, span))
-            layouts[update.name] = update.layout
-        elif not copies.replica[op]:
-            whole[update.name] = assembly.gradient_of(op, update)
-    cut = {
-        name: Pieces(tuple(tensor for tensor, _ in found), tuple(span for _, span in found), layouts[name])
-        for name, found in pieces.items()
-    }
-    return whole, cut
 
 
 def with_share_of_loss(program: Program, num_parts: int) -> Program:

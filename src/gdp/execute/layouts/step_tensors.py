@@ -1,11 +1,11 @@
 """StepTensors: the value that each tensor of a cut step has, copied from one micro-batch or made by the layout."""
 
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from gdp.arrays import I64
 from gdp.graph import Graph
 from gdp.graph.copies import numbers_in
 from gdp.models.pytorch import Program
@@ -13,60 +13,28 @@ from gdp.models.pytorch.optimizers import contiguous
 from gdp.models.pytorch.strides import StridedLayout
 
 
-@dataclass(frozen=True, eq=False)
-class Origins:
-    """The ops and tensors that the M ops and S tensors of a step are copies of; -1: the layout makes them."""
-
-    op: list[int]  # [M]
-    tensor: list[int]  # [S]
-    microbatch: list[int]  # [M]
-    replica: list[int]  # [M]
-
-    @classmethod
-    def of(cls, part: Graph, step: Graph) -> "Origins":
-        """Finds the ops and tensors of `part`, the graph of one micro-batch.
-
-        A copy makes the tensors of its op first, in their order.
-        """
-        ops = numbers_in(part, step, step.first_copy).tolist()
-        of_part, of_step = tensors_of(part), tensors_of(step)
-        tensors = [-1] * step.num_tensors
-        for op, origin in enumerate(ops):
-            if origin >= 0:
-                for own, tensor in zip(of_step[op], of_part[origin], strict=False):
-                    tensors[own] = tensor
-        return cls(ops, tensors, step.microbatches.tolist(), step.replicas.tolist())
-
-
-@dataclass(eq=False)
 class StepTensors:
-    """The tensors [S] of `step`, whose copies are of `program`."""
+    """The M ops and S tensors of `step`, whose copies are of `program`, with the values of their originals.
 
-    program: Program
-    step: Graph
-    copies: Origins
-    values: list[int]  # [S] of the program, or beyond them; -1: no content
-    parts: list[StridedLayout | None]  # [S] None: the whole value
-    layouts: dict[int, StridedLayout]  # by value
-    made_by: dict[int, list[int]]  # by op
-    read_by: dict[int, list[int]]
+    `op_origin` [M] and `origin` [S] are the ops and tensors that they are copies of; -1: the layout makes them.
+    `values` [S] are of the program, or beyond them (-1: no content), `parts` [S] None for a whole value, `layouts` by
+    value, and `made_by` and `read_by` the tensors of each op, ascending.
+    """
 
-    @classmethod
-    def of(cls, program: Program, step: Graph) -> "StepTensors":
-        """Returns the tensors with the values of those that they are copies of."""
-        copies = Origins.of(program.graph, step)
-        return cls(
-            program,
-            step,
-            copies,
-            [-1 if origin < 0 else program.tensor_values[origin] for origin in copies.tensor],
-            [None if origin < 0 else program.tensor_layouts[origin] for origin in copies.tensor],
-            dict(program.layouts),
-            tensors_of(step),
-            read_by(step),
-        )
-
-    def __post_init__(self) -> None:
+    def __init__(self, program: Program, step: Graph) -> None:
+        self.program, self.step = program, step
+        part = program.graph
+        self.op_origin: list[int] = numbers_in(part, step, step.first_copy).tolist()
+        self.made_by = _tensors_by(step.producers, np.arange(step.num_tensors), step.num_ops)
+        self.read_by = _tensors_by(step.consumers, step.edge_tensors, step.num_ops)
+        self.origin = [-1] * step.num_tensors
+        of_part = _tensors_by(part.producers, np.arange(part.num_tensors), part.num_ops)
+        for op, origin in enumerate(self.op_origin):  # a copy makes the tensors of its op first, in their order
+            for own, tensor in zip(self.made_by[op], of_part[origin] if origin >= 0 else (), strict=False):
+                self.origin[own] = tensor
+        self.values = [-1 if origin < 0 else program.tensor_values[origin] for origin in self.origin]
+        self.parts = [None if origin < 0 else program.tensor_layouts[origin] for origin in self.origin]
+        self.layouts = dict(program.layouts)
         self._rows: dict[tuple[int, torch.dtype], int] = {}  # values that are a row of elements
         self._first_row = max(self.layouts, default=-1) + 1
 
@@ -112,20 +80,10 @@ class StepTensors:
 
     def is_source(self, tensor: int) -> bool:
         """Returns whether a tensor is a parameter, a buffer or an input."""
-        return self.copies.op[int(self.step.producers[tensor])] in self.program.sources
+        return self.op_origin[self.step.producers[tensor]] in self.program.sources
 
 
-def tensors_of(graph: Graph) -> dict[int, list[int]]:
-    """Returns the tensors of each op, ascending."""
-    found = defaultdict[int, list[int]](list)
-    for tensor, op in enumerate(graph.producers.tolist()):
-        found[op].append(tensor)
-    return found
-
-
-def read_by(graph: Graph) -> dict[int, list[int]]:
-    """Returns the tensors that each op consumes, ascending."""
-    found = defaultdict[int, list[int]](list)
-    for tensor, op in zip(graph.edge_tensors.tolist(), graph.consumers.tolist(), strict=True):
-        found[op].append(tensor)
-    return found
+def _tensors_by(ops: I64, tensors: I64, num_ops: int) -> list[list[int]]:
+    """Returns those of `tensors` [E] that go with each op, from the op of each [E]."""
+    ends = np.cumsum(np.bincount(ops, minlength=num_ops))
+    return [part.tolist() for part in np.split(tensors[np.argsort(ops, kind="stable")], ends[:-1])]

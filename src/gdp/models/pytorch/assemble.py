@@ -56,18 +56,10 @@ def assemble(
         [*rows, *control],
     )
     keys = tensors.keys()
-    inputs_of: list[list[int]] = [[] for _ in records]
-    outputs_of: list[list[int]] = [[] for _ in records]
-    for number, row in enumerate(rows):
-        outputs_of[row.producer].append(number)
-        for op in row.consumers:
-            inputs_of[op].append(number)
     base = {value: number for number, (value, layout) in enumerate(keys) if layout is None}
     program = Program(
         graph=graph,
         calls=tuple(tuple(record.calls) for record in records),
-        inputs_of=tuple(map(tuple, inputs_of)),
-        outputs_of=tuple(map(tuple, outputs_of)),
         tensor_values=tuple(value for value, _ in keys) + (-1,) * len(control),
         tensor_layouts=tuple(layout for _, layout in keys) + (None,) * len(control),
         layouts={number: value.layout for number, value in enumerate(recorder.memories.values)},

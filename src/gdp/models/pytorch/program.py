@@ -53,8 +53,6 @@ class Program:
 
     graph: Graph
     calls: tuple[tuple[Call, ...], ...]  # [N] empty for sources
-    inputs_of: tuple[tuple[int, ...], ...]  # [N] tensors with content that the op consumes
-    outputs_of: tuple[tuple[int, ...], ...]  # [N] tensors with content that the op produces
     tensor_values: tuple[int, ...]  # [T] -1: a control tensor, nothing to ship
     tensor_layouts: tuple[StridedLayout | None, ...]  # [T] None: the whole value; else the part that a view covers
     layouts: Mapping[int, StridedLayout]  # of each value, as it was made
@@ -95,6 +93,24 @@ class Program:
     @cached_property
     def _routines(self) -> dict[tuple[int, torch.device | None], OpRoutine]:
         return {}
+
+    @cached_property
+    def inputs_of(self) -> list[list[int]]:
+        """[N] The tensors with content that each op consumes."""
+        graph, found = self.graph, [list[int]() for _ in self.calls]
+        for tensor, value in enumerate(self.tensor_values):
+            for op in graph.consumers_of(tensor).tolist() if value >= 0 else ():
+                found[op].append(tensor)
+        return found
+
+    @cached_property
+    def outputs_of(self) -> list[list[int]]:
+        """[N] The tensors with content that each op produces."""
+        found = [list[int]() for _ in self.calls]
+        for tensor, op in enumerate(self.graph.producers.tolist()):
+            if self.tensor_values[tensor] >= 0:
+                found[op].append(tensor)
+        return found
 
     def set_keyword(self, op: int, key: str, value: Any) -> None:
         """Changes an argument, such as the learning rate, of `op` on every device that it is prepared for."""
