@@ -19,9 +19,9 @@ from gdp.errors import InputError
 from gdp.export.export_target import is_cpu
 from gdp.export.export_units import grouped_ops
 from gdp.export.modules import STATE_KINDS, enclosing
-from gdp.graph import Graph, Tensor
 from gdp.models.source import ModelSource
 from gdp.models.stored_weights import stored_weights
+from gdp.parallel.graph_builder import GraphBuilder
 from gdp.search.candidate import Figures
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
@@ -187,21 +187,15 @@ def fetching_late(problem: Problem, placement: Placement) -> tuple[Problem, Plac
     rank = np.arange(graph.num_ops, dtype=np.float64)
     rank[fetched] = first[fetched] - 0.5  # just before its first reader
     old = np.argsort(rank, kind="stable")
-    new = np.empty(graph.num_ops, np.int64)
-    new[old] = np.arange(graph.num_ops)
-    tensors = [graph.tensor(number) for number in range(graph.num_tensors)]
-    tensors = [
-        replace(tensor, producer=int(new[tensor.producer]), consumers=tuple(new[list(tensor.consumers)].tolist()))
-        for tensor in tensors
-    ]
-    for op in fetched.tolist():
-        before = int(np.searchsorted(computes, first[op])) - 1
-        if before >= 0:
-            tensors.append(Tensor(int(new[computes[before]]), (int(new[op]),)))
-    late = Graph.build(graph.name, graph.chosen_ops(old.tolist()), tensors)
+    place = np.searchsorted(computes, first[fetched]) - 1  # of the op before
+    builder = GraphBuilder()
+    ops = builder.copy_ops(graph, np.arange(graph.num_ops), graph.op_names, graph.groups)
+    builder.copy_origins(graph, ops)
+    builder.copy_tensors(graph, ops)
+    builder.add_edges(builder.add_tensors(computes[place[place >= 0]], 0), fetched[place >= 0])
     changed = replace(
         problem,
-        graph=late,
+        graph=builder.build(graph.name, np.argsort(old)),
         op_time_ns=problem.op_time_ns[old],
         allowed=problem.allowed[old],
         microbatch=problem.microbatch[old],

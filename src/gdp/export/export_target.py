@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -37,6 +38,17 @@ class ExportTarget:
 def stage_starts(devices: I64) -> list[int]:
     """Returns the first unit of each stage, from the devices [U] of a chain."""
     return [0, *(np.flatnonzero(np.diff(devices)) + 1).tolist()]
+
+
+def stage_members(units: ExportUnits, devices: I64) -> list[list[str]]:
+    """Returns the members of the units of each stage, from the devices [U] of a chain."""
+    ends = pairwise([*stage_starts(devices), units.num_units])
+    return [list(chain.from_iterable(units.members[start:end])) for start, end in ends]
+
+
+def host_of(device: str) -> str:
+    """Returns `host0` of `host0.gpu1`, "" of `gpu1`."""
+    return device.rpartition(".")[0]
 
 
 def is_cpu(problem: Problem) -> Bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.errors import InputError
-from gdp.export.accelerate_maps import DeviceMap, fetching_late, placement_of
+from gdp.export.accelerate_maps import fetching_late, placement_of
 from gdp.export.export_target import ExportTarget, gpu_numbers, is_cpu
 from gdp.export.export_units import ExportUnits
 from gdp.export.modules import enclosing, first_input, is_inside, module_units
@@ -72,23 +72,13 @@ def write(problem: Problem, units: ExportUnits, devices: I64) -> str:
     return json.dumps(device_map(problem, units, devices), indent=2) + "\n"
 
 
-def offloaded(problem: Problem, units: ExportUnits, devices: I64) -> tuple[I64, Simulation] | None:
-    """Calls `offload.offload` with the maps of `device_map`."""
-    return offload(problem, units, devices, device_map)
-
-
-TARGET = ExportTarget(NAME, "module level", "device_map.json", read_units, write, offloaded)
-
-
 _MAX_STEPS = 9  # of a bisection
 
 Offloaded = tuple[I64, Simulation]
 """The devices [U] of units, and the step as accelerate runs it."""
 
 
-def offload(
-    problem: Problem, units: ExportUnits, devices: I64, to_map: Callable[[Problem, ExportUnits, I64], DeviceMap]
-) -> Offloaded | None:
+def offload(problem: Problem, units: ExportUnits, devices: I64) -> Offloaded | None:
     """Moves units from their GPUs ([U] `devices`) to the CPU until the step fits, and returns the fastest such step.
 
     If nothing else fits, all units are on the CPU, which then computes. None without a CPU beside GPUs, in training,
@@ -109,7 +99,7 @@ def offload(
     orders = candidates[::-1], by_size[::-1], by_size  # the last units first, as accelerate does; largest; smallest
 
     def run(moved: I64) -> Offloaded | None:
-        placement = placement_of(problem, to_map(problem, units, moved))
+        placement = placement_of(problem, device_map(problem, units, moved))
         if placement is None:
             return None
         fetched, where = fetching_late(problem, placement) or (problem, placement)
@@ -145,3 +135,6 @@ def _fewest(order: I64, run: Callable[[I64], Offloaded | None]) -> Iterator[Offl
         if high - low <= 1:
             return
         count = (low + high) // 2
+
+
+TARGET = ExportTarget(NAME, "module level", "device_map.json", read_units, write, offload)

@@ -4,12 +4,11 @@
 (megatron/core/transformer/pipeline_parallel_layer_layout.py).
 """
 
-import itertools
 import re
 from collections.abc import Iterable, Sequence
 
 from gdp.arrays import I64
-from gdp.export.export_target import ExportTarget, gpus, stage_starts, write_ranks
+from gdp.export.export_target import ExportTarget, gpus, stage_members, write_ranks
 from gdp.export.export_units import ExportUnits
 from gdp.export.module_chains import find_layers
 from gdp.simulator.problem import Problem
@@ -26,8 +25,7 @@ def read_units(problem: Problem) -> ExportUnits:
 
 def layout(units: ExportUnits, devices: I64) -> str:
     """Returns `Et*3|t*4|t*3L`."""
-    ends = itertools.pairwise([*stage_starts(devices), units.num_units])
-    return layout_of([list(itertools.chain.from_iterable(units.members[start:end])) for start, end in ends])
+    return layout_of(stage_members(units, devices))
 
 
 def layout_of(stages: Iterable[Sequence[str]]) -> str:

@@ -4,12 +4,10 @@
 embedding is on the first rank, the last norm and the head are on the last.
 """
 
-import itertools
-
 import numpy as np
 
 from gdp.arrays import I64
-from gdp.export.export_target import ExportTarget, gpus, stage_starts, write_ranks
+from gdp.export.export_target import ExportTarget, gpus, stage_members, write_ranks
 from gdp.export.export_units import ExportUnits
 from gdp.export.module_chains import find_layers
 from gdp.export.refusals import check_inference
@@ -32,8 +30,7 @@ def read_units(problem: Problem) -> ExportUnits:
 
 def write(problem: Problem, units: ExportUnits, devices: I64) -> str:
     """Writes `VLLM_PP_LAYER_PARTITION=10,11,11` and the GPUs in the order of ranks."""
-    starts = [*stage_starts(devices), units.num_units]
-    sizes = [sum(map(len, units.members[start:end])) for start, end in itertools.pairwise(starts)]
+    sizes = list(map(len, stage_members(units, devices)))
     command = f"vllm serve MODEL --pipeline-parallel-size {len(sizes)}"
     return write_ranks(problem, devices, command, f"{_VARIABLE}={','.join(map(str, sizes))}")
 

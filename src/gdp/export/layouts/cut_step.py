@@ -8,7 +8,6 @@ N ops, D devices, R replicas, P stages.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -17,9 +16,8 @@ from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.export import megatron
 from gdp.export.adapt import adapt_within, simulated
-from gdp.export.export_target import is_cpu, stage_starts
+from gdp.export.export_target import host_of, is_cpu, stage_members, stage_starts
 from gdp.export.export_units import ExportUnits
-from gdp.export.layouts.ranks import host_of
 from gdp.export.module_chains import find_layers
 from gdp.graph import Graph, Tensor
 from gdp.graph.copies import HOST_COPY
@@ -150,7 +148,7 @@ def _stages(problem: Problem, plan: Plan, num_places: int) -> tuple[I64, tuple[t
     own_plan = replace(plan, placement=plan.placement[ops], order=order, search=None, problem=None)
     adapted = adapt_within(part, own_plan, megatron.TARGET, units, graph=part.graph, may_offload=False)
     ends = [*stage_starts(adapted.devices), units.num_units]
-    stages = tuple(tuple(chain.from_iterable(units.members[start:end])) for start, end in pairwise(ends))
+    stages = tuple(map(tuple, stage_members(units, adapted.devices)))
     stage_of_unit = np.searchsorted(ends, np.arange(units.num_units), side="right") - 1
     return _of_all(graph, ops, stage_of_unit[units.index]), stages
 

@@ -8,8 +8,15 @@ Ranks are numbered stage by stage, with `--use-tp-pp-dp-mapping` replica by repl
 from gdp.errors import InputError
 from gdp.export import megatron
 from gdp.export.layouts.cut_step import CutStep
-from gdp.export.layouts.ranks import RankOrder
-from gdp.export.layouts.target import LayoutTarget, check_even, common_notes, ranks_of, recomputed_layers, title_of
+from gdp.export.layouts.target import (
+    LayoutTarget,
+    RankOrder,
+    check_even,
+    common_notes,
+    ranks_of,
+    recomputed_layers,
+    title_of,
+)
 
 NAME = "megatron"
 _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
