@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import spearmanr
 
 from benchmarks import process_execution
 from benchmarks.benchmark import Benchmark, Say, pick
@@ -30,7 +31,7 @@ from gdp.execute.calibrate.calibrate import calibrate
 from gdp.execute.executable import Executable
 from gdp.execute.local_devices import detect_local
 from gdp.execute.measurement import measure_in_turn, one_device_order
-from gdp.execute.prediction import predict, rank_correlation
+from gdp.execute.prediction import predict
 from gdp.execute.run import OTHER_SUMS_TOLERANCE, PLACED, check_results, first_step
 from gdp.execute.targets import Target
 from gdp.models.papers import families
@@ -153,7 +154,7 @@ def _measure(
         "kinds": [asdict(row) for row in prediction.kinds],
         "hand_overs": [asdict(row) for row in prediction.hand_overs],
         "placements": placements,
-        "rank_correlation": rank_correlation(predicted, measured),
+        "rank_correlation": float(spearmanr(predicted, measured).statistic),
         "median_error": float(np.median(errors)),
         "largest_error": float(errors.max()),
     }

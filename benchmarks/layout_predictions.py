@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy.stats import spearmanr
 
 from benchmarks.own_steps import MeasuredSubject
 from gdp.arrays import I64
 from gdp.budget import Budget
 from gdp.errors import InputError
 from gdp.execute.measurement import Order, measure_in_turn
-from gdp.execute.prediction import rank_correlation
 from gdp.models.pytorch import Program
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
@@ -71,7 +71,7 @@ def predictions(subject: MeasuredSubject, plan: Plan, *, count: int, rounds: int
             {"name": trial.name, "predicted_ns": trial.predicted_ns, "measured_ns": median}
             for trial, median in zip(trials, medians, strict=True)
         ],
-        "rank_correlation": rank_correlation(predicted, medians),
+        "rank_correlation": float(spearmanr(predicted, medians).statistic),
         "median_error": float(np.median(errors)),
         "largest_error": float(errors.max()),
     }

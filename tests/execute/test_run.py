@@ -17,11 +17,10 @@ from gdp.cli import main
 from gdp.cluster.detect import host
 from gdp.execute.equality import compare, eager_step, full_precision
 from gdp.execute.executable import Executable
-from gdp.execute.machine_notes import machine_notes
 from gdp.execute.measurement import Measurement, measure_in_turn, measure_programs, one_device_order
 from gdp.execute.plan_executor import StepRecord
-from gdp.execute.prediction import predict, rank_correlation
-from gdp.execute.run import OTHER_SUMS_TOLERANCE, check_results, drawing_alike, first_step
+from gdp.execute.prediction import predict
+from gdp.execute.run import OTHER_SUMS_TOLERANCE, check_results, drawing_alike, first_step, machine_notes
 from gdp.execute.targets import CPU, Target
 from gdp.execute.worker import ExecutionError
 from gdp.graph.accumulation import accumulated
@@ -238,12 +237,6 @@ def test_predictions_add_up() -> None:
         (a.name, b.name) for a in cluster.devices for b in cluster.devices if a is not b
     }
     assert all(row.measured_ns >= 0 for row in made.hand_overs)
-
-
-def test_rank_correlation() -> None:
-    """Rank correlation depends on the order alone."""
-    assert rank_correlation([1, 2, 3, 50], [10, 20, 21, 22]) == 1.0
-    assert rank_correlation([1, 2, 3], [3, 2, 1]) == -1.0
 
 
 def test_run_in_python(here: Path) -> None:

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gdp.errors import InputError
 from gdp.execute.equality import eager_step
-from gdp.execute.plan_executor import PlanExecutor
+from gdp.execute.plan_executor import check_dropout
 from gdp.models.pytorch import Capture, capture
 from gdp.models.pytorch.fused_attention import MASK_NOTE
 from gdp.models.pytorch.replacements import ATTENTION, ATTENTION_BACKWARD, function_for
@@ -200,8 +200,8 @@ def test_passes_on_two_kinds_are_refused() -> None:
     program = captured(Attention(torch.bfloat16, 0.1), torch.bfloat16).program
     backward = program.graph.kinds.index(f"{FUSED}_backward")
     assert list(program.redrawn_attention()) == [(backward, program.graph.kinds.index(FUSED))]
-    order = [[op for op in range(program.graph.num_ops) if op != backward], [backward]]
+    home = {op: int(op == backward) for op in range(program.graph.num_ops)}
     cpu = torch.device("cpu")
-    PlanExecutor(program, order, [cpu, cpu])
+    check_dropout(program, home, [cpu, cpu])
     with pytest.raises(InputError, match="is on cuda and that on cpu, which draws other numbers; pin both"):
-        PlanExecutor(program, order, [cpu, torch.device("cuda", 0)])
+        check_dropout(program, home, [cpu, torch.device("cuda", 0)])

@@ -38,12 +38,33 @@ class MemoryFor(Protocol):
     def __call__(self, tensor: int, device: torch.device, *, is_pinned: bool = False) -> Tensor: ...
 
 
-class CpuBackend:
-    """A worker thread's own cores, on which kernels run to their end before the next begins."""
+class _Backend:
+    """A target, and a stream for copies to each device."""
 
     def __init__(self, target: Target, memory_for: MemoryFor) -> None:
         self.target, self._memory_for = target, memory_for
         self._streams: dict[torch.device, Any] = {}
+
+    def _copied(
+        self, tensor: int, content: Tensor, to: torch.device, on: torch.device, after: Any = None
+    ) -> SentTensor:
+        """Starts a copy on a stream of the GPU `on`, after an event."""
+        if to not in self._streams:
+            self._streams[to] = torch.cuda.Stream(on)  # type: ignore[no-untyped-call]
+        stream = self._streams[to]
+        if after is not None:
+            stream.wait_event(after)
+            content.record_stream(stream)
+        with torch.cuda.stream(stream):
+            copy = self._memory_for(tensor, to, is_pinned=to.type == "cpu")  # or the launch would wait for the copy
+            fill(copy, content, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+        return SentTensor(tensor, copy, event)
+
+
+class CpuBackend(_Backend):
+    """A worker thread's own cores, on which kernels run to their end before the next begins."""
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -59,7 +80,7 @@ class CpuBackend:
             return SentTensor(tensor, content)
         whole = content.joined() if isinstance(content, ExchangedRows) else content
         staged = fill(self._memory_for(tensor, CPU, is_pinned=True), whole)  # dense, or the copy would hold this up
-        return _copy_on(_stream(self._streams, to, to), self._memory_for, tensor, staged, to)
+        return self._copied(tensor, staged, to, to)
 
     def unpack(self, sent: SentTensor) -> Content:
         """Returns the content, ready to be read here."""
@@ -83,13 +104,12 @@ class CpuBackend:
         return moments
 
 
-class CudaBackend:
+class CudaBackend(_Backend):
     """A compute stream, and a copy stream for each device that is sent to."""
 
     def __init__(self, target: Target, memory_for: MemoryFor) -> None:
-        self.target, self._memory_for = target, memory_for
+        super().__init__(target, memory_for)
         self._compute = torch.cuda.Stream(target.device)  # type: ignore[no-untyped-call]
-        self._streams: dict[torch.device, Any] = {}
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -104,10 +124,7 @@ class CudaBackend:
         done.record(self._compute)
         if content is None or to == self.target.device:
             return SentTensor(tensor, content, done)
-        stream = _stream(self._streams, to, self.target.device)
-        stream.wait_event(done)
-        content.record_stream(stream)
-        return _copy_on(stream, self._memory_for, tensor, content, to)
+        return self._copied(tensor, content, to, self.target.device, done)
 
     def unpack(self, sent: SentTensor) -> Content:
         """Returns the content, to be read on the compute stream."""
@@ -148,18 +165,3 @@ Backend = CpuBackend | CudaBackend
 def backend_of(target: Target, memory_for: MemoryFor) -> Backend:
     """The backend of a target."""
     return CudaBackend(target, memory_for) if target.device.type == "cuda" else CpuBackend(target, memory_for)
-
-
-def _stream(streams: dict[torch.device, Any], to: torch.device, device: torch.device) -> Any:
-    if to not in streams:
-        streams[to] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return streams[to]
-
-
-def _copy_on(stream: Any, memory_for: MemoryFor, tensor: int, content: Tensor, to: torch.device) -> SentTensor:
-    with torch.cuda.stream(stream):
-        copy = memory_for(tensor, to, is_pinned=to.type == "cpu")  # or the launch would wait for the copy
-        fill(copy, content, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(stream)
-    return SentTensor(tensor, copy, event)

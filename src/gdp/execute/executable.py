@@ -16,6 +16,7 @@ from gdp.graph.accumulation import accumulated
 from gdp.models.pytorch import Capture, Program, capture
 from gdp.models.pytorch.capture_step import OptimizerChoice, StepOptions, rule_choice
 from gdp.models.pytorch.loss import Loss
+from gdp.models.pytorch.program import named_inputs
 from gdp.models.pytorch.signature import signatures
 from gdp.models.source import ModelSource, without_tracebacks
 from gdp.models.user_function import printing_to_stderr
@@ -122,22 +123,10 @@ def as_planned(
     cut = PlannedCut.of(plan, placed)
     if cut is None:
         return executable
-    layout = cut.layout
-    if in_flight(layout):
-        stream = BatchStream.of_document(whole.graph, layout)
+    if in_flight(cut.layout):
+        stream = BatchStream.of_document(whole.graph, cut.layout)
         return replace(executable, cut=stream_program(whole.program, stream))
-    num_parts = Layout.of_document(layout).num_parts
-    found = sizes(num_parts) if sizes is not None else part_sizes(args, kwargs, num_parts, layout.get("batch"))
-    part = captured(*first_part(args, kwargs, num_parts, found))
-    return replace(executable, cut=cut_step(part, cut))
-
-
-def cut_step(part: Capture, cut: "PlannedCut") -> StepProgram:
-    """Returns the program of the step that `cut` makes of one part. InputError for a layout that is not executed."""
-    step = Step.of_document(lambda _parts: part.graph, cut.layout)
-    if cut.free_replicas:
-        step = replace(step, graph=accumulated(part.graph, step.layout.num_parts, free_replicas=True))
-    return step_program(part.program, step)
+    return replace(executable, cut=cut.program(captured, args, kwargs, sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +147,35 @@ class PlannedCut:
         options = plan.question.options if placed is None else microbatching_of(placed)
         count = options.get("microbatches", 1)
         return None if count == 1 else cls(Layout((count,)).document(), options.get("free_replicas", False))
+
+    def program(
+        self,
+        captured: Callable[[Any, Any], Capture],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        sizes: Callable[[int], Sizes | None] | None = None,
+    ) -> StepProgram:
+        """Captures the first part of the batch, and returns the program of the step that is made of it.
+
+        `captured` and `sizes` are those of `as_planned`. InputError for a batch of another size, and for a layout that
+        is not executed.
+        """
+        num_parts, batch = Layout.of_document(self.layout).num_parts, self.layout.get("batch")
+        found = part_sizes(args, kwargs, num_parts, batch) if sizes is None else sizes(num_parts)
+        try:
+            part = captured(*first_part(args, kwargs, num_parts, found))
+        except InputError as error:
+            if sizes is not None or found is None:
+                raise
+            shape = next(list(tensor.shape) for _, tensor in named_inputs(args, kwargs) if tensor.dim())
+            raise InputError(
+                f"the plan is of batches of {batch} samples, and the first input is {shape}; give a whole batch "
+                f"(drop_last=True with a DataLoader). Cut along another dimension than the first: {error}"
+            ) from error
+        step = Step.of_document(lambda _parts: part.graph, self.layout)
+        if self.free_replicas:
+            step = replace(step, graph=accumulated(part.graph, num_parts, free_replicas=True))
+        return step_program(part.program, step)
 
 
 def check_executable(program: Program) -> None:

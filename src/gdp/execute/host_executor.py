@@ -1,13 +1,12 @@
 """The executor of a plan on the devices of this host: forked processes for single cores, threads for others."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import numpy.typing as npt
 from torch import Tensor
 
 from gdp.execute.forked.forked_executor import ForkedExecutor, may_fork
-from gdp.execute.plan_executor import HostExecutor, PlanExecutor
+from gdp.execute.plan_executor import HostExecutor
 from gdp.execute.targets import Target, find_targets
 from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import ExecutionError
@@ -19,30 +18,6 @@ def host_executor(program: Program, order: Sequence[npt.ArrayLike], targets: Seq
     if may_fork(targets):
         return ForkedExecutor(program, order, targets)
     return ThreadExecutor(program, order, targets)
-
-
-class Runner(Protocol):
-    """Makes the executor of a training, and ends it with the script."""
-
-    is_alone: bool  # in one process
-    is_first: bool  # the process that writes
-
-    def start(
-        self, program: Program, order: Sequence[npt.ArrayLike], start: Mapping[str, Tensor], settings: object
-    ) -> PlanExecutor:
-        """Makes an executor; `start` and `settings` are all that the training starts from, alike on all ranks."""
-
-    def write_once(self, write: Callable[[], None]) -> None:
-        """Writes in one process; its InputError is raised in all."""
-
-    def error_of_all(self, what: str, note: str) -> ExecutionError:
-        """Returns an error that each process raises and one of them prints."""
-
-    def leave(self, error: BaseException) -> None:
-        """Ends the executor, and all ranks, after an error in the script."""
-
-    def close(self) -> None:
-        """Ends the executor."""
 
 
 class HostRunner:

@@ -75,12 +75,10 @@ def measure_in_turn(
     targets: Sequence[Target],
     *,
     steps: int,
-    warm_up_steps: int = 2,
-    stop: threading.Event | None = None,
 ) -> dict[str, Measurement]:
     """Measures one program in several orders, by name; see `measure_programs`."""
     programs = {name: PlacedProgram(program, content, order) for name, order in orders.items()}
-    return measure_programs(programs, targets, steps=steps, warm_up_steps=warm_up_steps, stop=stop)
+    return measure_programs(programs, targets, steps=steps)
 
 
 def measure_programs(

@@ -19,18 +19,21 @@ from torch.utils._pytree import tree_flatten
 
 from gdp.errors import InputError
 from gdp.execute.executable import CaptureOptions, check_choice
-from gdp.execute.host_executor import HostRunner, Runner
+from gdp.execute.host_executor import HostRunner
 from gdp.execute.loss_scale import LossScaler
 from gdp.execute.placed_step import bound_inputs, placed_program
 from gdp.execute.plan_executor import PlanExecutor
 from gdp.execute.ranks.rank_runner import RankRunner
 from gdp.execute.ranks.ranks import is_rank
-from gdp.execute.training_state import Closed, OptimizerState, Running, SavedTraining, StateByName, Unstarted
+from gdp.execute.training_state import OptimizerState, Running, SavedTraining, StateByName, Unstarted
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
 from gdp.models.pytorch.optimizers import UpdateRule, rule_of
 from gdp.models.pytorch.program import named_inputs, named_state
 from gdp.simulator.plan import Plan
+
+Runner = HostRunner | RankRunner
+"""Makes the executor of a training, and ends it with the script."""
 
 
 class PlacedOptions(CaptureOptions, total=False):
@@ -96,7 +99,7 @@ class Placed:
         self._scaler = LossScaler(training.scaler)
         self._graph, self._runner = graph, runner()
         self._options, self._training, self._seed = options, training, training.seed
-        self._state: Unstarted | Running | Closed = Unstarted()
+        self._state: Unstarted | Running | None = Unstarted()  # None: it has ended
         if training.resume is not None:
             try:
                 self._state = self._resumed(training.resume)
@@ -182,7 +185,7 @@ class Placed:
 
     def close(self) -> None:
         """Ends the workers and writes parameters and buffers back to the model, unless the last step failed."""
-        state, self._state = self._state, Closed()
+        state, self._state = self._state, None
         placed: Mapping[str, Tensor] = {}
         try:
             if isinstance(state, Running) and not state.executor.is_closed:
@@ -201,12 +204,12 @@ class Placed:
         if error is None or self._runner.is_alone:
             self.close()
         else:
-            self._state = Closed()
+            self._state = None
             self._runner.leave(error)
 
     def _open(self) -> Unstarted | Running:
         """Returns the state; ExecutionError if it cannot go on."""
-        if isinstance(self._state, Closed):
+        if self._state is None:
             raise ExecutionError("all", "the placed model is closed; make another")
         if isinstance(self._state, Running) and self._state.executor.is_closed:
             raise ExecutionError(

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gdp.errors import InputError
-from gdp.execute.executable import CaptureOptions, PlannedCut, check_executable, cut_step
-from gdp.execute.layouts.batch import first_part, part_sizes
+from gdp.execute.executable import CaptureOptions, PlannedCut, check_executable
 from gdp.execute.layouts.step_program import StepProgram
 from gdp.execute.run import check_belongs
 from gdp.graph import Graph
@@ -16,7 +15,6 @@ from gdp.models.pytorch import Capture, Program, capture
 from gdp.models.pytorch.program import named_inputs
 from gdp.models.pytorch.recorded_calls import Call
 from gdp.parallel.batches import in_flight
-from gdp.parallel.layout import Layout
 from gdp.simulator.plan import Plan
 
 
@@ -45,24 +43,7 @@ def placed_program(
         return part if learning_rate is None else replace(part, program=_with_learning_rate(program, learning_rate))
 
     cut = PlannedCut.of(plan, graph)
-    if cut is None:
-        whole = captured(args, kwargs)
-        check_belongs(plan, graph, whole.graph)
-        return whole.program
-    layout = cut.layout
-    num_parts = Layout.of_document(layout).num_parts
-    sizes = part_sizes(args, kwargs, num_parts, layout.get("batch"))
-    try:
-        part = captured(*first_part(args, kwargs, num_parts, sizes))
-    except InputError as error:
-        if sizes is None:
-            raise
-        shape = next(list(tensor.shape) for _, tensor in named_inputs(args, kwargs) if tensor.dim())
-        raise InputError(
-            f"the plan is of batches of {layout['batch']} samples, and the first input is {shape}; give a whole batch "
-            f"(drop_last=True with a DataLoader). Cut along another dimension than the first: {error}"
-        ) from error
-    program = cut_step(part, cut)
+    program = captured(args, kwargs).program if cut is None else cut.program(captured, args, kwargs)
     check_belongs(plan, graph, program.graph)
     return program
 
@@ -71,24 +52,18 @@ def bound_inputs(program: Program, args: tuple[Any, ...], kwargs: Mapping[str, A
     """Copies the inputs. InputError names the remedy where a batch is smaller than the captured one."""
     try:
         return program.bind_inputs(args, kwargs)
-    except InputError as error:
-        captured = _input_sizes(program)
-        sizes = {name: tensor.shape[0] for name, tensor in named_inputs(args, kwargs) if tensor.dim()}
-        for name, size in captured.items():
-            if name in sizes and sizes[name] < size:
+    except InputError:
+        if isinstance(program, StepProgram):  # its parts have sizes of their own
+            raise
+        views = [source.views for source in program.sources.values() if source.kind == "input"]
+        captured = {name: view.size[0] for named in views for name, view in named.items() if view.size}
+        for name, tensor in named_inputs(args, kwargs):
+            if tensor.dim() and tensor.shape[0] < captured.get(name, 0):
                 raise InputError(
-                    f"{name!r} has {sizes[name]} samples, and steps of {size} are placed: give the DataLoader "
-                    "drop_last=True, or skip or pad the last batch"
+                    f"{name!r} has {tensor.shape[0]} samples, and steps of {captured[name]} are placed: give the "
+                    "DataLoader drop_last=True, or skip or pad the last batch"
                 ) from None
-        raise error
-
-
-def _input_sizes(program: Program) -> dict[str, int]:
-    """Returns the first dimension of each input of a step of the whole batch; nothing for one that is cut."""
-    if isinstance(program, StepProgram):
-        return {}
-    views = [source.views for source in program.sources.values() if source.kind == "input"]
-    return {name: view.size[0] for named in views for name, view in named.items() if view.size}
+        raise
 
 
 def _with_learning_rate(program: Program, learning_rate: float) -> Program:

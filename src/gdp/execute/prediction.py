@@ -6,7 +6,7 @@ hand-over      from an op's finish to the arrival       from its finish to the s
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,13 +101,6 @@ def predict(program: Program, simulation: Simulation, measurement: Measurement, 
         tuple(_sum(graph.op_names[op], [op], predicted, measured) for op in worst),
         tuple(_hand_overs(program, simulation, measurement)),
     )
-
-
-def rank_correlation(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Returns Spearman's: 1 if both order all placements alike; NaN if one of them does not vary."""
-    from scipy import stats
-
-    return float(stats.spearmanr(predicted, measured).statistic)
 
 
 def _sum(name: str, ops: list[int], predicted: I64, measured: I64) -> OpPrediction:

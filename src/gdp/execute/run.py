@@ -1,10 +1,12 @@
 """Execute a plan beside a single device, check its results, and compare with the prediction."""
 
 import gc
+import os
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, Unpack
 
 import numpy as np
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 
 from gdp.arrays import I64
 from gdp.cluster import Cluster
+from gdp.cluster.catalogue import KINDS
+from gdp.cluster.detect import host
 from gdp.errors import InputError
 from gdp.execute.equality import (
     Equality,
@@ -27,7 +31,6 @@ from gdp.execute.equality import (
 from gdp.execute.executable import CaptureOptions, Executable, PlannedCut, as_planned, check_executable
 from gdp.execute.host_executor import host_executor
 from gdp.execute.layouts.step_program import StepProgram
-from gdp.execute.machine_notes import machine_notes
 from gdp.execute.measurement import Measurement, Order, PlacedProgram, measure_programs, one_device_order
 from gdp.execute.prediction import Prediction, predict
 from gdp.execute.ranks.rank_executor import ProcessExecutor
@@ -47,6 +50,7 @@ from gdp.simulator.simulate import Simulation, replay
 from gdp.simulator.throughput import Throughput
 
 PLACED, ONE_DEVICE = "plan", "one device"
+_BUSY = 0.5  # of the cores, as load average before the run: a device would wait for other work
 OTHER_SUMS_TOLERANCE = 1e-3  # relative; kernels of other devices, and on more threads, add in another order
 
 
@@ -183,7 +187,7 @@ def run_on_host(
     whole = executable.capture.program
     alone = one_device_order(whole.graph.num_ops, fastest, len(targets))
     results = first_step(program, plan.order, targets, content)
-    equality, reference = check_results(executable, content, results, plan.order, targets)
+    check = check_results(executable, content, results, plan.order, targets)
     programs = {
         PLACED: PlacedProgram(program, content, plan.order),
         ONE_DEVICE: PlacedProgram(whole, content if whole is program else executable.content(whole), alone),
@@ -197,19 +201,8 @@ def run_on_host(
                 raise
             del programs[ONE_DEVICE]
         gc.collect()  # of tensors that the error holds
-    return RunResult(
-        plan=plan,
-        graph_name=program.graph.name,
-        targets=tuple(targets),
-        placed=measured[PLACED],
-        equality=equality,
-        reference=reference,
-        prediction=None if simulation is None else predict(program, simulation, measured[PLACED]),
-        one_device=measured.get(ONE_DEVICE),
-        one_device_name=targets[fastest].name,
-        notes=notes,
-        **_of_layout(executable, plan, results, simulation, measured[PLACED]),
-    )
+    placed = _result(executable, plan, targets, results, check, simulation, measured[PLACED])
+    return replace(placed, one_device=measured.get(ONE_DEVICE), one_device_name=targets[fastest].name, notes=notes)
 
 
 def run_on_ranks(
@@ -241,17 +234,8 @@ def run_on_ranks(
         return None
     gpu = next((target.device for target in (ranks.target, *ranks.targets) if target.device.type == "cuda"), CPU)
     here = [replace(target, device=gpu if target.device.type == "cuda" else CPU, cores=()) for target in ranks.targets]
-    equality, reference = check_results(executable, content, results, plan.order, here)
-    return RunResult(
-        plan=plan,
-        graph_name=program.graph.name,
-        targets=ranks.targets,
-        placed=measurement,
-        equality=equality,
-        reference=reference,
-        prediction=None if simulation is None else predict(program, simulation, measurement),
-        **_of_layout(executable, plan, results, simulation, measurement),
-    )
+    check = check_results(executable, content, results, plan.order, here)
+    return _result(executable, plan, ranks.targets, results, check, simulation, measurement)
 
 
 def op_times(executable: Executable, run: RunResult, kinds: Sequence[str]) -> dict[str, list[OpTime]]:
@@ -312,27 +296,36 @@ def sums_alike(program: Program) -> bool:
     return not isinstance(program, StepProgram) or program.adds_in_order
 
 
-def _of_layout(
-    executable: Executable, plan: Plan, results: Replay, simulation: Simulation | None, measurement: Measurement
-) -> dict[str, Any]:
-    """Returns what a result has for a step that is cut, or a stream."""
-    cut = executable.cut
+def _result(
+    executable: Executable,
+    plan: Plan,
+    targets: Sequence[Target],
+    results: Replay,
+    check: tuple[Equality, str],
+    simulation: Simulation | None,
+    placed: Measurement,
+) -> RunResult:
+    """Returns the result of measured steps, with what there is to tell of a step that is cut, or of a stream."""
+    program, cut, (equality, reference) = executable.program, executable.cut, check
+    prediction = None if simulation is None else predict(program, simulation, placed)
+    result = RunResult(plan, program.graph.name, tuple(targets), placed, equality, reference, prediction)
     if cut is None:
-        return {}
+        return result
     how = PlannedCut.of(plan, cut.graph)
     assert how is not None
-    document = how.layout
     if cut.is_stream:
-        layout = layout_in_flight(document)
+        layout = layout_in_flight(how.layout)
         words = f"{layout.num_parts} batches in flight, replicas of the model: {layout.data}"
-        served = None if simulation is None else Served.of(simulation, layout, measurement)
-        return {"layout": words, "served": served}
-    found: dict[str, Any] = {"layout": str(Layout.of_document(document)), "sums_alike": sums_alike(cut)}
-    if not cut.num_draws and results.loss is not None:
-        program = executable.capture.program
-        expected = eager_step(program, executable.model, executable.args, executable.kwargs, executable.loss)
-        found["whole_batch"] = compare(replace(results, outputs={}, state={}), replace(expected, outputs={}, state={}))
-    return found
+        served = None if simulation is None else Served.of(simulation, layout, placed)
+        return replace(result, layout=words, served=served)
+    result = replace(result, layout=str(Layout.of_document(how.layout)), sums_alike=sums_alike(cut))
+    if cut.num_draws or results.loss is None:
+        return result
+    expected = eager_step(
+        executable.capture.program, executable.model, executable.args, executable.kwargs, executable.loss
+    )
+    whole = compare(replace(results, outputs={}, state={}), replace(expected, outputs={}, state={}))
+    return replace(result, whole_batch=whole)
 
 
 def add_alike(targets: Sequence[Target]) -> bool:
@@ -367,3 +360,31 @@ def _fastest_device(simulation: Simulation | None) -> int:
         return 0
     times = simulation.problem.op_time_ns
     return int(np.argmin(np.where((times < 0).any(axis=0), np.inf, times.sum(axis=0, dtype=np.float64))))
+
+
+def machine_notes(targets: Sequence[Target], cluster: Cluster | None) -> Iterator[str]:
+    """Yields sentences for the user, before the plan runs."""
+    for first, second in combinations(targets, 2):
+        shared = sorted(set(first.cores) & set(second.cores))
+        if shared:
+            common = "core " + str(shared[0]) if len(shared) == 1 else f"cores {shared[0]}-{shared[-1]}"
+            yield (
+                f"{first.name} and {second.name} share {common}: they compute in turn, so times are not those of two "
+                "devices."
+            )
+        elif first.device == second.device and first.device.type == "cuda":
+            yield f"{first.name} and {second.name} share {first.place}, so times are not those of two devices."
+    for target, device in zip(targets, () if cluster is None else cluster.devices, strict=False):
+        here = host.cpu_kind(target.num_threads)
+        if target.device.type == "cpu" and device.kind in KINDS and device.kind != here:
+            yield (
+                f"{target.name} runs on {target.place} ({here}), which is not a {device.kind}: the prediction is for "
+                "another machine; gdp devices measure and --devices local are for this one."
+            )
+    num_cores = len(host.all_cores())
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > _BUSY * num_cores:
+        yield (
+            f"The machine was busy before the run (load average {load:.1f} on {num_cores} cores): times are longer "
+            "than they would be."
+        )

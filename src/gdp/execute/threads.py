@@ -4,12 +4,9 @@ Workers live from the first step to `close`; parameters, buffers and optimizer s
 gives each worker a request for a step, and waits until all are done or one has failed; then all stop.
 """
 
-import contextlib
 import threading
-import time
-from collections.abc import Mapping, Sequence
-from queue import Empty, SimpleQueue
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from queue import SimpleQueue
 
 import numpy.typing as npt
 import torch
@@ -17,9 +14,9 @@ from torch import Tensor
 
 from gdp.execute.backends import Backend, SentTensor, backend_of
 from gdp.execute.exchanged_rows import Content
-from gdp.execute.plan_executor import POLL_SECONDS, HostExecutor, StepRecord, held_tensors
+from gdp.execute.plan_executor import HostExecutor, StepRecord, held_tensors
 from gdp.execute.targets import Target
-from gdp.execute.worker import DeviceRecord, ExecutionError, StepRequest, Stopped, Worker
+from gdp.execute.worker import DeviceRecord, ExecutionError, StepRequest, Stopped, Worker, WorkerThread
 from gdp.models.pytorch import Program
 
 
@@ -58,17 +55,13 @@ class ThreadExecutor(HostExecutor):
         super().__init__(program, order, targets)
         backends = [backend_of(target, program.memory_for) for target in targets]
         self._inboxes: list[SimpleQueue[SentTensor | None]] = [SimpleQueue() for _ in targets]
-        self._queues: list[SimpleQueue[StepRequest | None]] = [SimpleQueue() for _ in targets]
         self._answers: SimpleQueue[tuple[int, DeviceRecord | BaseException]] = SimpleQueue()
         self._stop = threading.Event()
         self._workers = [
             Worker(program, backend, QueueTransport(number, backends, self._inboxes), self._stop)
             for number, backend in enumerate(backends)
         ]
-        self._threads = [
-            threading.Thread(target=self._work, args=(number,), name=f"gdp-{target.name}", daemon=True)
-            for number, target in enumerate(self.targets)
-        ]
+        self._threads = [WorkerThread(worker, self._answers, number) for number, worker in enumerate(self._workers)]
         for thread in self._threads:
             thread.start()
 
@@ -77,33 +70,27 @@ class ThreadExecutor(HostExecutor):
         return not self._threads
 
     def load(self, content: Mapping[int, Tensor]) -> None:
-        for op in self.program.sources:
-            self._load(op, content, self._workers[self._home[op]])
+        self._load(content, dict(enumerate(self._workers)))
 
-    def step(
-        self, inputs: Mapping[int, Tensor], *, is_timed: bool = False, retain: bool = False, seed: int | None = None
-    ) -> StepRecord:
-        self._check_open()
-        requests = self._requests(inputs, is_timed=is_timed, retain=retain, seed=seed)
-        start_ns = time.perf_counter_ns()
-        for queue, request in zip(self._queues, requests, strict=True):
-            queue.put(request)
+    def _step(
+        self, inputs: Mapping[int, Tensor], *, is_timed: bool, retain: bool, seed: int
+    ) -> tuple[DeviceRecord, ...]:
+        scripts = self._chosen_scripts(retain=retain)
+        for thread, script in zip(self._threads, scripts, strict=True):
+            thread.requests.put(StepRequest(inputs, seed, script, is_timed))
         records: dict[int, DeviceRecord] = {}
-        try:
-            while len(records) < len(self.targets):
-                number, answer = self._next_answer()
-                if isinstance(answer, BaseException):
-                    raise answer
+        while len(records) < len(scripts):
+            number, answer = self._answers.get()
+            if isinstance(answer, DeviceRecord):
                 records[number] = answer
-        except BaseException:  # also an interrupt: half a step cannot go on
-            self.close()
-            raise
-        self.num_steps += 1
-        devices = tuple(records[number] for number in range(len(self.targets)))
-        return StepRecord(devices, start_ns, max(record.end_ns for record in devices))
+            elif isinstance(answer, ExecutionError):
+                raise answer
+            else:
+                raise ExecutionError(self.targets[number].name, "its worker", answer) from answer
+        return tuple(records[number] for number in range(len(scripts)))
 
-    def kept(self, record: StepRecord, tensor: int) -> Tensor:
-        return held_tensors(record)[tensor].to("cpu", copy=True)
+    def _held(self, tensors: Collection[int], record: StepRecord) -> dict[int, Tensor]:
+        return held_tensors(record) | self.state()
 
     def load_private(self, content: Mapping[int, Mapping[int, Tensor]]) -> None:
         for op, values in content.items():
@@ -118,29 +105,11 @@ class ThreadExecutor(HostExecutor):
     def close(self) -> None:
         """Ends the workers, at once if they are in a step."""
         self._stop.set()
-        for requests, inbox in zip(self._queues, self._inboxes, strict=True):
-            requests.put(None)
+        for thread, inbox in zip(self._threads, self._inboxes, strict=False):
+            thread.requests.put(None)
             inbox.put(None)
         for thread in self._threads:
             thread.join()
         if self._threads:
             torch.set_num_threads(self._threads_before)
         self._threads = []
-
-    def _next_answer(self) -> tuple[int, Any]:
-        while True:
-            with contextlib.suppress(Empty):
-                return self._answers.get(timeout=POLL_SECONDS)
-
-    def _work(self, number: int) -> None:
-        worker = self._workers[number]
-        try:
-            with worker.backend.active(), torch.no_grad():
-                while (request := self._queues[number].get()) is not None:
-                    self._answers.put((number, worker.step(request)))
-        except Stopped:
-            pass
-        except ExecutionError as error:
-            self._answers.put((number, error))
-        except BaseException as error:  # whatever it is, the main thread must hear of it
-            self._answers.put((number, ExecutionError(worker.backend.target.name, "its worker", error)))

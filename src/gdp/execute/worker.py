@@ -1,11 +1,14 @@
 """Worker: carries out one device's script, step after step; a transport connects it with the others."""
 
 import contextlib
+import os
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +18,17 @@ from gdp.execute.backends import Backend
 from gdp.execute.exchanged_rows import Content
 from gdp.execute.script import Script
 from gdp.models.pytorch import Program
+
+_NICE = 10  # of a thread that computes; others of the process have 0
+
+REMEDIED: Mapping[str, type[Exception]] = MappingProxyType(
+    {
+        "MemoryError": MemoryError,
+        "OutOfMemoryError": MemoryError,
+        "NotImplementedError": NotImplementedError,
+    }
+)
+"""The kinds of causes that ExecutionError has a remedy for; others are RuntimeErrors in another process."""
 
 
 class Transport(Protocol):
@@ -55,6 +69,13 @@ class DeviceRecord:
     wait_ns: tuple[int, ...] = ()  # for tensors from other devices, before each op started; 0 if it takes none
     end_ns: int = 0  # when all was done
 
+    def shifted(self, offset_ns: int) -> "DeviceRecord":
+        """Returns the record on a clock that is that much ahead."""
+        start_ns, finish_ns = (
+            tuple(time_ns + offset_ns for time_ns in times_ns) for times_ns in (self.start_ns, self.finish_ns)
+        )
+        return replace(self, start_ns=start_ns, finish_ns=finish_ns, end_ns=self.end_ns + offset_ns)
+
 
 class Stopped(BaseException):
     """Ends a worker, since another failed or the executor closes."""
@@ -71,6 +92,12 @@ class ExecutionError(Exception):
 
     def __post_init__(self) -> None:
         Exception.__init__(self, str(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Makes it of a cause that other processes know, too."""
+        kind, text = type(self.cause).__name__, str(self.cause or "")
+        cause = REMEDIED.get(kind, RuntimeError)(text) if text else None
+        return ExecutionError, (self.device, self.what, cause, self.note)
 
     @property
     def is_out_of_memory(self) -> bool:
@@ -105,10 +132,9 @@ class Worker:
     state: dict[int, Tensor] = field(default_factory=dict)
     private: dict[int, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
 
-    def load(self, content: Mapping[int, Tensor]) -> None:
-        """Copies parameters and buffers, by tensor number, to the device."""
-        for tensor, memory in content.items():
-            self.state[tensor] = self._on_device(tensor, memory)
+    def load(self, tensor: int, memory: Tensor) -> None:
+        """Copies a parameter or buffer to the device."""
+        self.state[tensor] = self._on_device(tensor, memory)
         self.backend.settle_caller()
 
     def load_private(self, op: int, content: Mapping[int, Tensor]) -> None:
@@ -177,3 +203,39 @@ class Worker:
 
     def _on_device(self, tensor: int, memory: Tensor) -> Tensor:
         return self.program.memory_for(tensor, self.backend.target.device).copy_(memory)
+
+
+class WorkerThread(threading.Thread):
+    """A thread that carries out `requests`, and puts the records with its `number` into `answers`.
+
+    It ends with None for a request, or with an error, which it puts there, too.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        answers: "SimpleQueue[tuple[int, DeviceRecord | BaseException]]",
+        number: int,
+        *,
+        has_low_priority: bool = False,
+    ) -> None:
+        super().__init__(name=f"gdp-{worker.backend.target.name}", daemon=True)
+        self.requests: SimpleQueue[StepRequest | None] = SimpleQueue()
+        self._worker, self._answers, self._number, self._has_low_priority = worker, answers, number, has_low_priority
+
+    def run(self) -> None:
+        try:
+            with self._worker.backend.active(), torch.no_grad():
+                if self._has_low_priority:
+                    lower_priority()
+                while (request := self.requests.get()) is not None:
+                    self._answers.put((self._number, self._worker.step(request)))
+        except BaseException as error:  # whatever it is, the main thread must hear of it
+            self._answers.put((self._number, error))
+
+
+def lower_priority() -> None:
+    """Lowers the priority of this thread, which computes all the time, below those that send and receive."""
+    if hasattr(os, "setpriority"):
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -18,12 +18,13 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing import connection as pipes
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from threading import Event
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy.typing as npt
 import torch
@@ -32,8 +33,7 @@ from torch import Tensor
 from gdp.execute.backends import CpuBackend
 from gdp.execute.forked.processes import SharedMemory, keep_freed_memory, receive_tensors, send_tensors, start
 from gdp.execute.forked.shared_slots import SharedSlots
-from gdp.execute.plan_executor import POLL_SECONDS, HostExecutor, StepRecord
-from gdp.execute.ranks.ranks import REMEDIED
+from gdp.execute.plan_executor import POLL_SECONDS, HostExecutor, StepRecord, held_tensors
 from gdp.execute.script import traffic_of
 from gdp.execute.targets import Target
 from gdp.execute.worker import DeviceRecord, ExecutionError, StepRequest, Worker
@@ -42,20 +42,6 @@ from gdp.models.pytorch import Program
 _END_SECONDS = 2.0  # for a process that was told to end
 
 STEP, COLLECT, PRIVATE, LOAD_PRIVATE, END = range(5)  # requests
-
-
-class Failed(NamedTuple):
-    """The failure of a process, as it tells it."""
-
-    what: str
-    kind: str  # of the exception
-    text: str
-    note: str
-
-    def error(self, device: str) -> ExecutionError:
-        """Makes the error of it."""
-        cause = REMEDIED.get(self.kind, RuntimeError)(self.text) if self.text else None
-        return ExecutionError(device, self.what, cause, self.note)
 
 
 def may_fork(targets: Sequence[Target]) -> bool:
@@ -76,7 +62,6 @@ class ForkedExecutor(HostExecutor):
 
     def __init__(self, program: Program, order: Sequence[npt.ArrayLike], targets: Sequence[Target]) -> None:
         super().__init__(program, order, targets)
-        self._latest: StepRecord | None = None
         self._keywords = dict(program.changed_keywords)
         memory = SharedMemory()
         self._state: dict[int, Tensor] = {}
@@ -124,40 +109,26 @@ class ForkedExecutor(HostExecutor):
             if tensor in content:
                 memory.copy_(content[tensor])
 
-    def step(
-        self, inputs: Mapping[int, Tensor], *, is_timed: bool = False, retain: bool = False, seed: int | None = None
-    ) -> StepRecord:
-        self._check_open()
+    def _step(
+        self, inputs: Mapping[int, Tensor], *, is_timed: bool, retain: bool, seed: int
+    ) -> tuple[DeviceRecord, ...]:
         keywords = self.program.changed_keywords
         changed = [(*key, value) for key, value in keywords.items() if self._keywords.get(key, _NONE) != value]
         self._keywords.update(keywords)
-        start_ns = time.perf_counter_ns()
         for tensor, memory in self._inputs.items():
             memory.copy_(inputs[tensor])
-        try:
-            self._send_all((STEP, self._seed(seed), retain, is_timed, changed))
-            records = self._answers()
-        except BaseException:  # also an interrupt: half a step cannot go on
-            self._end_now()
-            raise
-        self.num_steps += 1
-        record = StepRecord(tuple(records), start_ns, max(device.end_ns for device in records))
-        self._latest = record
-        return record
-
-    def _retained(self, record: StepRecord) -> dict[int, Tensor]:
-        return self._collect(self.program.result_tensors, record)
-
-    def kept(self, record: StepRecord, tensor: int) -> Tensor:
-        return self._collect({tensor}, record)[tensor]
+        request = STEP, seed, retain, is_timed, changed
+        answers = self._ask(dict.fromkeys(range(len(self.targets)), request))
+        return tuple(replace(record, held=tensors) for _, (record, tensors) in sorted(answers.items()))
 
     def state(self, *, everywhere: bool = True) -> dict[int, Tensor]:
         return dict(self._state)
 
     def private(self, *, everywhere: bool = True) -> dict[int, dict[int, Tensor]]:
         state: dict[int, dict[int, Tensor]] = defaultdict(dict)
-        for (op, value), tensor in self._ask(dict.fromkeys(range(len(self.targets)), (PRIVATE,))).items():
-            state[op][value] = tensor
+        for _, tensors in self._ask(dict.fromkeys(range(len(self.targets)), (PRIVATE,))).values():
+            for (op, value), tensor in tensors.items():
+                state[op][value] = tensor
         return dict(state)
 
     def load_private(self, content: Mapping[int, Mapping[int, Tensor]]) -> None:
@@ -195,60 +166,45 @@ class ForkedExecutor(HostExecutor):
             connection.close()
         self._children, self._connections = [], []
 
-    def _collect(self, tensors: Collection[int], record: StepRecord) -> dict[int, Tensor]:
-        """Returns tensors that the latest step has left."""
-        self._check_open()
-        if record is not self._latest:
-            raise ValueError("record is not of the latest step")
-        program = self.program
+    def _held(self, tensors: Collection[int], record: StepRecord) -> dict[int, Tensor]:
+        found = held_tensors(record) | self._state
         wanted: dict[int, list[int]] = defaultdict(list)
-        for tensor in sorted(tensors):
-            if tensor not in self._state:
-                wanted[self._home[program.keepers.get(tensor, int(program.graph.producers[tensor]))]].append(tensor)
-        return self._ask({number: (COLLECT, wanted[number]) for number in wanted})
+        for tensor in sorted(set(tensors) - found.keys()):
+            wanted[self._holder(tensor)].append(tensor)
+        if wanted and record is not self._latest:
+            raise ValueError("record is not of the latest step")
+        answers = self._ask({number: (COLLECT, wanted[number]) for number in wanted}) if wanted else {}
+        return {tensor: item for _, tensors in answers.values() for tensor, item in tensors.items()} | found
 
     def _ask(
         self, requests: Mapping[int, tuple[Any, ...]], content: Mapping[int, Mapping[Any, Tensor]] | None = None
-    ) -> dict[Any, Tensor]:
-        """Returns tensors of processes, by their keys."""
+    ) -> dict[int, tuple[Any, dict[Any, Tensor]]]:
+        """Returns the answers of processes: an object and tensors by key.
+
+        ExecutionError, and all processes are ended, if one fails or ends.
+        """
         self._check_open()
-        tensors: dict[Any, Tensor] = {}
-        for number, request in requests.items():
-            connection = self._connections[number]
-            try:
-                connection.send(request)
+        answers: dict[int, tuple[Any, dict[Any, Tensor]]] = {}
+        number = -1
+        try:
+            for number, request in requests.items():
+                self._connections[number].send(request)
                 if content is not None:
-                    send_tensors(connection, content[number])
-                tensors |= receive_tensors(connection)
-            except (EOFError, OSError):
-                error = self._gone(number)
-                self._end_now()
-                raise error from None
-        return tensors
-
-    def _send_all(self, request: tuple[Any, ...]) -> None:
-        for number, connection in enumerate(self._connections):
-            try:
-                connection.send(request)
-            except OSError:
-                raise self._gone(number) from None
-
-    def _answers(self) -> list[DeviceRecord]:
-        """[D] Returns the records of a step. ExecutionError if a process fails or ends."""
-        waiting: dict[Any, int] = {connection: number for number, connection in enumerate(self._connections)}
-        records: dict[int, DeviceRecord] = {}
-        while waiting:
-            for ready in pipes.wait(list(waiting), POLL_SECONDS):
-                number = waiting.pop(ready)
-                connection = self._connections[number]
-                try:
-                    answer = connection.recv()
-                    if isinstance(answer, Failed):
-                        raise answer.error(self.targets[number].name)
-                    records[number] = DeviceRecord(receive_tensors(connection), *answer)
-                except (EOFError, OSError):
-                    raise self._gone(number) from None
-        return [records[number] for number in range(len(self.targets))]
+                    send_tensors(self._connections[number], content[number])
+            waiting: dict[Any, int] = {self._connections[number]: number for number in requests}
+            while waiting:
+                for ready in pipes.wait(list(waiting), POLL_SECONDS):
+                    number = waiting.pop(ready)
+                    answer = self._connections[number].recv()
+                    if isinstance(answer, ExecutionError):
+                        raise answer
+                    answers[number] = answer, receive_tensors(self._connections[number])
+        except BaseException as error:  # also an interrupt: an answer would be taken for that of the next request
+            is_gone = isinstance(error, EOFError | OSError)
+            cause = self._gone(number) if is_gone else error
+            self._end_now()
+            raise cause from None
+        return answers
 
     def _gone(self, number: int) -> ExecutionError:
         child = self._children[number]
@@ -280,22 +236,23 @@ class ForkedExecutor(HostExecutor):
                     kind, *request = connection.recv()
                     if kind == END:
                         break
+                    answer: Any = None
+                    tensors: Mapping[Any, Tensor | None] = {}
                     if kind == STEP:
                         held = {}
-                        held = self._serve_step(number, worker, connection, request)
-                        gc.collect(0)
+                        answer, held = self._serve_step(number, worker, request)
+                        tensors = {tensor: held[tensor] for tensor in self.program.loss_tensors & held.keys()}
                     elif kind == COLLECT:
-                        wanted = {tensor: held[tensor] for tensor in request[0]}
-                        send_tensors(connection, {key: item for key, item in wanted.items() if item is not None})
+                        tensors = {tensor: held[tensor] for tensor in request[0]}
                     elif kind == PRIVATE:
                         private = worker.private.items()
-                        send_tensors(
-                            connection, {(op, value): item for op, by in private for value, item in by.items()}
-                        )
+                        tensors = {(op, value): item for op, by in private for value, item in by.items()}
                     else:
                         for (op, value), item in receive_tensors(connection).items():
                             worker.load_private(op, {value: item})
-                        send_tensors(connection, {})
+                    connection.send(answer)
+                    send_tensors(connection, {key: item for key, item in tensors.items() if item is not None})
+                    gc.collect(0)
         except (EOFError, OSError):
             status = 1
         except BaseException:
@@ -306,9 +263,9 @@ class ForkedExecutor(HostExecutor):
         os._exit(status)
 
     def _serve_step(
-        self, number: int, worker: Worker, connection: Connection, request: Sequence[Any]
-    ) -> Mapping[int, Tensor | None]:
-        """Runs a step, answers with its record and the loss, and returns the tensors that its script kept."""
+        self, number: int, worker: Worker, request: Sequence[Any]
+    ) -> tuple[Any, Mapping[int, Tensor | None]]:
+        """Runs a step, and returns its record, or its error, and the tensors that its script kept."""
         seed, retain, is_timed, changed = request
         for op, keyword, value in changed:
             self.program.set_keyword(op, keyword, value)
@@ -316,13 +273,8 @@ class ForkedExecutor(HostExecutor):
         try:
             record = worker.step(StepRequest(self._inputs, seed, script, is_timed, owns_inputs=True))
         except ExecutionError as error:
-            cause = error.cause
-            connection.send(Failed(error.what, type(cause).__name__, str(cause) if cause else "", error.note))
-            return {}
-        held = {tensor: item for tensor, item in record.held.items() if tensor in self.program.loss_tensors}
-        connection.send((record.ops, record.start_ns, record.finish_ns, record.wait_ns, record.end_ns))
-        send_tensors(connection, {tensor: item for tensor, item in held.items() if item is not None})
-        return record.held
+            return error, {}
+        return replace(record, held={}), record.held
 
 
 def _slot(program: Program, tensor: int) -> Tensor:

@@ -6,13 +6,13 @@ ends is noticed at once by its closed connections.
 """
 
 import itertools
-import json
 import math
+import pickle
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,8 @@ from gdp.models.pytorch.strides import fill
 
 CLOSE, STEP = 0, 1  # collectives; to STEP add 1 if it is timed, 2 if it retains
 
-_CLOCK, _TEXTS, _RESULTS, _ITEMS = 5, 6, 8, 10  # further collectives; to the last two add 1 if all ranks receive
-_TOKEN, _RECORD, _PING = range(3)  # tags, from the number of tensors on; tensors have their own numbers
+_CLOCK, _OBJECTS, _TENSORS = 5, 6, 8  # further collectives; to the last add 1 if all ranks receive
+_TOKEN, _DONE, _PING = range(3)  # tags, from the number of tensors on; tensors have their own numbers
 _NUM_PINGS = 16
 _ITEM = _PING + _NUM_PINGS  # the first tag of tensors that are none of the graph
 
@@ -64,7 +64,8 @@ class Communicator:
             peer: tuple(self._incoming_tensor(tensor, ranks.target.device) for tensor in traffic[peer, ranks.rank])
             for peer in self.peers
         }
-        self._step: tuple[int, dict[int, Sequence[IncomingMessage]]] = (STEP, {})
+        self._outgoing = {peer: [(tensor, peer) for tensor in traffic[ranks.rank, peer]] for peer in self.peers}
+        self._step: tuple[int, Mapping[int, Sequence[IncomingMessage]]] = (STEP, {})
         pairs = _pair_groups(count) if ranks.is_nccl else {}
         self.transfers = TransferState(window_bytes)
         self._senders, self._receivers = {}, {}
@@ -123,84 +124,64 @@ class Communicator:
             self._fail(peer, f"did not send {missing} for {self._timeout_seconds:g} s")
         return sent
 
-    def collect(
-        self, own: Mapping[int, Tensor | None], wanted: Mapping[int, Sequence[int]], *, everywhere: bool = False
-    ) -> dict[int, Tensor]:
-        """Returns on the first rank copies on the CPU of the tensors `wanted` of each rank, out of its `own`.
+    def collect(self, own: Mapping[Any, Tensor], *, everywhere: bool = False) -> dict[Any, Tensor]:
+        """Returns on the first rank, or `everywhere`, copies on the CPU of the tensors of all ranks by key.
 
-        `everywhere` returns them on all ranks.
+        Each key is on one rank.
         """
-        incoming = {peer: [self._incoming_tensor(tensor, CPU) for tensor in wanted[peer]] for peer in self.peers}
-        sent_tensors = [self._backend.pack(tensor, own[tensor], CPU) for tensor in wanted[self._rank]]
-        received = self._exchange(_RESULTS, sent_tensors, incoming, everywhere=everywhere)
-        held = {tensor: content for (_, tensor), content in received.items()}
-        for tensor, content, event in sent_tensors if everywhere or self._rank == 0 else ():
-            if event is not None:
-                event.synchronize()
-            if content is not None:
-                held[tensor] = self._copy(tensor, content)
-        return held
+        receives, first = everywhere or self._rank == 0, self._first_tag + _ITEM
+        forms = [(key, tuple(tensor.shape), tensor.stride(), tensor.dtype) for key, tensor in own.items()]
+        forms_of = self.collect_objects(forms)
+        incoming = {
+            peer: [_incoming(first + place, *form) for place, (_, *form) in enumerate(forms_of[peer])]
+            for peer in self.peers
+        }
+        copies = {key: _copy(tensor) for key, tensor in own.items()}
+        sent_tensors = [SentTensor(first + place, tensor) for place, tensor in enumerate(copies.values())]
+        received = self._exchange(_TENSORS + everywhere, sent_tensors, incoming if receives else {})
+        held = {forms_of[peer][tag - first][0]: content for (peer, tag), content in received.items()}
+        return held | copies if receives else {}
 
-    def collect_items(self, own: Mapping[str, Tensor], *, everywhere: bool = False) -> dict[str, Tensor]:
-        """Returns as `collect` tensors outside the graph, by key; each key is on one rank.
-
-        A rank's own tensors are not copied, if they are on the CPU.
-        """
-        on_cpu = {key: tensor.detach().to("cpu").contiguous() for key, tensor in own.items()}
-        headers = self.collect_texts(json.dumps([[key, *_form_of(tensor)] for key, tensor in on_cpu.items()]))
-        first = self._first_tag + _ITEM
-        keys = dict[tuple[int, int], str]()
-        incoming = dict[int, list[IncomingMessage]]()
-        for peer in self.peers if everywhere or self._rank == 0 else ():
-            rows = json.loads(headers[peer])
-            keys |= {(peer, first + place): key for place, (key, *_) in enumerate(rows)}
-            incoming[peer] = [_incoming_item(first + place, *form) for place, (_, *form) in enumerate(rows)]
-        sent_tensors = [SentTensor(first + place, tensor) for place, tensor in enumerate(on_cpu.values())]
-        received = self._exchange(_ITEMS, sent_tensors, incoming, everywhere=everywhere)
-        return on_cpu | {keys[place]: content for place, content in received.items()}
-
-    def collect_texts(self, own: str) -> list[str]:
-        """Returns a text of each rank on all ranks."""
-        tag, content = self._first_tag + _ITEM, torch.frombuffer(bytearray(own.encode() or b" "), dtype=torch.uint8)
-        sizes = {peer: [_incoming_numbers(tag, 1)] for peer in self.peers}
-        lengths = self._exchange(_TEXTS, [SentTensor(tag, torch.tensor([len(content)]))], sizes, everywhere=True)
-        texts = {peer: [_incoming_item(tag, [int(lengths[peer, tag])], "uint8")] for peer in self.peers}
-        received = self._exchange(_TEXTS, [SentTensor(tag, content)], texts, everywhere=True)
+    def collect_objects(self, own: Any) -> list[Any]:
+        """Returns an object of each rank on all ranks."""
+        tag, content = self._first_tag + _ITEM, torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
+        sizes = {peer: [_incoming(tag)] for peer in self.peers}
+        lengths = self._exchange(_OBJECTS, [SentTensor(tag, torch.tensor([len(content)]))], sizes)
+        texts = {peer: [_incoming(tag, (int(lengths[peer, tag]),), (1,), torch.uint8)] for peer in self.peers}
+        received = self._exchange(_OBJECTS, [SentTensor(tag, content)], texts)
         received[self._rank, tag] = content
-        return [received[rank, tag].numpy().tobytes().decode().strip() for rank in range(len(self.peers) + 1)]
+        return [pickle.loads(received[rank, tag].numpy().tobytes()) for rank in range(len(self.peers) + 1)]
 
     def _exchange(
-        self,
-        kind: int,
-        sent_tensors: Sequence[SentTensor],
-        incoming: Mapping[int, Sequence[IncomingMessage]],
-        *,
-        everywhere: bool,
+        self, kind: int, sent_tensors: Sequence[SentTensor], incoming: Mapping[int, Sequence[IncomingMessage]]
     ) -> dict[tuple[int, int], Tensor]:
-        """Returns on the first rank, or everywhere, the content that others have sent, by rank and tag."""
-        receives = everywhere or self._rank == 0
-        self.begin_collective(kind + everywhere, incoming if receives else {})
-        receivers = self.peers if everywhere else [0] * (self._rank != 0)
+        """Sends tensors to the first rank, or to all in collectives of the kind, and returns those that come.
+
+        By rank and tag.
+        """
+        self.begin_collective(kind, incoming)
+        receivers = [0] * (self._rank != 0) if kind == _TENSORS else self.peers
         for sent in sent_tensors:
             for peer in receivers:
                 self._senders[peer].put(sent)
         received: dict[tuple[int, int], Tensor] = {}
-        for peer in self.peers if receives else ():  # before the own ones have left, or windows would fill up
-            for message in incoming[peer]:
+        for peer, messages in incoming.items():  # before the own ones have left, or windows would fill up
+            for message in messages:
                 content = self.take(peer, message.tag).content
-                if content is not None:
-                    received[peer, message.tag] = content
+                assert content is not None, "no control tensors are sent so"
+                received[peer, message.tag] = content
         self.finish()
         return received
 
-    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Returns on the first rank, at the end of a step, the numbers of each rank; nothing on others."""
-        tag = self._first_tag + _RECORD
+    def finish_step(self) -> None:
+        """Returns on the first rank when all have done the step."""
+        tag = self._first_tag + _DONE
         if self._rank != 0:
-            self._senders[0].put(SentTensor(tag, torch.tensor(numbers)))
+            self._senders[0].put(SentTensor(tag, None))
             self.finish()
-            return []
-        return [list(numbers), *(self._take_numbers(peer, tag) for peer in self.peers)]
+            return
+        for peer in self.peers:
+            self.take(peer, tag)
 
     def clock_offsets_ns(self, hosts: Sequence[str]) -> list[int]:
         """[D] Returns on the first rank the offset from each rank's clock to the first's, by the quickest answers."""
@@ -209,7 +190,7 @@ class Communicator:
             return offsets_ns
         pings = [self._first_tag + _PING + number for number in range(_NUM_PINGS)]
         partners = far if self._rank == 0 else [0] * (self._rank in far)
-        self.begin_collective(_CLOCK, {partner: [_incoming_numbers(tag, 1) for tag in pings] for partner in partners})
+        self.begin_collective(_CLOCK, {partner: [_incoming(tag) for tag in pings] for partner in partners})
         for partner in partners:
             trips: list[tuple[int, int]] = []
             for tag in pings:
@@ -218,29 +199,27 @@ class Communicator:
                 before_ns = time.perf_counter_ns()
                 self._senders[partner].put(SentTensor(tag, torch.tensor([before_ns])))
                 if self._rank == 0:
-                    (theirs_ns,), after_ns = self._take_numbers(partner, tag), time.perf_counter_ns()
+                    theirs_ns, after_ns = int(self.take(partner, tag).content), time.perf_counter_ns()
                     trips.append((after_ns - before_ns, (before_ns + after_ns) // 2 - theirs_ns))
             if self._rank == 0:
                 offsets_ns[partner] = min(trips)[1]
         self.finish()
         return offsets_ns
 
-    def transfer_times_ns(self) -> list[int]:
-        """Lists for each tensor sent in this step the times of its queueing and of its turn; then all arrivals."""
-        times_ns: list[int] = []
-        for peer in self.peers:
-            times_ns += itertools.chain(*self._senders[peer].times_ns[1:])  # the first was no tensor
-        for peer in self.peers:
-            times_ns += self._receivers[peer].arrivals_ns[: len(self._incoming[peer])]
-        return times_ns
+    def transfer_times_ns(self) -> tuple[dict[tuple[int, int], tuple[int, int]], dict[tuple[int, int], int]]:
+        """Returns times of this step by (tensor, destination): of the queueing and turn of sent ones; of arrivals."""
+        queued = dict[tuple[int, int], tuple[int, int]]()
+        arrived = dict[tuple[int, int], int]()
+        for peer in self.peers:  # the first that was sent was no tensor
+            queued.update(zip(self._outgoing[peer], self._senders[peer].times_ns[1:], strict=False))
+            tags = ((message.tag, self._rank) for message in self._incoming[peer])
+            arrived.update(zip(tags, self._receivers[peer].arrivals_ns, strict=False))
+        return queued, arrived
 
-    def plan_step(self, kind: int, record_size: Callable[[int], int]) -> None:
-        """Sets the collective of the next step, and how many numbers the first rank gets from each other after it."""
-        incoming: dict[int, Sequence[IncomingMessage]] = dict(self._incoming)
-        if self._rank == 0:
-            for peer in self.peers:
-                incoming[peer] = *incoming[peer], _incoming_numbers(self._first_tag + _RECORD, record_size(peer))
-        self._step = kind, incoming
+    def plan_step(self, kind: int) -> None:
+        """Sets the collective of the next step."""
+        last = (IncomingMessage(self._first_tag + _DONE),) if self._rank == 0 else ()
+        self._step = kind, {peer: (*messages, *last) for peer, messages in self._incoming.items()}
 
     # -- methods of Transport, in the worker's thread ----------------------------------------------------------------
 
@@ -272,16 +251,6 @@ class Communicator:
         make = partial(self._program.memory_for, tensor, CPU if device.type == "cpu" else self._wire_device)
         return IncomingMessage(tensor, int(self._program.graph.tensor_bytes[tensor]), make, device)
 
-    def _take_numbers(self, peer: int, tag: int) -> list[int]:
-        content = self.take(peer, tag).content
-        numbers: list[int] = [] if content is None else content.tolist()
-        return numbers
-
-    def _copy(self, tensor: int, content: Tensor) -> Tensor:
-        copy = self._program.memory_for(tensor, CPU)
-        bytes_of(copy).copy_(bytes_of(self._dense(tensor, content)))
-        return copy
-
     def _dense(self, tag: int, content: Tensor) -> Tensor:
         """Lays out the content as `memory_for` lays out the receiver's."""
         if tag >= self._first_tag:
@@ -294,17 +263,18 @@ class Communicator:
         return fill(self._program.memory_for(tag, content.device), content)
 
 
-def _incoming_numbers(tag: int, size: int) -> IncomingMessage:
-    return IncomingMessage(tag, 0, partial(torch.empty, size, dtype=torch.int64))
+def _incoming(
+    tag: int, shape: Sequence[int] = (1,), stride: Sequence[int] = (1,), dtype: torch.dtype = torch.int64
+) -> IncomingMessage:
+    make = partial(torch.empty_strided, shape, stride, dtype=dtype)
+    return IncomingMessage(tag, math.prod(shape) * dtype.itemsize, make)
 
 
-def _form_of(tensor: Tensor) -> tuple[list[int], str]:
-    return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-
-
-def _incoming_item(tag: int, shape: Sequence[int], dtype: str) -> IncomingMessage:
-    make = partial(torch.empty, list(shape), dtype=getattr(torch, dtype))
-    return IncomingMessage(tag, math.prod(shape) * getattr(torch, dtype).itemsize, make)
+def _copy(tensor: Tensor) -> Tensor:
+    """Returns a copy on the CPU, which lies in memory as the tensor does."""
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    bytes_of(copy).copy_(bytes_of(tensor))
+    return copy
 
 
 def _pair_groups(count: int) -> dict[tuple[int, int], dist.ProcessGroup]:

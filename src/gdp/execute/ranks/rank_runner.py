@@ -62,10 +62,7 @@ class RankRunner:
     def write_once(self, write: Callable[[], None]) -> None:
         """Writes on the first rank, while the others wait; an InputError is raised on all."""
         try:
-            if self._executor is not None:
-                self._executor.act_once(write)
-            else:
-                self._ranks.act_once(write)
+            (self._executor or self._ranks).act_once(write)
         except InputError:
             raise
         except BaseException as error:

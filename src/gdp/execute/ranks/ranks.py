@@ -3,12 +3,13 @@
 import contextlib
 import hashlib
 import json
+import math
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -23,16 +24,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from gdp.errors import InputError
 from gdp.execute.targets import Target, find_targets, places_of
-from gdp.execute.worker import ExecutionError
+from gdp.execute.worker import REMEDIED, ExecutionError
 
 INTERRUPTED = "was interrupted"
 CAUSE_SECONDS = 1.0  # for a rank that knows more of a failure to write it down
 SILENT_SECONDS = 10.0  # without a heartbeat; a kernel or a compiler that holds Python's lock can take some
-REMEDIED: Mapping[str, type[Exception]] = {  # the kinds of causes that ExecutionError has a remedy for
-    "MemoryError": MemoryError,
-    "OutOfMemoryError": MemoryError,
-    "NotImplementedError": NotImplementedError,
-}
 
 _HEARTBEAT_SECONDS = 0.5
 _POLL_SECONDS = 0.02  # between looks at the store
@@ -158,14 +154,8 @@ class Ranks:
         """
         keys = [f"{key}/{rank}" for rank in range(len(self.targets))]
         with reaching_others(self.target.name):
-            until = time.monotonic() + self.store.timeout.total_seconds()  # type: ignore[attr-defined]
             self.store.set(keys[self.rank], digest)
-            while not within(SILENT_SECONDS, partial(self.store.check, keys)):
-                if self.has_cause():
-                    raise self.error_of(Failure(self.rank, "was told to end"))
-                if time.monotonic() > until:
-                    raise ExecutionError(self.target.name, "could not join the others")
-                time.sleep(_POLL_SECONDS)
+            self._await(keys, self.store.timeout.total_seconds())  # type: ignore[attr-defined]
             digests = [self.store.get(each) for each in keys]
         others = [name for name, own in zip(self.names, digests, strict=True) if own != digests[0]]
         if others:
@@ -182,16 +172,23 @@ class Ranks:
         try:
             if self.is_first:
                 self.store.set(key, text)
-            while not within(SILENT_SECONDS, partial(self.store.check, [key])):
-                if self.has_cause():
-                    raise self.error_of(Failure(self.rank, "was told to end"))
-                time.sleep(_POLL_SECONDS)
+            self._await([key])
             text = self.store.get(key).decode()
         except RuntimeError:
             raise self.error_of(self.store_lost()) from None
         if text:
             self._note_reader(f"{key}/readers")
             raise InputError(text)
+
+    def _await(self, keys: Sequence[str], patience_seconds: float = math.inf) -> None:
+        """Waits until the store has all keys. RankError after a failure, ExecutionError if they do not come."""
+        until = time.monotonic() + patience_seconds
+        while not within(SILENT_SECONDS, partial(self.store.check, list(keys))):
+            if self.has_cause():
+                raise self.error_of(Failure(self.rank, "was told to end"))
+            if time.monotonic() > until:
+                raise ExecutionError(self.target.name, "could not join the others")
+            time.sleep(_POLL_SECONDS)
 
     def meet(self, what: str) -> None:
         """Waits until all ranks are here. ExecutionError if one does not come."""
@@ -209,23 +206,19 @@ class Ranks:
         """Returns whether a rank wrote down the cause of the run's end."""
         return bool(self.store.check(["cause"]))
 
-    def settle_cause(self, cause: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes down the cause of the run's end, unless a rank has; returns the first. RuntimeError without store."""
-        self._has_failed = True
-        first: dict[str, Any] = json.loads(self.store.compare_set("cause", "", json.dumps(cause)))
-        self.store.add("readers", 1)
-        return first
-
     def error_of(self, failure: Failure) -> RankError:
         """Agrees with the others on the cause of the run's end, and makes the error of it."""
         mine = failure.document(self.rank)
         self._has_failed = True
 
         def settle() -> dict[str, Any]:
+            """Writes down the cause, unless a rank has, and returns the first."""
             until = time.monotonic() + (0 if failure.is_own else CAUSE_SECONDS)
             while not self.has_cause() and time.monotonic() < until:
                 time.sleep(_POLL_SECONDS)
-            return self.settle_cause(mine)
+            first: dict[str, Any] = json.loads(self.store.compare_set("cause", "", json.dumps(mine)))
+            self.store.add("readers", 1)
+            return first
 
         try:
             first = within(3 * CAUSE_SECONDS, settle)
@@ -328,40 +321,31 @@ class HeartbeatMonitor(threading.Thread):
         super().__init__(name="gdp-heartbeats", daemon=True)
         self._ranks, self._key, self._fail = ranks, key, fail
         self.stop = threading.Event()
-        self._latest = time.monotonic()  # answer of the store
 
     def run(self) -> None:
-        threading.Thread(target=self._watch, name="gdp-heartbeats-watch", daemon=True).start()
-        self._beat()
-
-    def _watch(self) -> None:
-        """Notices a store whose host cannot be reached: calls to it do not return."""
-        while not self.stop.wait(_HEARTBEAT_SECONDS):
-            if time.monotonic() - self._latest > SILENT_SECONDS:
-                self._fail(self._ranks.store_lost())
-                return
-
-    def _beat(self) -> None:
-        rank, count = self._ranks.rank, len(self._ranks.names)
-        latest = {peer: (0, time.monotonic()) for peer in range(count) if peer != rank}
+        latest = {peer: (0, time.monotonic()) for peer in range(len(self._ranks.names)) if peer != self._ranks.rank}
         try:
             store = self._ranks.store.clone()  # type: ignore[attr-defined]  # or others' waits would hold it up
             while not self.stop.wait(_HEARTBEAT_SECONDS):
-                store.add(f"{self._key}/{rank}", 1)
-                self._latest = time.monotonic()
-                if store.check(["cause"]):
-                    self._fail(Failure(rank, "was told to end"))
+                has_cause, counts = within(SILENT_SECONDS, partial(self._beat, store, list(latest)))
+                if has_cause:
+                    self._fail(Failure(self._ranks.rank, "was told to end"))
                     return
-                for peer, (count_before, since) in latest.items():
-                    count_now, now = store.add(f"{self._key}/{peer}", 0), time.monotonic()
-                    if count_now != count_before:
-                        latest[peer] = count_now, now
+                for (peer, (count_before, since)), count in zip(list(latest.items()), counts, strict=True):
+                    now = time.monotonic()
+                    if count != count_before:
+                        latest[peer] = count, now
                     elif now - since > SILENT_SECONDS:
                         self._fail(Failure(peer, f"gave no sign of life for {SILENT_SECONDS:g} s"))
                         return
-        except RuntimeError:
+        except RuntimeError:  # also of a store whose host cannot be reached
             if not self.stop.is_set():
                 self._fail(self._ranks.store_lost())
+
+    def _beat(self, store: Store, peers: Sequence[int]) -> tuple[bool, list[int]]:
+        """Returns whether there is a cause to end, and the number of heartbeats of each peer."""
+        store.add(f"{self._key}/{self._ranks.rank}", 1)
+        return store.check(["cause"]), [store.add(f"{self._key}/{peer}", 0) for peer in peers]
 
 
 def message_of(act: Callable[[], None]) -> str:
