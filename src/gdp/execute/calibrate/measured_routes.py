@@ -2,10 +2,11 @@
 
 import statistics
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import combinations, permutations
 
 import torch
+from torch import Tensor
 
 from gdp.cluster import Route
 from gdp.cluster.catalogue import BY_REFERENCE_BYTES_PER_SECOND
@@ -18,8 +19,10 @@ from gdp.execute.calibrate.work import (
     Log,
     Once,
     Pair,
+    Work,
     cache_bytes,
     copy_memory,
+    job_of,
     line_through,
     time_alone,
     together,
@@ -117,19 +120,12 @@ def _rate(times_ns: Mapping[int, float]) -> int:
 
 def _copy_here(target: Target, num_bytes: int) -> Job:
     """Makes the job of a copy in a CPU's memory."""
-    backend = backend_of(target, copy_memory)
 
-    def prepare() -> Once:
-        content, memory = (copy_memory(num_bytes, target.device).zero_() for _ in range(2))
+    def make(device: torch.device, _dtype: torch.dtype) -> Callable[[], Tensor]:
+        content, memory = (copy_memory(num_bytes, device).zero_() for _ in range(2))
+        return lambda: memory.copy_(content)
 
-        def once() -> int:
-            start_ns = time.perf_counter_ns()
-            memory.copy_(content)
-            return time.perf_counter_ns() - start_ns
-
-        return once
-
-    return backend, prepare
+    return job_of(target, Work(num_bytes, make), torch.uint8)
 
 
 def _copy(source: Target, target: Target, num_bytes: int) -> Job:

@@ -10,11 +10,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -391,19 +391,16 @@ def _host() -> str:
 
 def within(seconds: float, act: Callable[[], Any]) -> Any:
     """Returns the answer of `act`. RuntimeError if there is none in time: the host of a store may be gone."""
-    answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+    future = Future[Any]()
 
     def answer() -> None:
         try:
-            answers.put((act(), None))
+            future.set_result(act())
         except BaseException as error:
-            answers.put((None, error))
+            future.set_exception(error)
 
     threading.Thread(target=answer, daemon=True).start()
     try:
-        answer_of_act, error = answers.get(timeout=seconds)
-    except Empty:
+        return future.result(seconds)
+    except TimeoutError:
         raise RuntimeError(f"no answer for {seconds:g} s") from None
-    if error is not None:
-        raise error
-    return answer_of_act
