@@ -35,7 +35,7 @@ from gdp.planning.warm_up import warm_up
 from gdp.search.batch_parts import Parts
 from gdp.search.layouts.choose import choose_layout
 from gdp.search.layouts.dispatch import best_dispatch
-from gdp.search.layouts.estimate import constructed_places
+from gdp.search.layouts.estimate import staged_places
 from gdp.search.place import place
 from gdp.search.question import BatchQuestion
 from gdp.search.settings import DEFAULTS
@@ -256,7 +256,7 @@ def _by_hand_ns(step: Step, part: Graph, problem: Problem) -> int | None:
     one_replica = Problem.build(part, only(problem.cluster, devices[0].tolist()))
     units = Units.of(problem)  # the parameters of a bucket are one, where they may be in two stages of a replica
     tried = []
-    for places in constructed_places(one_replica, DEFAULTS.large):
+    for places in staged_places(one_replica, DEFAULTS.large):
         placement = units.place_allowed(step.placement(places, devices)[units.first_op])
         tried.append(best_dispatch(problem, step, placement))
     return min((each.step_time_ns for each in tried if each.figures.fits), default=None)

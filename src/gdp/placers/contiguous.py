@@ -14,7 +14,7 @@ import numpy.typing as npt
 from gdp.arrays import I64
 from gdp.budget import Clock
 from gdp.placers.base import TriedPlacements, columns_of, device_subsets, inherit, unit_choices
-from gdp.placers.settings import CONTIGUOUS
+from gdp.placers.settings import CONTIGUOUS, STAGES
 from gdp.simulator.longest_paths import longest_paths
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.forward_units import containers
@@ -90,7 +90,7 @@ def stages(problem: Problem, units: Units, chain: Chain, devices: I64, memory_sh
     sums = np.ascontiguousarray(sums[cuts].T)
     low, high = 0.0, float(sums[:, -1].max())
     ends = _cut(sums, column_of, high)
-    for _ in range(50):  # halvings: the bottleneck to 15 digits
+    for _ in range(STAGES.num_halvings):
         middle = (low + high) / 2
         found = _cut(sums, column_of, middle)
         if found[-1] == len(cuts) - 1:

@@ -34,7 +34,7 @@ class ContiguousSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSettings:
-    """Stages by dynamic programming."""
+    """Stages by bisection, and by dynamic programming."""
 
     alive: tuple[float, ...] = (0.25, 0.5, 1.0)  # of a stage's allocations, held at once where nothing fits; untuned
     num_halvings: int = 50  # the bottleneck to 15 digits, as many as a float64 has

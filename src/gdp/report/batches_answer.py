@@ -53,11 +53,8 @@ def batches_report(solution: Solution, samples: int | None, written: str, comman
     yield Text(f"{best.problem.graph.name} on {cluster.name}, {count} batches in flight: {searched}")
     yield Text(f"Best layout: {layout_in_words(best)}", style="bold")
     yield Text(of_throughput(throughput_of(best), samples), style="bold")
-    against = [
-        f"{digits(each.step_time_ns / best.step_time_ns, 3)} times as {each.name}"
-        for each in usual_of(solution)
-        if each.fits
-    ]
+    usual = [each for each in usual_of(solution) if each.fits]
+    against = [f"{digits(each.step_time_ns / best.step_time_ns, 3)} times as {each.name}" for each in usual]
     if against:
         yield Text(f"{', '.join(against)}.".replace(" times as ", " times as fast as ", 1))
     above = best.step_time_ns / max(solution.bound_ns, 1) - 1

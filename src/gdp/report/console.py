@@ -18,14 +18,12 @@ from gdp.report import sentences
 from gdp.report.advice_answer import advice_report
 from gdp.report.batches_answer import of_throughput
 from gdp.report.limits import Limits
-from gdp.report.tables import format_ms, new_table
+from gdp.report.tables import MOST_DEVICES, SHOWN_OF_MANY, format_ms, new_table
 from gdp.report.timeline_text import TimelineText
 from gdp.simulator.costs import count_time_sources
 from gdp.simulator.plan import Plan
 from gdp.simulator.simulate import Simulation
 from gdp.simulator.throughput import Throughput
-
-_MOST_DEVICES, _SHOWN_OF_MANY = 64, 16  # rows of a table: of more devices the first are shown
 
 
 def place_report(
@@ -83,7 +81,7 @@ def device_report(simulation: Simulation, *, searched: bool = False) -> Iterator
     counts = np.bincount(simulation.placement, minlength=problem.num_devices)
     table = new_table("device", "kind", ">busy", ">ops", ">peak memory", ">limit")
     devices = problem.cluster.devices
-    num_shown = len(devices) if len(devices) <= _MOST_DEVICES else _SHOWN_OF_MANY
+    num_shown = len(devices) if len(devices) <= MOST_DEVICES else SHOWN_OF_MANY
     for number, device in enumerate(devices[:num_shown]):
         table.add_row(
             device.name,

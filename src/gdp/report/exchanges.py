@@ -16,6 +16,7 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.graph.copies import HOST_RING_COPY, HOST_RING_SUM, exchange_numbers, exchange_of
+from gdp.report.timeline_text import worked_until
 from gdp.simulator.simulate import Simulation
 
 _LISTED = 60  # exchanges that are listed one by one
@@ -32,32 +33,17 @@ class _BucketExchange:
     transfers: I64
 
 
-@dataclass(frozen=True, eq=False)
-class _IdleTime:
-    """The time that a device has computed nothing until any moment: a polyline."""
-
-    times_ns: I64
-    idle_ns: I64
-
-    @classmethod
-    def of(cls, simulation: Simulation, device: int) -> "_IdleTime":
-        ops, end = simulation.order[device], [simulation.step_time_ns]
-        starts = np.concatenate((simulation.op_start_ns[ops], end))
-        ends = np.concatenate(([0], simulation.op_finish_ns[ops]))
-        idle = np.cumsum(starts - ends)  # between each op's end and the next one's start
-        times = np.stack((ends, starts), axis=1).ravel()
-        return cls(times, np.stack((idle - (starts - ends), idle), axis=1).ravel())
-
-    def during(self, starts: I64, ends: I64) -> tuple[int, int]:
-        """Returns the length of intervals, which may overlap, and the time within them without an op, in ns."""
-        if not len(starts):
-            return 0, 0
-        order = np.argsort(starts, kind="stable")
-        starts, reached = starts[order], np.maximum.accumulate(ends[order])
-        first = np.flatnonzero(np.concatenate(([True], starts[1:] > reached[:-1])))
-        begins, stops = starts[first], reached[np.append(first[1:] - 1, len(starts) - 1)]
-        idle = np.interp(stops, self.times_ns, self.idle_ns) - np.interp(begins, self.times_ns, self.idle_ns)
-        return int((stops - begins).sum()), round(float(idle.sum()))
+def _during(simulation: Simulation, ops: I64, starts: I64, ends: I64) -> tuple[int, int]:
+    """Returns the length of intervals, which may overlap, and the time within them without one of `ops`, in ns."""
+    if not len(starts):
+        return 0, 0
+    order = np.argsort(starts, kind="stable")
+    starts, reached = starts[order], np.maximum.accumulate(ends[order])
+    first = np.flatnonzero(np.concatenate(([True], starts[1:] > reached[:-1])))
+    begins, stops = starts[first], reached[np.append(first[1:] - 1, len(starts) - 1)]
+    length_ns = int((stops - begins).sum())
+    worked_ns = worked_until(simulation, ops, stops) - worked_until(simulation, ops, begins)
+    return length_ns, length_ns - round(float(worked_ns.sum()))
 
 
 class _Exchanges:
@@ -70,7 +56,6 @@ class _Exchanges:
         self.sizes_bytes = graph.tensor_bytes[simulation.transfer_tensors]
         self.sources = simulation.placement[self.producers]
         self.transfers = np.flatnonzero(graph.is_collective[self.producers] & (self.sizes_bytes > 0))
-        self.idle = [_IdleTime.of(simulation, device) for device in range(simulation.problem.num_devices)]
 
     def each(self) -> list[_BucketExchange]:
         """Returns the exchanges one by one."""
@@ -90,11 +75,12 @@ class _Exchanges:
     def by_device(self, transfers: I64) -> list[tuple[int, int]]:
         """Returns [D] the time that transfers are under way to or from a device, and that without an op on it."""
         simulation, rows = self.simulation, []
-        for device, idle in enumerate(self.idle):
+        for device, ops in enumerate(simulation.order):
             own = transfers[
                 (self.sources[transfers] == device) | (simulation.transfer_destinations[transfers] == device)
             ]
-            rows.append(idle.during(simulation.transfer_start_ns[own], simulation.transfer_arrival_ns[own]))
+            starts, ends = simulation.transfer_start_ns[own], simulation.transfer_arrival_ns[own]
+            rows.append(_during(simulation, ops, starts, ends))
         return rows
 
     def rings(self) -> list[list[int]]:

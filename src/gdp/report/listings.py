@@ -7,25 +7,20 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from gdp.cluster import Cluster, Device, Route
-from gdp.cluster.catalogue import KINDS, LINKS, MACHINES, DeviceKind
+from gdp.cluster.catalogue import KINDS, LINKS, MACHINES, DeviceKind, LinkKind
 from gdp.notebook import digits, format_gib
-from gdp.report.tables import new_table
+from gdp.report.tables import MOST_DEVICES, SHOWN_OF_MANY, new_table
 
-_MOST_DEVICES, _SHOWN_OF_MANY = 64, 16  # of more devices the first are shown
 _FOLDED = 6  # routes that differ in names alone are one line from so many on
 
 
 def cluster_report(cluster: Cluster) -> Iterator[RenderableType]:
     """Yields the devices of a cluster and its routes."""
     devices = new_table("device", "kind", ">memory", ">float32", ">bandwidth", ">launch")
-    is_many = cluster.num_devices > _MOST_DEVICES
-    shown = cluster.devices[:_SHOWN_OF_MANY] if is_many else cluster.devices
+    is_many = cluster.num_devices > MOST_DEVICES
+    shown = cluster.devices[:SHOWN_OF_MANY] if is_many else cluster.devices
     for device in shown:
-        devices.add_row(
-            device.name,
-            device.kind,
-            *_figures(device),
-        )
+        devices.add_row(device.name, device.kind, *_figures(device))
     yield devices
     if is_many:
         yield Text(f"and {cluster.num_devices - len(shown)} more devices; routes from the first one, by rate:")
@@ -34,8 +29,7 @@ def cluster_report(cluster: Cluster) -> Iterator[RenderableType]:
     yield ""
     routes = new_table("from", "to", ">bandwidth", ">latency", "channels")
     for start, end, route, channels in _routes_by_rate(cluster) if is_many else _folded_routes(cluster):
-        rate, latency = digits(route.bytes_per_second / 1e9, 3), digits(route.latency_ns / 1e3, 3)
-        routes.add_row(start, end, f"{rate} GB/s", f"{latency} us", " ".join(channels) or "-")
+        routes.add_row(start, end, *_rates(route), " ".join(channels) or "-")
     yield routes
 
 
@@ -87,21 +81,20 @@ def _figures(device: Device | DeviceKind) -> tuple[str, str, str, str]:
     )
 
 
+def _rates(link: Route | LinkKind) -> tuple[str, str]:
+    return f"{digits(link.bytes_per_second / 1e9, 3)} GB/s", f"{digits(link.latency_ns / 1e3, 3)} us"
+
+
 def kinds_report() -> Iterator[RenderableType]:
     """Yields the built-in kinds of devices and links."""
     kinds = new_table("kind", ">usable memory", ">float32", ">bandwidth", ">launch", "links")
     for name, kind in KINDS.items():
-        kinds.add_row(
-            name,
-            *_figures(kind),
-            ", ".join(filter(None, (kind.port, kind.nvlink))),
-        )
+        kinds.add_row(name, *_figures(kind), ", ".join(filter(None, (kind.port, kind.nvlink))))
     yield kinds
     yield ""
     links = new_table("link", ">bandwidth", ">latency")
     for link in LINKS.values():
-        rate, latency = digits(link.bytes_per_second / 1e9, 3), digits(link.latency_ns / 1e3, 3)
-        links.add_row(link.name, f"{rate} GB/s", f"{latency} us")
+        links.add_row(link.name, *_rates(link))
     yield links
     yield ""
     machines = new_table("machine", "devices", "network cards")

@@ -91,18 +91,20 @@ def summary(data: PageData) -> dict[str, Any]:
         for number, device in enumerate(problem.cluster.devices)
     ]
     seconds = None if search is None else search.seconds
-    placers: list[dict[str, Any]] = [
-        {"name": writable(plan.placer), "status": "ok", "ns": plan.step_time_ns, "seconds": seconds, "plan": True}
+    placers = [
+        {"name": writable(plan.placer), "status": "ok", "ns": plan.step_time_ns, "seconds": seconds, "plan": True},
+        *(
+            {"name": writable(name), "status": each.status, "ns": each.step_time_ns, "seconds": each.seconds}
+            for name, each in data.baselines.items()
+        ),
     ]
-    for name, baseline in data.baselines.items():
-        placers.append(
-            {
-                "name": writable(name),
-                "status": baseline.status,
-                "ns": baseline.step_time_ns,
-                "seconds": baseline.seconds,
-            }
-        )
+    num_microbatches = sentences.num_microbatches(simulation)
+    told = (
+        str(_shortened(Limits.of(simulation))),
+        sentences.of_full_devices(simulation, short),
+        sentences.of_empty_devices(simulation, short, searched=sentences.is_searched(plan)),
+        *([] if search is None else sentences.of_search(search, simulation)),
+    )
     return {
         "graph": writable(problem.graph.name),
         "cluster": writable(problem.cluster.name),
@@ -112,27 +114,14 @@ def summary(data: PageData) -> dict[str, Any]:
         "placer": writable(plan.placer),
         "seed": plan.seed,
         "version": writable(plan.gdp_version),
-        "headline": sentences.headline(plan, data.baselines, sentences.num_microbatches(simulation)),
+        "headline": sentences.headline(plan, data.baselines, num_microbatches),
         "reasons": [writable(short(reason)) for reason in simulation.reasons],
-        "bound": sentences.of_bound(
-            plan.step_time_ns, plan.lower_bound_ns, sentences.num_microbatches(simulation), copies.num_replicas
-        ),
+        "bound": sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns, num_microbatches, copies.num_replicas),
         "layout": layout_document(plan, data.layouts),
         "replicas": copies.num_replicas,
         "alike": copies.are_alike(),
         "exchanges": exchanges_document(simulation),
-        "sentences": [
-            writable(str(_shortened(Limits.of(simulation)))),
-            *(
-                writable(sentence)
-                for sentence in (
-                    sentences.of_full_devices(simulation, short),
-                    sentences.of_empty_devices(simulation, short, searched=sentences.is_searched(plan)),
-                )
-                if sentence
-            ),
-            *([] if search is None else sentences.of_search(search, simulation)),
-        ],
+        "sentences": [writable(sentence) for sentence in told if sentence],
         "step_ns": simulation.step_time_ns,
         "bound_ns": plan.lower_bound_ns,
         "seconds": seconds,
@@ -298,16 +287,3 @@ def pack(header: Mapping[str, Any], columns: Mapping[str, tuple[str, npt.ArrayLi
     level = 6 if len(body) < _LARGE_BYTES else 1
     packed = gzip.compress(start + bytes(-len(start) % 8) + bytes(body), compresslevel=level, mtime=0)
     return base64.b64encode(packed).decode()
-
-
-def unpack(text: str) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-    """Returns (header, columns by name) of a packed text."""
-    content = gzip.decompress(base64.b64decode(text))
-    length = struct.unpack_from("<I", content, 4)[0]
-    header = orjson.loads(content[8 : 8 + length])
-    start = 8 + length + -(8 + length) % 8
-    columns = {
-        name: np.frombuffer(content, _TYPES[kind], size, start + offset)
-        for name, (kind, offset, size) in header.pop("columns").items()
-    }
-    return header, columns

@@ -22,6 +22,9 @@ def writable(name: str) -> str:
     return name.encode("utf-8", "replace").decode()
 
 
+MOST_DEVICES, SHOWN_OF_MANY = 64, 16  # rows of a table: of more devices the first are shown
+
+
 def new_table(*columns: str) -> Table:
     """Returns a table with these headings; `>` in front of a heading sets the column flush right."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
+from gdp.arrays import F64, I64
 from gdp.report.tables import format_ms, short
 from gdp.simulator.simulate import Simulation
 
@@ -44,22 +45,24 @@ def timeline_text(simulation: Simulation, width: int) -> Iterator[Text]:
     yield Text(f"{'':{margin}}0{end:>{num_columns - 1}}", style="dim")
 
 
-def busy_shares(
-    simulation: Simulation, num_columns: int, counted: npt.NDArray[np.bool_] | None = None
-) -> npt.NDArray[np.float64]:
+def busy_shares(simulation: Simulation, num_columns: int, counted: npt.NDArray[np.bool_] | None = None) -> F64:
     """Returns [D, columns] the share of each slice of the step in which a device computes.
 
     With `counted` [N], only these ops count.
     """
     step_ns = max(simulation.step_time_ns, 1)
     edges = np.linspace(0, step_ns, num_columns + 1)
-    shares = np.zeros((simulation.problem.num_devices, num_columns))
-    for device, all_ops in enumerate(simulation.order):
-        ops = all_ops if counted is None else all_ops[counted[all_ops]]
-        starts, ends = simulation.op_start_ns[ops], simulation.op_finish_ns[ops]
-        # time computed until each edge: piecewise linear, its corners at starts and ends
-        corners = np.stack((starts, ends), axis=1).ravel()
-        worked = np.repeat(np.concatenate(([0], np.cumsum(ends - starts))), 2)[1:-1] if len(ops) else np.zeros(0)
-        if len(ops):
-            shares[device] = np.diff(np.interp(edges, corners, worked)) / (step_ns / num_columns)
-    return np.clip(shares, 0.0, 1.0)
+    chosen = (ops if counted is None else ops[counted[ops]] for ops in simulation.order)
+    worked_ns = np.array([worked_until(simulation, ops, edges) for ops in chosen])
+    return np.clip(np.diff(worked_ns) / (step_ns / num_columns), 0.0, 1.0)
+
+
+def worked_until(simulation: Simulation, ops: I64, times_ns: npt.ArrayLike) -> F64:
+    """Returns the time for which `ops` of one device, in the order of their starts, have run by each of `times_ns`."""
+    if not len(ops):
+        return np.zeros(np.shape(times_ns))
+    starts, ends = simulation.op_start_ns[ops], simulation.op_finish_ns[ops]
+    # piecewise linear, its corners at starts and ends
+    corners = np.stack((starts, ends), axis=1).ravel()
+    worked = np.repeat(np.concatenate(([0], np.cumsum(ends - starts))), 2)[1:-1]
+    return np.asarray(np.interp(np.asarray(times_ns), corners, worked), np.float64)

@@ -180,7 +180,7 @@ def improve(
         for trial, baseline in zip(trials, baselines or [None] * len(trials), strict=True)
     ]
     for _ in range(config.num_epochs):
-        figures = torch.zeros(len(_FIGURES), dtype=torch.float64, device=device)
+        figures = torch.zeros(9, dtype=torch.float64, device=device)
         # in float64, so that the sum hardly depends on how problems are shared out over processes
         gradient = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
         for trial, gain in zip(trials, gains, strict=True):
@@ -198,7 +198,7 @@ def improve(
             parameter.grad = part.view_as(parameter).to(parameter.dtype)
         optimizer.step()
     sum_over_processes(figures)
-    return _statistics(dict(zip(_FIGURES, figures.tolist(), strict=True)), norm)
+    return _statistics(figures.tolist(), norm)
 
 
 def _loss(policy: Policy, trials: Trials, gains: Tensor, config: PPOConfig) -> tuple[Tensor, Tensor]:
@@ -216,36 +216,25 @@ def _loss(policy: Policy, trials: Trials, gains: Tensor, config: PPOConfig) -> t
     return -objective - config.entropy_weight * entropy, figures
 
 
-_FIGURES = (
-    "problems",
-    "reward",
-    "log_ratio",
-    "feasible",
-    "solved",
-    "log_best_ratio",
-    "entropy",
-    "approx_kl",
-    "clip_fraction",
-)
-
-
 def _outcome(trials: Trials) -> list[float]:
-    """Returns the first six of `_FIGURES`, of one problem."""
+    """Returns the first six figures of `_statistics`, of one problem."""
     reference_ns, best = max(trials.reference_ns, 1), trials.best
     log_best = 0.0 if best is None else float(np.log(max(trials.step_time_ns[best], 1) / reference_ns))
     log_mean = float(np.log(max(trials.step_time_ns.mean(), 1.0) / reference_ns))
     return [1.0, float(trials.rewards.mean()), log_mean, float(trials.fits.mean()), float(best is not None), log_best]
 
 
-def _statistics(total: dict[str, float], gradient_norm: float) -> Statistics:
-    problems = max(total["problems"], 1.0)
+def _statistics(sums: Sequence[float], gradient_norm: float) -> Statistics:
+    """Returns the means of figures that are summed over problems."""
+    count, reward, log_mean, feasible, solved, log_best, entropy, approx_kl, clip_fraction = sums
+    problems = max(count, 1.0)
     return Statistics(
-        reward=total["reward"] / problems,
-        step_time_ratio=exp(total["log_ratio"] / problems),
-        best_step_time_ratio=exp(total["log_best_ratio"] / total["solved"]) if total["solved"] else nan,
-        feasible=total["feasible"] / problems,
-        entropy=total["entropy"] / problems,
-        approx_kl=total["approx_kl"] / problems,
-        clip_fraction=total["clip_fraction"] / problems,
-        gradient_norm=gradient_norm,
+        reward / problems,
+        exp(log_mean / problems),
+        exp(log_best / solved) if solved else nan,
+        feasible / problems,
+        entropy / problems,
+        approx_kl / problems,
+        clip_fraction / problems,
+        gradient_norm,
     )

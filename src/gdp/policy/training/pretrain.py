@@ -27,7 +27,7 @@ from gdp.policy.checkpoint import save_checkpoint
 from gdp.policy.training.pool import Pool, PoolConfig, instance_of
 from gdp.policy.training.ppo import PPOConfig, Statistics, Trials, draw_trials, improve
 from gdp.policy.training.processes import Processes
-from gdp.policy.training.scalars import Scalars
+from gdp.policy.training.scalars import scalars
 from gdp.policy.training.state import TrainingState
 from gdp.policy.training.tasks import Tasks, TrainingTask
 
@@ -187,7 +187,7 @@ def train(
         left = None if run.seconds is None else max(run.seconds - elapsed, 0.0)
         return TrainingProgress(state.updates, config.updates, statistics, checked, elapsed, state.cpu_hours, left)
 
-    with Scalars(run.tensorboard if processes.is_first else None, state.updates) as scalars, one_thread():
+    with scalars(run.tensorboard if processes.is_first else None, state.updates) as write, one_thread():
         latest = progress(None, check() if validation and state.updates == 0 else None)
         for update in range(state.updates, config.updates):
             before = time.process_time()
@@ -213,7 +213,7 @@ def train(
             state.count_update(rewards, cpu_seconds)
             is_due = bool(validation) and state.updates % config.validate_every == 0
             latest = progress(statistics, check() if is_due else latest.validation)
-            scalars.write(latest.update, latest.scalars() | {"learning_rate": config.learning_rate_at(update)})
+            write(latest.update, latest.scalars() | {"learning_rate": config.learning_rate_at(update)})
             if run.on_update is not None:
                 run.on_update(latest)
             if state.updates % run.save_every == 0:

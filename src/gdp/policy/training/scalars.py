@@ -1,36 +1,31 @@
 """TensorBoard's files of a training run."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from gdp.errors import InputError
 
 
-class Scalars:
-    """TensorBoard's files in `directory`, if there is one; values of a killed run after `updates` are dropped."""
+@contextmanager
+def scalars(directory: Path | None, updates: int) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
+    """Yields a function that writes values by name of an update to TensorBoard's files in `directory`, if there is one.
 
-    def __init__(self, directory: Path | None, updates: int) -> None:
-        self.writer: Any = None
-        if directory is None:
-            return
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise InputError(
-                f"--tensorboard {directory}: tensorboard is not installed; pip install 'gdp-placement[train]'"
-            ) from None
-        self.writer = SummaryWriter(str(directory), purge_step=updates)
+    Values of a killed run after `updates` are dropped.
+    """
+    if directory is None:
+        yield lambda update, values: None
+        return
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise InputError(
+            f"--tensorboard {directory}: tensorboard is not installed; pip install 'gdp-placement[train]'"
+        ) from None
+    with SummaryWriter(str(directory), purge_step=updates) as writer:
 
-    def __enter__(self) -> "Scalars":
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        if self.writer is not None:
-            self.writer.close()
-
-    def write(self, update: int, values: Mapping[str, float]) -> None:
-        """Writes `values` of update number `update`, by name."""
-        if self.writer is not None:
+        def write(update: int, values: Mapping[str, float]) -> None:
             for name, value in values.items():
-                self.writer.add_scalar(name, value, update)
+                writer.add_scalar(name, value, update)
+
+        yield write

@@ -29,7 +29,7 @@ from gdp.policy.scheduler import SchedulerPolicy
 from gdp.policy.style_network import StyleNetwork
 from gdp.policy.style_scorer import StyleScores, target
 from gdp.policy.training.pretrain import Provenance, TrainingProgress, TrainingRun, manifest_of
-from gdp.policy.training.scalars import Scalars
+from gdp.policy.training.scalars import scalars
 from gdp.policy.training.style_outcomes import PART, Outcomes, read_parts, try_styles, write_part
 from gdp.policy.training.tasks import Tasks, TrainingTask
 
@@ -110,11 +110,11 @@ def train_styles(
         fit_seconds += time.process_time() - before
         fitted_on, correlation = num_tasks, _correlation(network, checks)
         latest = progress()
-        scalars.write(num_tasks, latest.scalars())
+        write(num_tasks, latest.scalars())
         if run.on_update is not None:
             run.on_update(latest)
 
-    with Scalars(run.tensorboard, len(outcomes)) as scalars, one_thread():
+    with scalars(run.tensorboard, len(outcomes)) as write, one_thread():
         checks = [
             _outcome(task, constructor, None, config, np.random.default_rng([_VALIDATION, number]))
             for number, task in enumerate(validation)

@@ -25,8 +25,8 @@ from gdp.graph import Graph
 from gdp.parallel.batches import ROUNDS, BatchStream, check_batches
 from gdp.parallel.layout import Layout
 from gdp.search.candidate import Arrangement, BatchCut, Candidate, Figures
-from gdp.search.layouts.arrangement import DeviceSpeeds, forced
-from gdp.search.layouts.estimate import Estimator, constructed_places
+from gdp.search.layouts.arrangement import DeviceSpeeds, forced, shared_out
+from gdp.search.layouts.estimate import Estimator, staged_places
 from gdp.search.ops.auto import auto
 from gdp.search.ops.local_search import LocalSearch
 from gdp.search.question import BatchQuestion
@@ -201,15 +201,12 @@ def _best_places(search: _BatchSearch, arrangement: Arrangement) -> I64:
         served = Throughput.of(simulation, layout)
         return Figures(int(served.missing_bytes.sum()), served.time_per_batch_ns)
 
-    return min(constructed_places(search.alone(search.graph, group), search.settings.large), key=figures)
+    return min(staged_places(search.alone(search.graph, group), search.settings.large), key=figures)
 
 
 def _dealt(search: _BatchSearch, devices: tuple[tuple[int, ...], ...]) -> Arrangement:
     """Deals the batches in flight out to groups of devices, one each and the others in proportion to speed."""
-    times_ns = _times_ns(search, devices)
-    counts = [1] * len(devices)
-    for _ in range(search.question.num_batches - len(devices)):
-        counts[int(np.argmin((np.array(counts) + 1) * times_ns))] += 1
+    counts = shared_out(_times_ns(search, devices), search.question.num_batches, least=1)
     return Arrangement(Layout(tuple(counts)), devices)
 
 

@@ -204,7 +204,7 @@ def _in_proportion(machine: DeviceSpeeds, devices: list[int], batch_size: int, i
     by_speed = sorted(devices, key=lambda device: machine.time_ns[device])
     splits = range(2, min(batch_size, machine.settings.most_microbatches) + 1)
     for parts in [batch_size] if is_fixed else [count for count in splits if batch_size % count == 0]:
-        shares = _shared_out(machine.time_ns[by_speed], parts)
+        shares = shared_out(machine.time_ns[by_speed], parts)
         used = [(device, count) for device, count in zip(by_speed, shares, strict=True) if count]
         if len(used) < 2:
             continue
@@ -215,10 +215,9 @@ def _in_proportion(machine: DeviceSpeeds, devices: list[int], batch_size: int, i
     yield from best[: machine.settings.num_splits]
 
 
-def _shared_out(time_ns: F64, parts: int) -> list[int]:
-    """Returns how many of `parts` each device takes, so that the slowest is done as early as can be."""
-    counts = [0] * len(time_ns)
-    for _ in range(parts):  # the next one to whoever is done with it first
-        first = min(range(len(counts)), key=lambda device: (counts[device] + 1) * time_ns[device])
-        counts[first] += 1
-    return counts
+def shared_out(time_ns: F64, parts: int, least: int = 0) -> list[int]:
+    """Returns how many of `parts` each device takes, at least `least`: so many that the slowest is done soonest."""
+    counts = np.full(len(time_ns), least)
+    for _ in range(parts - least * len(time_ns)):  # the next one to whoever is done with it first
+        counts[int(np.argmin((counts + 1) * time_ns))] += 1
+    return [int(count) for count in counts]

@@ -129,7 +129,7 @@ class Estimator:
         alone, large = self.replicas.alone, self.settings.large
         found = self._memo(
             ("places", graph.op_names, kinds),
-            lambda: constructed_places(alone(graph, arrangement.devices[0]), large),
+            lambda: staged_places(alone(graph, arrangement.devices[0]), large),
         )
         if arrangement.layout.stages is None:
             return found
@@ -248,7 +248,7 @@ class Estimator:
         return whole * (layout.data - 1) // layout.data
 
 
-def constructed_places(problem: Problem, large: LargeSteps) -> list[I64]:
+def staged_places(problem: Problem, large: LargeSteps) -> list[I64]:
     """Returns contiguous stages [N] along several chains; the best by dynamic programming where that is quick."""
     units = Units.of(problem, forward_units(problem))
     devices = np.arange(problem.num_devices)

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gdp.budget import PREPARED, REPLAYED, Clock
-from gdp.placers.call_grids import call_grids
 from gdp.placers.exact import exact
-from gdp.placers.interleaved import interleaved_stages
+from gdp.placers.starts import call_grids, interleaved_stages
 from gdp.search.candidate import Candidate
 from gdp.search.ops.alike_replicas import placed_by_replicas
 from gdp.search.ops.classical import ClassicalRuns

@@ -25,14 +25,8 @@ def search_without(search: LocalSearch, share: float, until: float) -> None:
         problem = _without_least_useful(search.problem, best)
         if problem is None:
             return
-        part = LocalSearch(
-            problem,
-            clock.until(min(clock.share_spent + share, until)),
-            seed=search.seed,
-            settings=search.settings,
-            bound_ns=search.bound_ns,
-            num_threads=search.num_threads,
-        )
+        part_of_time = clock.until(min(clock.share_spent + share, until))
+        part = search.part(problem, part_of_time, bound_ns=search.bound_ns)
         part.start([Candidate(placement) for placement in _moves(problem, best.placement)])
         part.run()
         search.adopt(part.best)

@@ -58,13 +58,7 @@ def best_of_few(few: Few, search: LocalSearch, starts: Sequence[Candidate], shar
 
     It takes a `share` of the budget of `search`, which need not have been started.
     """
-    part = LocalSearch(
-        few.problem,
-        search.clock.until(share),
-        seed=search.seed,
-        settings=search.settings,
-        num_threads=search.num_threads,
-    )
+    part = search.part(few.problem, search.clock.until(share))
     part.start([Candidate(few.restrict(start.placement)) for start in starts])
     part.run()
     return [Candidate(few.expand(elite.placement)) for elite in part.elites]

@@ -7,6 +7,7 @@ All placements are simulated; the best one that fits is the answer. Fine-tuning 
 search, not training.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -66,7 +67,8 @@ def _fine_tune(question: Question, clock: Clock, policy: Policy, config: FineTun
     reference_ns = evaluator.best.step_time_ns
     learning_rate = policy.learning_rate if config.learning_rate is None else config.learning_rate
     optimizer = torch.optim.Adam(policy.parameters(), lr=learning_rate)
-    refiner = None if policy.constructor is None else Refiner(problem, policy.constructor, at_once.refinement_units)
+    sizes = question.settings.policy.refinement_units
+    refiner = None if policy.constructor is None else Refiner(problem, policy.constructor, sizes)
     earlier: list[float] = []  # mean reward of each update
     num_instances, num_samples = config.num_instances, config.num_samples
     if refiner is None:  # groupings differ, other policies see a problem in one way only
@@ -75,7 +77,7 @@ def _fine_tune(question: Question, clock: Clock, policy: Policy, config: FineTun
         trials: list[Trials] = []
         while len(trials) < num_instances and (not clock.is_up or not trials):
             constructs = rng.random() < config.constructing
-            instance = _instance(policy, problem, None if constructs else evaluator.placement, at_once, rng)
+            instance = _instance(policy, problem, None if constructs else evaluator.placement, sizes, rng)
             trials.append(
                 draw_trials(policy, instance, num_samples, rng, config.ppo, reference_ns, num_threads=num_threads)
             )
@@ -97,10 +99,10 @@ def _fine_tune(question: Question, clock: Clock, policy: Policy, config: FineTun
 
 
 def _instance(
-    policy: Policy, problem: Problem, incumbent: Placement | None, config: ZeroShotConfig, rng: np.random.Generator
+    policy: Policy, problem: Problem, incumbent: Placement | None, sizes: Sequence[int], rng: np.random.Generator
 ) -> Instance:
-    """Returns the instance to train on next; policies that do not refine always construct."""
+    """Returns the instance to train on next, of one of `sizes` to refine; policies that do not always construct."""
     if policy.constructor is None:
         return policy.instance(problem, rng)
-    sizes = policy.config.num_units if incumbent is None else config.refinement_units
+    sizes = policy.config.num_units if incumbent is None else sizes
     return policy.constructor.grouped(problem, int(rng.choice(np.array(sizes))), rng, incumbent=incumbent)

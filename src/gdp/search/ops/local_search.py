@@ -73,6 +73,12 @@ class LocalSearch:
             on_progress=question.tell,
         )
 
+    def part(self, problem: Problem, clock: Clock, *, bound_ns: int = 0) -> "LocalSearch":
+        """Returns a search of another view of the problem, with the same settings."""
+        return LocalSearch(
+            problem, clock, seed=self.seed, settings=self.settings, bound_ns=bound_ns, num_threads=self.num_threads
+        )
+
     @property
     def best(self) -> Candidate:
         """The best candidate so far; ValueError before there is a start."""

@@ -43,15 +43,12 @@ class ZeroShotConfig:
     draw_share: float = 1.0  # of the time at most for drawing, and as much for varying
     num_styles: int = DEFAULTS.policy.num_styles  # in each grouping
     num_refined: int = 16  # in each grouping; the next one begins from the best of them
-    refinement_units: tuple[int, ...] = DEFAULTS.policy.refinement_units  # in turn
 
     def __post_init__(self) -> None:
         if min(self.num_drawn, self.num_styles, self.num_refined) < 1 or self.num_varied < 0:
             raise ValueError(f"{self}: counts of at least 1 are expected")
         if self.num_drawn + self.num_varied > self.num_simulations:
             raise ValueError(f"{self}: num_simulations is lower than num_drawn and num_varied together")
-        if not self.refinement_units:
-            raise ValueError(f"{self}: some numbers of units are expected")
 
     @classmethod
     def sized(cls, problem: Problem, clock: Clock, settings: PolicySettings) -> "ZeroShotConfig":
@@ -73,7 +70,6 @@ class ZeroShotConfig:
             num_varied=min(int(varied / drawn * num_drawn), num_simulations - num_drawn),
             draw_share=max(settings.near_draw_share, drawn),
             num_styles=settings.num_styles,
-            refinement_units=settings.refinement_units,
         )
 
 
@@ -239,7 +235,6 @@ def draw_near(question: Question, clock: Clock, known: Sequence[Placement]) -> t
         num_simulations=settings.num_near,
         draw_share=settings.near_draw_share,
         num_styles=settings.num_styles,
-        refinement_units=settings.refinement_units,
     )
     draw_at_once(evaluator, read_policy(question.checkpoint), rng, config)
     best = evaluator.solution().best
@@ -273,7 +268,7 @@ def construct_at_once(
             if styles.tried and part.is_up:
                 break
             propose(evaluator, max(clock.at_most(min(config.num_styles, count - begin)), 1))
-    refiner = Refiner(problem, constructor, config.refinement_units)
+    refiner = Refiner(problem, constructor, evaluator.question.settings.policy.refinement_units)
     while not evaluator.is_over and (left := clock.at_most(config.num_simulations + spent - clock.simulations)) > 0:
         evaluator.try_to_improve(refiner.propose(evaluator.placement, min(config.num_refined, left), rng))
     return styles
@@ -297,7 +292,7 @@ class Refiner:
 
     problem: Problem
     constructor: Constructor
-    num_units: tuple[int, ...] = DEFAULTS.policy.refinement_units
+    num_units: tuple[int, ...]
     _turn: int = field(default=0, init=False)
 
     def propose(self, incumbent: Placement, count: int, rng: np.random.Generator) -> I64:

@@ -1,6 +1,7 @@
 """Parts of networks for images [batch, channels, height, width]."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +34,9 @@ class ImageStyle:
             draws.size(32, max_channels, 16),
         )
 
-    def images(self, num_channels: int = 3) -> Tensor:
+    def images(self) -> Tensor:
         """Returns a batch of random images."""
-        return torch.randn(self.batch, num_channels, self.size, self.size)
+        return torch.randn(self.batch, 3, self.size, self.size)
 
 
 class ChannelNorm(nn.Module):
@@ -135,22 +136,14 @@ RESIZE_KINDS = ("conv", "maximum", "average")
 class ImageStem(nn.Module):
     """The first convolutions: 3 channels to the style's, halved `halvings` times."""
 
-    def __init__(self, draws: Draws, style: ImageStyle, num_channels: int = 3) -> None:
+    def __init__(self, draws: Draws, style: ImageStyle) -> None:
         super().__init__()
         self.halvings = draws.number(1, 2) if style.size > 64 else draws.number(0, 1)
-        size = draws.one_of(3, 5, 7)
+        first = draws.one_of(3, 5, 7)
         strides = [2] * self.halvings + [1] * draws.number(0 if self.halvings else 1, 1)
-        widths = [num_channels, *(style.channels for _ in strides)]
-        self.convs = nn.ModuleList(
-            nn.Conv2d(
-                widths[number],
-                widths[number + 1],
-                size if number == 0 else 3,
-                stride,
-                (size if number == 0 else 3) // 2,
-            )
-            for number, stride in enumerate(strides)
-        )
+        widths, sizes = [3, *(style.channels for _ in strides)], [first, *(3 for _ in strides[1:])]
+        layers = zip(pairwise(widths), sizes, strides, strict=True)
+        self.convs = nn.ModuleList(nn.Conv2d(*pair, size, stride, size // 2) for pair, size, stride in layers)
         self.act = activation(style.act)
 
     def forward(self, x: Tensor) -> Tensor:

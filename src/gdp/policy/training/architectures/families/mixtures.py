@@ -5,6 +5,7 @@ source -> body --.
 source -> body ---> merged -> head                   towers, one of which may be used for several sources
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -236,24 +237,13 @@ class Towers(nn.Module):
         return sum(losses, self.loss(first, targets))
 
 
-class Tower(nn.Module):
-    """A source and a body."""
-
-    def __init__(self, source: nn.Module, body: nn.Module) -> None:
-        super().__init__()
-        self.source, self.body = source, body
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.body(self.source(inputs))
-
-
 def build_towers(draws: Draws, num_ops: int) -> Example:
     """Draws two or three towers of about `num_ops` ops together, with one batch; equal ones may share weights."""
     batch, width, num_classes = draws.size(64, 512), draws.size(128, 768, 64), draws.size(10, 1000, 1)
     count = draws.one_of(2, 2, 3)
     merge = draws.one_of("perceptron", "product", "attention", "comparison")
     shares = draws.rng.dirichlet([4.0] * count) * num_ops
-    towers: list[Tower] = []
+    towers: list[nn.Module] = []
     inputs: list[Tensor] = []
     for number in range(count):
         if number and draws.chance(0.2):
@@ -264,6 +254,6 @@ def build_towers(draws: Draws, num_ops: int) -> Example:
         share = _share_of_source(draws, kind)
         source = Source.draw(draws, kind, shares[number] * share, batch, width)
         body = draw_body(draws, draws.one_of(*BODIES), shares[number] * (1 - share), width, source.num_steps)
-        towers.append(Tower(source.module, body))
+        towers.append(nn.Sequential(OrderedDict(source=source.module, body=body)))
         inputs.append(source.inputs)
     return Towers(towers, merge, width, num_classes), (random_classes(num_classes, batch), *inputs), {}

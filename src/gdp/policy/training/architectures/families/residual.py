@@ -1,6 +1,7 @@
 """Residual and dense networks for images, of blocks with drawn branches, gates, shortcuts and skips."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -56,15 +57,9 @@ class DrawnBlock(nn.Module):
         inner = max(round(outputs * plan.inner / 8), 1) * 8
         self.branches = nn.ModuleList()
         for units in plan.branches:
-            widths = [inputs, *([inner] * (len(units) - 1)), outputs]
-            self.branches.append(
-                nn.Sequential(
-                    *(
-                        ConvUnit(style, widths[at], widths[at + 1], kind, size, stride if at == 0 else 1)
-                        for at, (kind, size) in enumerate(units)
-                    )
-                )
-            )
+            widths, strides = [inputs, *([inner] * (len(units) - 1)), outputs], [stride, *(1 for _ in units[1:])]
+            layers = zip(pairwise(widths), units, strides, strict=True)
+            self.branches.append(nn.Sequential(*(ConvUnit(style, *pair, *unit, step) for pair, unit, step in layers)))
         self.is_cat = plan.join == "cat" and len(plan.branches) > 1
         if self.is_cat:
             self.merge = nn.Conv2d(outputs * len(plan.branches), outputs, 1)

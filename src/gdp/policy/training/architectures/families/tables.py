@@ -71,7 +71,7 @@ class TableModel(nn.Module):
     Experts read all interactions; each task gates them (Ma et al. 2018: multi-gate mixtures of experts).
     """
 
-    def __init__(self, draws: Draws, num_ops: int, num_dense: int, max_bag: int) -> None:
+    def __init__(self, draws: Draws, num_ops: int, num_dense: int) -> None:
         super().__init__()
         self.width = draws.size(16, 256, 16)
         act, norm = draws.one_of("relu", "gelu", "silu", "tanh"), draws.one_of("none", "layer")
@@ -81,7 +81,7 @@ class TableModel(nn.Module):
         fixed = (num_experts * depth + num_tasks * 3 + 4) * ops_of_layer + num_experts * num_tasks * 4
         is_narrow = draws.chance(0.5)
         num_tables = min(max((num_ops - fixed - 60) // (12 if is_narrow else 7), 4), 100)
-        self.bags = [draws.number(2, max_bag) if draws.chance(0.4) else 1 for _ in range(num_tables)]
+        self.bags = [draws.number(2, 12) if draws.chance(0.4) else 1 for _ in range(num_tables)]
         self.num_rows = [draws.size(50, 2_000_000, 1) for _ in range(num_tables)]
         join = draws.one_of("sum", "mean", "maximum")
         self.tables = nn.ModuleList(
@@ -117,7 +117,7 @@ class TableModel(nn.Module):
 def build(draws: Draws, num_ops: int) -> Example:
     """Draws a model of tables of about `num_ops` ops, with one batch."""
     batch, num_dense = draws.size(2048, 65536, 64), draws.size(8, 512)
-    model = TableModel(draws, num_ops, num_dense, 12)
+    model = TableModel(draws, num_ops, num_dense)
     numbers = [torch.randint(rows, (batch, bag)) for rows, bag in zip(model.num_rows, model.bags, strict=True)]
     values = (torch.rand(batch, len(model.heads)) < 0.5).float()
     return model, (torch.randn(batch, num_dense), values, *numbers), {}

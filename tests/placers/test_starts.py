@@ -6,7 +6,7 @@ import pytest
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.accumulation import accumulated
-from gdp.placers.call_grids import call_grids
+from gdp.placers.starts import call_grids
 from gdp.simulator.problem import Problem
 from problems import CASES, heavy_layers
 

@@ -1,4 +1,13 @@
-"""Grids of layers and calls: a model that runs its layers several times is cut along both.
+"""Starts for a search: interleaved stages, where a step has micro-batches, and grids of layers and calls.
+
+Interleaved stages: each device gets several shorter stages in turn, so that it waits less at the ends of a pipeline,
+for more transfers. D. Narayanan et al., "Efficient large-scale language model training on GPU clusters using
+Megatron-LM", SC 2021, section 2.2.
+
+    2 devices, 2 stages each    gpu0 | stage 0 |         | stage 2 |
+                                gpu1 |         | stage 1 |         | stage 3 |
+
+Grids: a model that runs its layers several times is cut along layers and calls.
 
     4 devices         calls 0, 1    calls 2, 3
     first layers         gpu0          gpu2
@@ -6,7 +15,7 @@
 
 A recurrent net calls its layers at each time step, Transformer-XL at each segment of the text. Stages of layers wait
 for each other at both ends of a step. Where calls depend little on each other, as in the backward pass of
-Transformer-XL, devices that share calls out wait less, and take copies of weights for it. They are starts for a search.
+Transformer-XL, devices that share calls out wait less, and take copies of weights for it.
 N ops, U units, D devices.
 """
 
@@ -14,11 +23,27 @@ import numpy as np
 
 from gdp.arrays import F64, I64
 from gdp.graph.calls import NO_CALL
-from gdp.placers.base import allowed_work, inherit
-from gdp.placers.contiguous import module_chain
+from gdp.placers.base import allowed_work, device_subsets, inherit
+from gdp.placers.contiguous import module_chain, stages
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
+
+_STAGES_PER_DEVICE = (2, 3, 4)
+
+
+def interleaved_stages(problem: Problem) -> list[Placement]:
+    """Returns placements [N] with 2, 3 and 4 stages a device, in the order of modules; none without micro-batches."""
+    if problem.microbatch.max() < 1:
+        return []
+    units = Units.of(problem, forward_units(problem))
+    devices = device_subsets(problem, smallest=problem.num_devices)[0]
+    chains = [module_chain(problem, units, whole_layers=whole) for whole in (False, True)]
+    return [
+        units.place_allowed(stages(problem, units, chain, np.tile(devices, count)))
+        for chain in chains
+        for count in _STAGES_PER_DEVICE
+    ]
 
 
 def call_grids(problem: Problem) -> list[Placement]:
