@@ -494,11 +494,11 @@ def test_write_report(made: PageData, tmp_path: Path) -> None:
 @needs_browser
 def test_memory_shows_limits_if_asked(driver: Any, made: PageData) -> None:
     """The scale of memory ends near the peaks where limits are far, and goes up to the limits with a click."""
-    top = "return gdpReport.memory.chart.getOption().yAxis[0].max"
+    top = "return gdpReport.memory.top"
     peak, limit = made.simulation.peak_memory_bytes.max(), made.simulation.problem.memory_limit_bytes.max()
     assert limit > 4 * peak
     assert peak <= _run(driver, top) <= 1.1 * peak
-    assert "limit 16.0 GiB of each device" in _run(driver, "return gdpReport.memory.chart.getOption().title[0].text")
+    assert "limit of 16.0 GiB above it" in _run(driver, "return gdpReport.memory.chart.getOption().title[0].text")
     _find(driver, "#up-to-limits").click()
     assert limit <= _run(driver, top) <= 1.1 * limit
 

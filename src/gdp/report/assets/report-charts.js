@@ -29,7 +29,7 @@ function placers() {
   const longest = Math.max(...rows.map(row => row.ns ?? 0), 1);
   const shown = [...rows].sort((a, b) => (a.status !== "ok") - (b.status !== "ok") || (a.ns ?? Infinity) - (b.ns ?? Infinity));
   const colour = row => row.status !== "ok" ? NOT_FITTING : row.plan ? "var(--plan)" : "var(--bar)";
-  $("placers-table").replaceChildren(table([{ text: "placer" }, { text: "step time", number: true }, { text: "" }, { text: "of the plan's", number: true }, { text: "seconds", number: true }],
+  $("placers-table").replaceChildren(table(["placer", ">step time", "", ">of the plan's", ">seconds"],
     shown.map(row => ({ chosen: row.plan, cells: [middle(row.name, 40), row.ns ? time(row.ns) : "–",
       element("div", { class: "outcome" }, row.ns ? bar(row.ns / longest, colour(row), summary.bound_ns / longest) : "", NOT_OK[row.status] ?? (row.status === "ok" ? "" : row.status)),
       row.ns ? (row.ns / Math.max(summary.step_ns, 1)).toFixed(3) : "–", row.seconds === null ? "–" : row.seconds.toFixed(2)] }))));
@@ -72,7 +72,7 @@ function advice() {
     item.step_time_ns === null ? "does not fit" : time(item.step_time_ns),
     item.step_time_ns === null ? "" : bar(item.step_time_ns / longest, "var(--bar)", summary.step_ns / longest),
     item.step_time_ns === null ? "–" : (item.step_time_ns / Math.max(summary.step_ns, 1)).toFixed(3)] }));
-  if (rows.length) place.append(table([{ text: "change" }, { text: "step time", number: true }, { text: "" }, { text: "of the plan's", number: true }], rows));
+  if (rows.length) place.append(table(["change", ">step time", "", ">of the plan's"], rows));
   place.append(...sentences.map(sentence => element("p", {}, sentence)));
   if (!rows.length && !sentences.length) place.append(element("p", { class: "quiet" }, "No change of the machine was tried."));
 }
@@ -89,17 +89,17 @@ function measured() {
   const rows = [{ chosen: true, cells: ["plan", ...spread(run), time(run.predicted_step_time_ns), error] }];
   if (run.one_device) rows.push({ cells: [`all on ${middle(run.one_device.device, 60)}`, ...spread(run.one_device), "–", "–"] });
   place.append(element("p", {}, `Medians of ${count(run.steps, "step")}; results ${run.equal ? "agree with" : "differ from"} ${middle(run.reference, 120)}.`),
-    table([{ text: "" }, { text: "median", number: true }, { text: "quartiles", number: true }, { text: "predicted", number: true }, { text: "error", number: true }], rows));
+    table(["", ">median", ">quartiles", ">predicted", ">error"], rows));
   const found = run.prediction;
   measuredChart(run, found);
   if (!found) return;
-  const rest = [{ text: "predicted", number: true }, { text: "measured", number: true }];
-  place.append(element("h3", {}, "Devices, busy"), table([{ text: "device" }, { text: "ops", number: true }, ...rest, { text: "waiting", number: true }],
+  const rest = [">predicted", ">measured"];
+  place.append(element("h3", {}, "Devices, busy"), table(["device", ">ops", ...rest, ">waiting"],
     found.devices.map(row => ({ cells: [middle(row.name, 60), row.num_ops, time(row.predicted_busy_ns), time(row.busy_ns), time(row.wait_ns)] }))));
-  if (found.transfers.length) place.append(element("h3", {}, "Transfers, medians"), table([{ text: "way" }, { text: "tensors", number: true }, ...rest],
+  if (found.transfers.length) place.append(element("h3", {}, "Transfers, medians"), table(["way", ">tensors", ...rest],
     found.transfers.map(row => ({ cells: [`${middle(row.from, 60)} → ${middle(row.to, 60)}`, row.num_tensors, time(row.predicted_ns), time(row.measured_ns)] }))));
   for (const [title, listed] of [["Kinds of ops that explain most of the error", found.kinds], ["Ops that do", found.ops]]) {
-    place.append(element("h3", {}, title), table([{ text: "", name: true }, { text: "ops", number: true }, ...rest],
+    place.append(element("h3", {}, title), table(["<", ">ops", ...rest],
       listed.map(row => ({ cells: [element("span", { class: "clip" }, middle(row.name, 300)), row.num_ops, time(row.predicted_ns), time(row.measured_ns)] }))));
   }
 }
@@ -118,8 +118,7 @@ function measuredChart(run, found) {
     grid: { left: 120, right: 90, top: 32, bottom: 28 },
     xAxis: { type: "value", min: 0, max: longest, splitNumber: 3, ...axisLook(),
       axisLabel: { ...axisText(), hideOverlap: true, showMaxLabel: false, formatter: value => tick(value, longest) } },
-    yAxis: { type: "category", inverse: true, data: rows.map((_, index) => String(index)), ...axisLook(), axisTick: { show: false },
-      axisLabel: { ...axisText(), color: css("--text"), width: 112, overflow: "truncate", formatter: index => middle(rows[index].name, 24) } },
+    yAxis: rowAxis(rows.length, { width: 112, overflow: "truncate", formatter: index => middle(rows[index].name, 24) }),
     series: [bars("predicted", row => row.predicted, css("--plan")), bars("measured", row => row.measured, css("--bar"))],
   }));
 }

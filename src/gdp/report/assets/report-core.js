@@ -14,10 +14,10 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-// [{text, number}] headings, rows of cells (text or elements)
+// headings, ">" in front of which sets a column flush right and "<" lets its names wrap; rows of cells (text or elements)
 function table(headings, rows) {
-  const kind = heading => heading.number ? { class: "number" } : heading.name ? { class: "name" } : {};
-  const head = element("tr", {}, ...headings.map(heading => element("th", kind(heading), heading.text)));
+  const kind = heading => ({ ">": { class: "number" }, "<": { class: "name" } }[heading[0]] ?? {});
+  const head = element("tr", {}, ...headings.map(heading => element("th", kind(heading), heading.replace(/^[<>]/, ""))));
   const body = rows.map(row => element("tr", row.chosen ? { class: "chosen" } : {},
     ...row.cells.map((cell, index) => element("td", kind(headings[index]), cell))));
   const scroll = element("div", { class: "scroll" },
@@ -50,6 +50,18 @@ function bar(share, colour, mark = null) {
     const line = element("b");
     line.style.left = `${100 * mark}%`;
     made.append(line);
+  }
+  return made;
+}
+
+// parts side by side: [{share, colour, title}]
+function splitBar(parts, label = "", kind = "") {
+  const made = element("div", { class: `split ${kind}`, ...(label ? { role: "img", "aria-label": label } : {}) });
+  for (const { share, colour, title } of parts) {
+    const part = element("i", title ? { title } : {});
+    part.style.background = colour;
+    part.style.width = `${100 * share}%`;
+    made.append(part);
   }
   return made;
 }
@@ -137,6 +149,14 @@ function chart(id, height, draw) {
 // one chart anew
 const draw = made => charts.find(entry => entry.chart === made).draw();
 
+// one chart anew, as high as its content has become
+function resized(made, height) {
+  const entry = charts.find(one => one.chart === made);
+  entry.place.style.height = `${height}px`;
+  entry.draw();
+  made.resize(); // draws too, so not before
+}
+
 function redraw() {
   for (const entry of charts) {
     entry.chart.resize();
@@ -149,6 +169,12 @@ const axisLook = () => ({
   axisLine: { lineStyle: { color: css("--line") } }, axisTick: { lineStyle: { color: css("--line") } },
   splitLine: { lineStyle: { color: css("--line") } }, axisLabel: axisText(), nameTextStyle: axisText(),
 });
+// the axis of times of the step, and one with a row for each name
+const stepAxis = (width, min, max, label) => ({ type: "value", min, max, splitNumber: isNarrow(width) ? 3 : 6, ...axisLook(),
+  axisLabel: { ...axisText(), hideOverlap: true, ...label } });
+const rowAxis = (number, label) => ({ type: "category", inverse: true, data: Array.from({ length: number }, (_, row) => String(row)), ...axisLook(),
+  axisTick: { show: false }, axisLabel: { ...axisText(), color: css("--text"), interval: 0, ...label } });
+const rowNames = width => ({ fontSize: isNarrow(width) ? 11 : 12, length: isNarrow(width) ? 14 : 21 });
 const tipLook = () => ({
   renderMode: "richText", confine: true, backgroundColor: css("--raised"), borderColor: css("--line"),
   textStyle: { color: css("--text"), fontSize: 12 },

@@ -63,9 +63,7 @@ class GraphView {
     const focused = document.activeElement, hadFocus = $("graph-buttons").contains(focused), key = focused.dataset.path;
     action();
     this.build();
-    $("graph").style.height = `${this.height}px`;
-    draw(this.chart);
-    this.chart.resize(); // draws too, so not before
+    resized(this.chart, this.height);
     if (!hadFocus) return;
     const buttons = [...$("graph-buttons").querySelectorAll("button")];
     (buttons.find(button => button.dataset.path === key) ?? buttons[0]).focus();
@@ -153,21 +151,18 @@ class GraphView {
   }
 
   nodeTip(node) {
-    const all = sum(node.byDevice);
-    return [middle(node.path, 80), `${time(node.ns)}, ${count(node.ops, "op")}, ${bytes(node.resident)} held`,
-      ...node.split.slice(0, 8).map(device => `${middle(summary.devices[device].name, 30)}  ${percent(node.byDevice[device] / all)}`)].join("\n");
+    return [middle(node.path, 80), `${time(node.ns)}, ${count(node.ops, "op")}, ${bytes(node.resident)} held`, node.told(8, "\n")].join("\n");
   }
 }
 
 // the colours of a module's devices side by side, as wide as their shares
 function shares(node) {
-  const all = sum(node.byDevice), colorStops = [];
+  const colorStops = [];
   let offset = 0;
-  for (const device of node.split) {
-    const color = deviceColour(device);
-    colorStops.push({ offset, color });
-    offset = Math.min(offset + node.byDevice[device] / all, 1);
-    colorStops.push({ offset, color });
+  for (const { device, share } of node.shares) {
+    const color = deviceColour(device), from = offset;
+    offset = Math.min(offset + share, 1);
+    colorStops.push({ offset: from, color }, { offset, color });
   }
   return { type: "linear", x: 0, y: 0, x2: 1, y2: 0, colorStops };
 }

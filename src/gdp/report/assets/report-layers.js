@@ -60,15 +60,12 @@ function layerCell(data, nodes, layers, list, isSmall, onLayers) {
     together.resident += node.resident;
     node.byDevice.forEach((ns, device) => together.byDevice[device] += ns);
   }
-  const all = sum(together.byDevice), stops = [];
+  const stops = [];
   let height = 0;
-  for (const device of together.split) {
-    stops.push(`${deviceColour(device)} ${height}%`, `${deviceColour(device)} ${height += 100 * together.byDevice[device] / all}%`);
-  }
+  for (const { device, share } of together.shares) stops.push(`${deviceColour(device)} ${height}%`, `${deviceColour(device)} ${height += 100 * share}%`);
   const first = data.layers[layers[0]], last = layers[layers.length - 1];
   const name = layers.length > 1 ? `${middle(first, 80)} to ${layerLabel(data, last)}` : middle(first, 120);
-  const shares = together.split.slice(0, 6).map(device => `${middle(summary.devices[device].name, 30)} ${percent(together.byDevice[device] / all)}`).join(", ");
-  const told = `${name}: ${shares} of ${time(together.ns)}; ${count(together.ops, "op")}, ${bytes(together.resident)} of parameters and state`;
+  const told = `${name}: ${together.told(6)} of ${time(together.ns)}; ${count(together.ops, "op")}, ${bytes(together.resident)} of parameters and state`;
   const cell = element("button", { type: "button", class: "cell", tabindex: "-1", title: told, "aria-label": told,
     onclick: () => onLayers(name, new Set(layers)) }, list && !isSmall ? layerLabel(data, layers[0]) : "");
   cell.style.background = stops.length > 2 ? `linear-gradient(to bottom, ${stops.join(", ")})` : deviceColour(together.device);

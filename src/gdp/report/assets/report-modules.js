@@ -24,6 +24,17 @@ class ModuleNode {
     return [...this.byDevice.keys()].filter(device => this.byDevice[device] > 0).sort((a, b) => this.byDevice[b] - this.byDevice[a]);
   }
 
+  // [{device, share: of its time}], the largest first
+  get shares() {
+    const all = sum(this.byDevice);
+    return this.split.map(device => ({ device, share: this.byDevice[device] / all }));
+  }
+
+  // the first shares in words
+  told(most, separator = ", ") {
+    return this.shares.slice(0, most).map(({ device, share }) => `${middle(summary.devices[device].name, 30)} ${percent(share)}`).join(separator);
+  }
+
   // the device with most of its time
   get device() {
     return this.byDevice.indexOf(Math.max(...this.byDevice));
@@ -71,8 +82,7 @@ function showModules(tree, onSearch) {
   }
   const place = $("modules");
   place.replaceChildren();
-  if (lead.length) fill(place, tree.root, 1);
-  else fill(place, root, 1);
+  fill(place, tree.root, 1);
   // modules that hold all others are open
   for (let at = 0; at < lead.length && at < 5; at++) [...place.querySelectorAll("[aria-expanded=false]")][0]?.click();
   place.querySelector(".node")?.setAttribute("tabindex", "0");
@@ -80,15 +90,8 @@ function showModules(tree, onSearch) {
 }
 
 function moduleRow(node, level, total, fill, onSearch) {
-  const bar = element("div", { class: "split", role: "img",
-    "aria-label": node.split.slice(0, 8).map(device => `${middle(summary.devices[device].name, 30)} ${percent(node.byDevice[device] / sum(node.byDevice))}`).join(", ") });
-  for (const device of node.split) {
-    const part = element("i");
-    part.style.background = deviceColour(device);
-    part.style.width = `${100 * node.byDevice[device] / sum(node.byDevice)}%`;
-    bar.append(part);
-  }
-  bar.title = bar.getAttribute("aria-label");
+  const bar = splitBar(node.shares.map(({ device, share }) => ({ share, colour: deviceColour(device) })), node.told(8));
+  bar.title = node.told(8);
   const hasChildren = node.children.size > 0;
   const label = element("div", { class: "label", title: `${middle(node.path, 300)}: ${count(node.ops, "op")}, ${bytes(node.resident)} of parameters and state` },
     hasChildren ? "▸ " : "\u2003", middle(node.name, 80));

@@ -41,7 +41,7 @@ function sumTable(title, sums) {
   const step = Math.max(summary.step_ns, 1), longest = Math.max(sums[0]?.[1].ns ?? 0, 1);
   const rows = sums.slice(0, SUMS_FIRST), rest = sums.slice(SUMS_FIRST);
   if (rest.length) rows.push([`${count(rest.length, "other")}`, { ns: sum(rest.map(entry => entry[1].ns)), number: sum(rest.map(entry => entry[1].number)) }]);
-  return element("div", {}, element("h3", {}, title), table([{ text: "" }, { text: "", }, { text: "of the step", number: true }, { text: "time", number: true }, { text: "number", number: true }],
+  return element("div", {}, element("h3", {}, title), table(["", "", ">of the step", ">time", ">number"],
     rows.map(([name, { ns, number }]) => ({ cells: [middle(name || "–", 36), bar(ns / longest, "var(--plan)"), percent(ns / step), time(ns), number.toLocaleString("en")] }))));
 }
 
@@ -54,14 +54,8 @@ function showPath(data, timeline) {
     entry.ns += run.until - run.from;
     shares.set(name, entry);
   }
-  const split = element("div", { class: "split" });
   const sorted = [...shares].sort((a, b) => b[1].ns - a[1].ns);
-  for (const [, entry] of sorted) {
-    const part = element("i");
-    part.style.background = entry.colour;
-    part.style.width = `${100 * entry.ns / step}%`;
-    split.append(part);
-  }
+  const split = splitBar(sorted.map(([, { ns, colour }]) => ({ share: ns / step, colour })));
   const named = element("div", { class: "legend" });
   legend(named, sorted.map(([name, { ns, colour }]) => ({ name: `${middle(name, 30)} ${percent(ns / step)}`, colour })));
   $("path-shares").replaceChildren(split, named);

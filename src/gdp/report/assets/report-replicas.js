@@ -69,8 +69,7 @@ function exchanges(timeline) {
   $("exchanges-part").hidden = !found;
   if (!found) return;
   const hasMicrobatches = found.listed.some(row => row.microbatch);
-  const headings = [{ text: "exchange" }, { text: "pass" }, { text: "number", number: true }, { text: "bytes, all devices", number: true },
-    { text: "under way", number: true }, { text: "not hidden", number: true }, { text: "" }];
+  const headings = ["exchange", "pass", ">number", ">bytes, all devices", ">under way", ">not hidden", ""];
   const cells = (name, phase, number, size, times) => {
     const [flight, bare] = exchangeShares(times), step = summary.step_ns;
     const both = element("div", { class: "bar", title: `${percent(flight)} of the step under way, ${percent(bare)} not hidden behind compute` });
@@ -93,8 +92,8 @@ function exchanges(timeline) {
       $("timeline-section").scrollIntoView();
     } }, "show")] }));
   const one = element("details", {}, element("summary", {}, `One by one, the least hidden first`),
-    table([{ text: "exchange" }, { text: "pass" }, ...(hasMicrobatches ? [{ text: "micro-batch", number: true }] : []), { text: "bytes", number: true }, { text: "from", number: true }, { text: "takes", number: true },
-      { text: "not hidden", number: true }, { text: "" }], listed),
+    table(["exchange", "pass", ...(hasMicrobatches ? [">micro-batch"] : []), ">bytes", ">from", ">takes",
+      ">not hidden", ""], listed),
     found.more ? element("p", { class: "quiet" }, `and ${count(found.more, "more")}`) : "");
   $("exchanges").replaceChildren(table(headings, rows),
     ...rings.slice(0, 8).map(ring => element("p", {}, "Ring: ", ...[...ring, ring[0]].map((device, at) => {
@@ -111,8 +110,7 @@ function layouts() {
   $("layouts-part").hidden = !rows.length;
   if (!rows.length) return;
   const longest = Math.max(...rows.slice(0, MOST_LAYOUTS).map(row => row.ns ?? 0), 1), best = summary.step_ns;
-  const headings = [{ text: "layout" }, { text: "replica on", number: true }, { text: "step time", number: true }, { text: "" }, { text: "of the plan's", number: true },
-    { text: "fullest device", number: true }, { text: "limit" }];
+  const headings = ["layout", ">replica on", ">step time", "", ">of the plan's", ">fullest device", "limit"];
   const made = rows.map(row => ({ chosen: row.plan, cells: [middle(row.option, 60), count(row.devices, "device"), row.ns === null ? "–" : `${row.status === "estimated" ? "~" : ""}${time(row.ns)}`,
     row.ns === null ? "" : bar(row.ns / longest, row.status === "does not fit" ? NOT_FITTING : row.plan ? "var(--plan)" : "var(--bar)", summary.layout.bound_ns ? summary.layout.bound_ns / longest : null),
     row.ns === null ? "–" : (row.ns / Math.max(best, 1)).toFixed(3), row.fullest === null ? "–" : bytes(row.fullest), middle(row.limit, 120)] }));

@@ -88,9 +88,7 @@ class Timeline {
 
   layOut(isFolded) {
     Object.assign(this, layOut(this.data, isFolded), { isFolded });
-    this.place.style.height = `${this.height}px`;
-    draw(this.chart);
-    this.chart.resize(); // draws too, so not before
+    resized(this.chart, this.height);
   }
 
   // other devices
@@ -107,17 +105,13 @@ class Timeline {
   }
 
   option(width) {
-    const left = leftOf(width);
+    const left = leftOf(width), { fontSize, length } = rowNames(width);
     this.inner = width - left - 16;
     return {
       grid: { left, right: 16, top: TOP, height: this.band * this.bands.length },
-      xAxis: { type: "value", min: 0, max: this.step, splitNumber: isNarrow(width) ? 3 : 6, ...axisLook(),
-        axisLabel: { ...axisText(), hideOverlap: true, formatter: value => tick(value, this.view[1] - this.view[0]) } },
-      yAxis: { type: "category", inverse: true, data: this.bands.map((_, index) => String(index)), ...axisLook(),
-        axisTick: { show: false }, splitLine: { show: true, lineStyle: { color: css("--line") } },
-        axisLabel: { ...axisText(), color: css("--text"), interval: 0, fontSize: isNarrow(width) ? 11 : 12,
-          width: left - 8, overflow: "truncate", ellipsis: "",
-          formatter: value => middle(this.bands[value], isNarrow(width) ? 14 : 21) } },
+      xAxis: stepAxis(width, 0, this.step, { formatter: value => tick(value, this.view[1] - this.view[0]) }),
+      yAxis: { ...rowAxis(this.bands.length, { fontSize, width: left - 8, overflow: "truncate", ellipsis: "", formatter: value => middle(this.bands[value], length) }),
+        splitLine: { show: true, lineStyle: { color: css("--line") } } },
       dataZoom: [
         { type: "inside", filterMode: "none", zoomOnMouseWheel: "ctrl", moveOnMouseWheel: "shift",
           minValueSpan: 20, startValue: this.view[0], endValue: this.view[1], throttle: 16 },
