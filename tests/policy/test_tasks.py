@@ -12,8 +12,15 @@ from gdp.cluster.catalogue import KINDS
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.policy.training.random_clusters import draw_cluster
-from gdp.policy.training.random_layouts import draw_layout
-from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource, TrainingTask, memory_needs, scale_batch
+from gdp.policy.training.tasks import (
+    TaskConfig,
+    Tasks,
+    TaskSource,
+    TrainingTask,
+    draw_layout,
+    memory_needs,
+    scale_batch,
+)
 from policy.tiny_policy import random_graph, tiny_tasks
 
 MIB = 2**20

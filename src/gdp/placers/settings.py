@@ -33,6 +33,13 @@ class ContiguousSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InterleavedSettings:
+    """Interleaved stages."""
+
+    stages_per_device: tuple[int, ...] = (2, 3, 4)  # more send more; untuned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageSettings:
     """Stages by bisection, and by dynamic programming."""
 
@@ -88,4 +95,5 @@ class MetisSettings:
 
 
 TRIED, REPAIR, CONTIGUOUS, STAGES = TriedSettings(), RepairSettings(), ContiguousSettings(), StageSettings()
+INTERLEAVED = InterleavedSettings()
 EXACT, EXPERT, LISTS, METIS = ExactSettings(), ExpertSettings(), ListSettings(), MetisSettings()

@@ -25,11 +25,10 @@ from gdp.arrays import F64, I64
 from gdp.graph.calls import NO_CALL
 from gdp.placers.base import allowed_work, device_subsets, inherit
 from gdp.placers.contiguous import module_chain, stages
+from gdp.placers.settings import INTERLEAVED
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
-
-_STAGES_PER_DEVICE = (2, 3, 4)
 
 
 def interleaved_stages(problem: Problem) -> list[Placement]:
@@ -42,7 +41,7 @@ def interleaved_stages(problem: Problem) -> list[Placement]:
     return [
         units.place_allowed(stages(problem, units, chain, np.tile(devices, count)))
         for chain in chains
-        for count in _STAGES_PER_DEVICE
+        for count in INTERLEAVED.stages_per_device
     ]
 
 

@@ -30,7 +30,7 @@ _SEARCH = (
     "units.grouping",
 )
 _EXACT = ("placers.exact",)
-_POLICY = ("policy.rollout", "policy.rollout_arrays", "policy.unit_graph")
+_POLICY = ("policy.rollout",)
 _NUM_OPS, _TENSOR_BYTES = 40, 2**26  # transfers keep every placement far from the lower bound, which would end a search
 
 OnKernel = Callable[[int, int], None]

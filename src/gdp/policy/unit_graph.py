@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gdp.arrays import F64, I64
-from gdp.compiled import allocating_kernel
 from gdp.policy.settings import GROUPING
 from gdp.simulator.longest_paths import longest_paths
 from gdp.simulator.problem import Placement, Problem
@@ -116,7 +115,8 @@ def _numbered(names: Sequence[str]) -> I64:
 
 def _unit_graph(source: UnitSource, groups: Units, incumbent: Placement | None) -> UnitGraph:
     problem, num_units = source.problem, groups.num_units
-    first_ns = _first(groups.index, source.head_ns, num_units)
+    first_ns = np.full(num_units, np.iinfo(np.int64).max)
+    np.minimum.at(first_ns, groups.index, source.head_ns)
     number = np.empty(num_units, np.int64)
     number[np.argsort(first_ns, kind="stable")] = np.arange(num_units)
     units = Units(problem, number[groups.index])
@@ -124,13 +124,14 @@ def _unit_graph(source: UnitSource, groups: Units, incumbent: Placement | None) 
     work_ns = problem.mean_op_time_ns.astype(np.float64)
     allowed, time_ns = units.allowed, units.time_ns.astype(np.float64)
     keys, sent_bytes = _pairs(problem, units.index, num_units)
+    slices = np.bincount(units.index * NUM_SLICES + source.op_slice, work_ns, num_units * NUM_SLICES)
     return UnitGraph(
         units=units,
         time_ns=np.where(allowed, time_ns, -1.0),
         work_ns=np.where(allowed, time_ns, 0.0).sum(axis=1) / allowed.sum(axis=1),
         resident_bytes=units.resident_bytes.astype(np.float64),
         alive_bytes=units.tensor_bytes.astype(np.float64) * source.alive_share,
-        slices=_sliced(units.index, work_ns, source.op_slice, num_units),
+        slices=slices.astype(np.float64).reshape(num_units, NUM_SLICES),
         similar=_similarity(units.index, source.module, work_ns + 1.0, num_units),
         sources=keys // num_units,
         targets=keys % num_units,
@@ -138,24 +139,6 @@ def _unit_graph(source: UnitSource, groups: Units, incumbent: Placement | None) 
         sent_ns=sent_bytes * source.ns_per_byte + source.latency_ns,
         incumbent=np.full(num_units, -1) if incumbent is None else incumbent[units.first_op],
     )
-
-
-@allocating_kernel
-def _first(unit_of_op, head_ns, num_units):
-    """[U] lowest head of each unit's ops."""
-    first_ns = np.full(num_units, np.iinfo(np.int64).max)
-    for op in range(len(unit_of_op)):
-        first_ns[unit_of_op[op]] = min(first_ns[unit_of_op[op]], head_ns[op])
-    return first_ns
-
-
-@allocating_kernel
-def _sliced(unit_of_op, work_ns, op_slice, num_units):
-    """[U, B] each unit's work in each slice."""
-    slices = np.zeros((num_units, NUM_SLICES))
-    for op in range(len(unit_of_op)):
-        slices[unit_of_op[op], op_slice[op]] += work_ns[op]
-    return slices
 
 
 def _alive_share(problem: Problem) -> float:
@@ -169,26 +152,12 @@ def _alive_share(problem: Problem) -> float:
 def _pairs(problem: Problem, unit_of_op: I64, num_units: int) -> tuple[I64, F64]:
     """Returns (source * U + target, bytes) of each pair [P] in order; a tensor counts once."""
     graph = problem.graph
-    sent, tensors = _sent(unit_of_op, graph.producers, graph.consumer_offsets, graph.consumers, num_units)
-    keys, inverse = np.unique(sent, return_inverse=True)
+    targets, makers = unit_of_op[graph.consumers], unit_of_op[graph.producers]
+    is_apart = makers[graph.edge_tensors] != targets
+    taken = np.unique(graph.edge_tensors[is_apart] * num_units + targets[is_apart])  # once by each unit
+    tensors = taken // num_units
+    keys, inverse = np.unique(makers[tensors] * num_units + taken % num_units, return_inverse=True)
     return keys, np.asarray(np.bincount(inverse, graph.tensor_bytes[tensors], len(keys)), np.float64)
-
-
-@allocating_kernel
-def _sent(unit_of_op, producers, consumer_offsets, consumers, num_units):
-    """(source * U + target, tensor) of each tensor and each other unit that takes it."""
-    keys, tensors = np.empty((2, len(consumers)), np.int64)
-    taken = np.full(num_units, -1)
-    count = 0
-    for tensor in range(len(producers)):
-        source = unit_of_op[producers[tensor]]
-        for index in range(consumer_offsets[tensor], consumer_offsets[tensor + 1]):
-            target = unit_of_op[consumers[index]]
-            if target != source and taken[target] != tensor:
-                taken[target] = tensor
-                keys[count], tensors[count] = source * num_units + target, tensor
-                count += 1
-    return keys[:count], tensors[:count]
 
 
 def _similarity(unit_of_op: I64, module: I64, weight: F64, num_units: int) -> "csr_array":

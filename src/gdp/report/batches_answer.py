@@ -92,18 +92,13 @@ def _devices(candidate: Candidate) -> RenderableType:
     """Returns a table of the devices of a layout: their memory, and how busy they are once the replicas are full."""
     simulation, problem = candidate.replay, candidate.problem
     busy = throughput_of(candidate).busy_fraction
-    table = new_table("device", "kind", "replica", ">busy", ">peak memory", ">limit")
-    replica_of = {d: replica for replica, group in enumerate(candidate.devices) for d in group}
-    for number, device in enumerate(problem.cluster.devices):
-        table.add_row(
-            device.name,
-            device.kind,
-            str(replica_of.get(number, "-")),
-            f"{busy[number]:.1%}",
-            format_gib(int(simulation.peak_memory_bytes[number])),
-            format_gib(int(problem.memory_limit_bytes[number])),
-        )
-    return table
+    replica_of = {d: str(replica) for replica, group in enumerate(candidate.devices) for d in group}
+    sizes = zip(simulation.peak_memory_bytes.tolist(), problem.memory_limit_bytes.tolist(), strict=True)
+    rows = [
+        (device.name, device.kind, replica_of.get(number, "-"), f"{busy[number]:.1%}", *map(format_gib, pair))
+        for number, (device, pair) in enumerate(zip(problem.cluster.devices, sizes, strict=True))
+    ]
+    return new_table("device", "kind", "replica", ">busy", ">peak memory", ">limit", rows=rows)
 
 
 def batches_document(solution: Solution, samples: int | None) -> dict[str, Any]:

@@ -79,19 +79,14 @@ def device_report(simulation: Simulation, *, searched: bool = False) -> Iterator
     """
     problem = simulation.problem
     counts = np.bincount(simulation.placement, minlength=problem.num_devices)
-    table = new_table("device", "kind", ">busy", ">ops", ">peak memory", ">limit")
     devices = problem.cluster.devices
     num_shown = len(devices) if len(devices) <= MOST_DEVICES else SHOWN_OF_MANY
-    for number, device in enumerate(devices[:num_shown]):
-        table.add_row(
-            device.name,
-            device.kind,
-            f"{simulation.busy_fraction[number]:.1%}",
-            f"{counts[number]:,}",
-            format_gib(int(simulation.peak_memory_bytes[number])),
-            format_gib(int(problem.memory_limit_bytes[number])),
-        )
-    yield table
+    sizes = zip(simulation.peak_memory_bytes.tolist(), problem.memory_limit_bytes.tolist(), strict=True)
+    rows = [
+        (device.name, device.kind, f"{busy:.1%}", f"{count:,}", *map(format_gib, pair))
+        for device, busy, count, pair in zip(devices, simulation.busy_fraction, counts, sizes, strict=True)
+    ]
+    yield new_table("device", "kind", ">busy", ">ops", ">peak memory", ">limit", rows=rows[:num_shown])
     if num_shown < len(devices):
         busy, peaks = simulation.busy_fraction[num_shown:], simulation.peak_memory_bytes[num_shown:].tolist()
         yield Text(

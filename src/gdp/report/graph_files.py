@@ -27,9 +27,8 @@ def dot_text(simulation: Simulation) -> str:
     for op, name in enumerate(graph.op_names):
         device = int(simulation.placement[op])
         colour = device_colour(device)
-        text = "white" if _is_dark(colour) else "black"
         label = f"{short(name, _LABEL)}\n{short(graph.kinds[op], _LABEL)}\n{cluster.devices[device].name}"
-        lines.append(f'  {op} [label={_quoted(label)}, fillcolor="{colour}", fontcolor="{text}"];')
+        lines.append(f'  {op} [label={_quoted(label)}, fillcolor="{colour}", fontcolor="{_ink(colour)}"];')
     producers = graph.producers[graph.edge_tensors]
     for producer, consumer in dict.fromkeys(zip(producers.tolist(), graph.consumers.tolist(), strict=True)):
         moved = simulation.placement[producer] != simulation.placement[consumer]
@@ -47,7 +46,7 @@ def node_data_document(simulation: Simulation) -> dict[str, Any]:
         results[writable(name)] = {
             "value": writable(devices[device].name),
             "bgColor": colour,
-            "textColor": "white" if _is_dark(colour) else "black",
+            "textColor": _ink(colour),
         }
     return {_GRAPH: {"name": "device", "results": results}}
 
@@ -83,6 +82,7 @@ def _quoted(text: str) -> str:
     return f'"{text.translate(_ESCAPES)}"'
 
 
-def _is_dark(colour: str) -> bool:
+def _ink(colour: str) -> str:
+    """Returns the colour of a text on `colour`."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return 0.299 * red + 0.587 * green + 0.114 * blue < 140
+    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 140 else "black"

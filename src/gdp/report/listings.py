@@ -16,12 +16,10 @@ _FOLDED = 6  # routes that differ in names alone are one line from so many on
 
 def cluster_report(cluster: Cluster) -> Iterator[RenderableType]:
     """Yields the devices of a cluster and its routes."""
-    devices = new_table("device", "kind", ">memory", ">float32", ">bandwidth", ">launch")
     is_many = cluster.num_devices > MOST_DEVICES
     shown = cluster.devices[:SHOWN_OF_MANY] if is_many else cluster.devices
-    for device in shown:
-        devices.add_row(device.name, device.kind, *_figures(device))
-    yield devices
+    rows = ((device.name, device.kind, *_figures(device)) for device in shown)
+    yield new_table("device", "kind", ">memory", ">float32", ">bandwidth", ">launch", rows=rows)
     if is_many:
         yield Text(f"and {cluster.num_devices - len(shown)} more devices; routes from the first one, by rate:")
     if cluster.num_devices == 1:
@@ -87,20 +85,13 @@ def _rates(link: Route | LinkKind) -> tuple[str, str]:
 
 def kinds_report() -> Iterator[RenderableType]:
     """Yields the built-in kinds of devices and links."""
-    kinds = new_table("kind", ">usable memory", ">float32", ">bandwidth", ">launch", "links")
-    for name, kind in KINDS.items():
-        kinds.add_row(name, *_figures(kind), ", ".join(filter(None, (kind.port, kind.nvlink))))
-    yield kinds
+    kinds = [(name, *_figures(kind), ", ".join(filter(None, (kind.port, kind.nvlink)))) for name, kind in KINDS.items()]
+    yield new_table("kind", ">usable memory", ">float32", ">bandwidth", ">launch", "links", rows=kinds)
     yield ""
-    links = new_table("link", ">bandwidth", ">latency")
-    for link in LINKS.values():
-        links.add_row(link.name, *_rates(link))
-    yield links
+    yield new_table("link", ">bandwidth", ">latency", rows=((link.name, *_rates(link)) for link in LINKS.values()))
     yield ""
-    machines = new_table("machine", "devices", "network cards")
-    for name, machine in MACHINES.items():
-        machines.add_row(name, machine.local, machine.network)
-    yield machines
+    machines = [(name, machine.local, machine.network) for name, machine in MACHINES.items()]
+    yield new_table("machine", "devices", "network cards", rows=machines)
     yield ""
     yield Text(
         "Combine them as in 4xp100-pcie-16g, 2xa100-sxm-80g+cpu-16core, 2x(4xl4-24g)@10gbit, 4xdgx-h100; or write a "

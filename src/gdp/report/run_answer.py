@@ -9,7 +9,7 @@ from rich.text import Text
 
 from gdp.execute.equality import NOISE_FACTOR, Equality
 from gdp.execute.measurement import Measurement
-from gdp.execute.prediction import OpPrediction, Prediction
+from gdp.execute.prediction import HandOver, OpPrediction, Prediction
 from gdp.execute.run import OTHER_SUMS_TOLERANCE, RunResult
 from gdp.report.tables import format_ms, new_table
 
@@ -139,36 +139,24 @@ def _spread(measurement: Measurement) -> tuple[str, str]:
 
 def _prediction(prediction: Prediction) -> Iterator[RenderableType]:
     yield ""
-    rows = new_table("device", ">ops", ">busy, predicted", ">busy, measured", ">waiting")
-    for device in prediction.devices:
-        rows.add_row(
-            device.name,
-            f"{device.num_ops:,}",
-            format_ms(device.predicted_busy_ns),
-            format_ms(device.busy_ns),
-            format_ms(device.wait_ns),
-        )
-    yield rows
-    if prediction.hand_overs:
+    devices = [
+        (each.name, f"{each.num_ops:,}", *map(format_ms, (each.predicted_busy_ns, each.busy_ns, each.wait_ns)))
+        for each in prediction.devices
+    ]
+    yield new_table("device", ">ops", ">busy, predicted", ">busy, measured", ">waiting", rows=devices)
+    ways = [
+        (f"{row.source} to {row.destination}", f"{row.num_tensors:,}", *_times(row), f"{row.median_error:.0%}")
+        for row in prediction.hand_overs
+    ]
+    if ways:
         yield ""
-        rows = new_table("transfer", ">measured", ">predicted, median", ">measured, median", ">error, median")
-        for row in prediction.hand_overs:
-            rows.add_row(
-                f"{row.source} to {row.destination}",
-                f"{row.num_tensors:,}",
-                format_ms(row.predicted_ns),
-                format_ms(row.measured_ns),
-                f"{row.median_error:.0%}",
-            )
-        yield rows
+        yield new_table("transfer", ">measured", ">predicted, median", ">measured, median", ">error, median", rows=ways)
     for title, listed in (("kinds of ops", prediction.kinds), ("ops", prediction.ops)):
         yield ""
         yield Text(f"What explains most of the error, {title}:")
-        rows = new_table("", ">ops", ">predicted", ">measured", ">difference")
-        for op in listed:
-            rows.add_row(op.name, f"{op.num_ops:,}", *_op_cells(op))
-        yield rows
+        rows = [(op.name, f"{op.num_ops:,}", *_times(op), f"{op.error_ns / 1e6:+.3f} ms") for op in listed]
+        yield new_table("", ">ops", ">predicted", ">measured", ">difference", rows=rows)
 
 
-def _op_cells(op: OpPrediction) -> tuple[str, str, str]:
-    return format_ms(op.predicted_ns), format_ms(op.measured_ns), f"{op.error_ns / 1e6:+.3f} ms"
+def _times(row: OpPrediction | HandOver) -> tuple[str, str]:
+    return format_ms(row.predicted_ns), format_ms(row.measured_ns)

@@ -1,5 +1,7 @@
 """Formats figures and tables for people."""
 
+from collections.abc import Iterable, Sequence
+
 from rich import box
 from rich.table import Table
 
@@ -25,9 +27,11 @@ def writable(name: str) -> str:
 MOST_DEVICES, SHOWN_OF_MANY = 64, 16  # rows of a table: of more devices the first are shown
 
 
-def new_table(*columns: str) -> Table:
-    """Returns a table with these headings; `>` in front of a heading sets the column flush right."""
+def new_table(*columns: str, rows: Iterable[Sequence[str]] = ()) -> Table:
+    """Returns a table with these headings and rows; `>` in front of a heading sets the column flush right."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
         table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table

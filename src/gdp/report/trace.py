@@ -50,8 +50,18 @@ def _names(simulation: Simulation) -> Iterator[dict[str, Any]]:
         yield _named("thread_sort_index", _DEVICES, number + 1, sort_index=number)
 
 
+def _event(kind: str, name: str, place: tuple[int, int], time_us: float, **more: object) -> dict[str, Any]:
+    """Returns an event of a `place`: a process and a thread."""
+    return {"ph": kind, "name": name, "pid": place[0], "tid": place[1], "ts": time_us, **more}
+
+
 def _named(event: str, process: int, thread: int, **args: object) -> dict[str, Any]:
-    return {"ph": "M", "name": event, "pid": process, "tid": thread, "ts": 0, "args": args}
+    return _event("M", event, (process, thread), 0, args=args)
+
+
+def _slice(name: str, category: str, place: tuple[int, int], times_ns: tuple[int, int], args: object) -> dict[str, Any]:
+    start, end = times_ns
+    return _event("X", name, place, start / 1000, cat=category, dur=(end - start) / 1000, args=args)
 
 
 def _ops(simulation: Simulation) -> Iterator[dict[str, Any]]:
@@ -74,16 +84,8 @@ def _ops(simulation: Simulation) -> Iterator[dict[str, Any]]:
             **({"micro-batch": microbatches[op]} if microbatches and microbatches[op] >= 0 else {}),
             **({"replica": replicas[op]} if replicas else {}),
         }
-        yield {
-            "ph": "X",
-            "name": _shown(names[number]),
-            "cat": graph.phases[op] or "op",
-            "pid": _DEVICES,
-            "tid": devices[op] + 1,
-            "ts": starts[op] / 1000,
-            "dur": (ends[op] - starts[op]) / 1000,
-            "args": args,
-        }
+        place, times_ns = (_DEVICES, devices[op] + 1), (starts[op], ends[op])
+        yield _slice(_shown(names[number]), graph.phases[op] or "op", place, times_ns, args)
 
 
 def _transfers(simulation: Simulation) -> Iterator[dict[str, Any]]:
@@ -107,21 +109,14 @@ def _transfers(simulation: Simulation) -> Iterator[dict[str, Any]]:
             heapq.heappush(free, (ends[transfer], slot))
             drawn.setdefault(transfer, slot)
             source, target = simulation.placement[producers[transfer]], simulation.transfer_destinations[transfer]
-            yield {
-                "ph": "X",
-                "name": _shown(graph.op_names[producers[transfer]]),
-                "cat": "transfer",
-                "pid": _CHANNELS,
-                "tid": slot,
-                "ts": starts[transfer] / 1000,
-                "dur": (ends[transfer] - starts[transfer]) / 1000,
-                "args": {
-                    "bytes": int(graph.tensor_bytes[simulation.transfer_tensors[transfer]]),
-                    "from": _shown(devices[source].name),
-                    "to": _shown(devices[target].name),
-                    "arrival_ns": int(simulation.transfer_arrival_ns[transfer]),
-                },
+            args = {
+                "bytes": int(graph.tensor_bytes[simulation.transfer_tensors[transfer]]),
+                "from": _shown(devices[source].name),
+                "to": _shown(devices[target].name),
+                "arrival_ns": int(simulation.transfer_arrival_ns[transfer]),
             }
+            name, times_ns = _shown(graph.op_names[producers[transfer]]), (starts[transfer], ends[transfer])
+            yield _slice(name, "transfer", (_CHANNELS, slot), times_ns, args)
         for number, slot in enumerate(threads):
             name = lane.name if len(threads) == 1 else f"{lane.name} {number + 1}"
             yield _named("thread_name", _CHANNELS, slot, name=_shown(name))
@@ -140,21 +135,10 @@ def _arrows(simulation: Simulation, drawn: dict[int, int]) -> Iterator[dict[str,
         there = consumers[placement[consumers] == target]
         reader = int(there[np.argmin(simulation.op_start_ns[there])])
         producer = int(graph.producers[tensor])
-        for phase, process, thread, middle in (
-            ("s", _DEVICES, int(placement[producer]) + 1, op_middle[producer]),
-            ("t", _CHANNELS, slot, sent_middle[transfer]),
-            ("f", _DEVICES, target + 1, op_middle[reader]),
-        ):
-            yield {
-                "ph": phase,
-                "id": transfer,
-                "name": "tensor",
-                "cat": "transfer",
-                "pid": process,
-                "tid": thread,
-                "ts": float(middle),
-                **({"bp": "e"} if phase == "f" else {}),
-            }
+        of_it = {"id": transfer, "cat": "transfer"}
+        yield _event("s", "tensor", (_DEVICES, int(placement[producer]) + 1), float(op_middle[producer]), **of_it)
+        yield _event("t", "tensor", (_CHANNELS, slot), float(sent_middle[transfer]), **of_it)
+        yield _event("f", "tensor", (_DEVICES, target + 1), float(op_middle[reader]), **of_it, bp="e")
 
 
 def _memory(simulation: Simulation) -> Iterator[dict[str, Any]]:
@@ -162,7 +146,7 @@ def _memory(simulation: Simulation) -> Iterator[dict[str, Any]]:
     for curve in memory_curves(simulation, Allocations.of(simulation)):
         name = _shown(f"memory of {simulation.problem.cluster.devices[curve.device].name}")
         for time_ns, used in zip(curve.times_ns.tolist(), curve.used_bytes.tolist(), strict=True):
-            yield {"ph": "C", "name": name, "pid": _DEVICES, "tid": 0, "ts": time_ns / 1000, "args": {"bytes": used}}
+            yield _event("C", name, (_DEVICES, 0), time_ns / 1000, args={"bytes": used})
 
 
 def _shown(name: str) -> str:

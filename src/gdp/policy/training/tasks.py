@@ -20,9 +20,10 @@ from gdp.bounds.lower_bound import lower_bound
 from gdp.cluster import WORD_DEVICES, Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.parallel.layout import BLOCKS, NONE, Layout
+from gdp.parallel.step import Step
 from gdp.policy.training.graph_set import StoredGraph
 from gdp.policy.training.random_clusters import draw_cluster
-from gdp.policy.training.random_layouts import draw_layout, step_in
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate
 from gdp.units.reduction import reduce
@@ -30,6 +31,11 @@ from gdp.units.reduction import reduce
 _MAX_CACHED_OPS = 1_000_000  # of reduced problems that are kept; about 1 kB an op
 _NUM_DRAWS = 8  # of clusters, until all ops can run on one
 _ORDER, _OWN = 1, 2  # spawn keys: the order of sources, and tasks of sources without a cluster, are drawn apart
+# of drawn layouts
+_MICROBATCHES = (1, 2, 3, 4, 8)
+_UNEVEN_SHARE = 0.3  # of layouts with several replicas: the first ones have a micro-batch more
+_ZERO = (0, 0, 1, 2, 3)
+_RECOMPUTED_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +145,9 @@ class Tasks:
         """Returns the task of source `number` as it is."""
         if number not in self._recent:
             self._recent[number] = self._own(number)
-            while len(self._recent) > 1 and self._num_cached_ops() > _MAX_CACHED_OPS:
-                self._recent.popitem(last=False)
+            over = sum(task.problem.num_ops for task in self._recent.values()) - _MAX_CACHED_OPS
+            while len(self._recent) > 1 and over > 0:
+                over -= self._recent.popitem(last=False)[1].problem.num_ops
         self._recent.move_to_end(number)
         return self._recent[number]
 
@@ -152,9 +159,6 @@ class Tasks:
             )
         problem = reduce(Problem.build(source.load(), source.cluster)).problem
         return TrainingTask(problem, source.reference_ns, number)
-
-    def _num_cached_ops(self) -> int:
-        return sum(task.problem.num_ops for task in self._recent.values())
 
     def _source_number(self, position: int) -> int:
         turn, position = divmod(position, len(self.sources))
@@ -198,6 +202,28 @@ class Tasks:
             for device, limit in zip(problem.cluster.devices, limits.tolist(), strict=True)
         )
         return replace(problem, cluster=replace(problem.cluster, devices=devices), memory_limit_bytes=limits)
+
+
+def draw_layout(rng: np.random.Generator, num_devices: int, max_parts: int) -> Layout:
+    """Draws a layout of at most `max_parts` copies of a model, and of at most a replica for each device."""
+    data = int(rng.integers(1, min(num_devices, max(max_parts, 1)) + 1))
+    most = max(max_parts // data, 1)
+    each = int(rng.choice([count for count in _MICROBATCHES if count <= most]))
+    counts = [each] * data
+    if data > 1 and each < most and rng.random() < _UNEVEN_SHARE:
+        first = int(rng.integers(1, data))
+        counts[:first] = [each + 1] * first
+    zero = int(rng.choice(_ZERO)) if data > 1 else 0
+    recompute = BLOCKS if rng.random() < _RECOMPUTED_SHARE else NONE
+    return Layout(tuple(counts), zero if len(set(counts)) == 1 else min(zero, 2), recompute)
+
+
+def step_in(graph: Graph, layout: Layout) -> Graph:
+    """Returns the step of `layout` from that of one micro-batch; `graph` itself where the layout does not suit it."""
+    try:
+        return Step.of(graph, layout).graph
+    except InputError:  # it has replicas or micro-batches already, or no blocks
+        return graph
 
 
 def memory_needs(problem: Problem) -> tuple[int, int]:

@@ -74,22 +74,19 @@ class ClassicalRuns:
         up, the answer is the best of those that were looked at.
         """
         best, slowest_s = None, 0.0
+        orders = (self.question.problem.order,) if self.is_hurried else None
         for placement in self._placements(name, clock):
             if clock.stop.is_set() and (best is not None or self.candidates):
                 break
             if placement is None or self.question.problem.broken_constraints(placement):
                 continue
             began = time.perf_counter()
-            candidate = self.question.try_orders(placement, self._orders, clock)
+            candidate = self.question.try_orders(placement, orders, clock)
             best = candidate if best is None else min(best, candidate)
             slowest_s = max(slowest_s, time.perf_counter() - began)
             if not clock.has(slowest_s):
                 break
         return best
-
-    @property
-    def _orders(self) -> Sequence[str] | None:
-        return (self.question.problem.order,) if self.is_hurried else None
 
     def _placements(self, name: str, clock: Clock) -> Iterator[Placement | None]:
         problem, seed, place = self.question.problem, self.question.seed, CLASSICAL[name]

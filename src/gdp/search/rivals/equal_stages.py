@@ -5,9 +5,8 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.graph.layers import LayerPaths
 from gdp.placers.base import inherit
+from gdp.placers.settings import EXPERT
 from gdp.simulator.problem import Problem
-
-_MIN_SHARE = 0.5  # of the longest list's layers that another list needs to count too: an encoder's beside a decoder's
 
 
 def equal_stages(problem: Problem, num_stages: int) -> I64 | None:
@@ -21,7 +20,7 @@ def equal_stages(problem: Problem, num_stages: int) -> I64 | None:
     layers = LayerPaths.of(graph)
     sizes = {path: layers.lists.count(path) for path in layers.lists if path}
     longest = max(sizes.values(), default=0)
-    is_layer = [sizes.get(path, 0) >= max(_MIN_SHARE * longest, 2) for path in layers.lists]
+    is_layer = [sizes.get(path, 0) >= max(EXPERT.min_share * longest, 2) for path in layers.lists]
     count = sum(is_layer)
     if not count or count % num_stages:
         return None

@@ -118,7 +118,8 @@ def _sequences(layout: StreamLayout, chain: _Chain) -> list[tuple[float, tuple[i
     seen: set[tuple[object, ...]] = set()
     every = (each for size in range(1, len(able) + 1) for each in permutations(able, size))
     for sequence in islice(every, layout.settings.most_sequences):
-        if (key := tuple(_links(layout, sequence)) + tuple(alike[device] for device in sequence)) in seen:
+        rates = tuple(cluster.route(*pair).bytes_per_second for pair in pairwise(sequence))
+        if (key := (rates, *(alike[device] for device in sequence))) in seen:
             continue
         seen.add(key)
         rest = max(range(len(sequence)), key=lambda number: int(total_ns[sequence[number]]))
@@ -135,11 +136,6 @@ def _sequences(layout: StreamLayout, chain: _Chain) -> list[tuple[float, tuple[i
         else:
             found.append((spent, sequence, rest))
     return found
-
-
-def _links(layout: StreamLayout, sequence: tuple[int, ...]) -> Iterator[int]:
-    for here, there in pairwise(sequence):
-        yield layout.problem.cluster.route(here, there).bytes_per_second
 
 
 def _filled(fill: Fill, helper: int = -1, share: float = 0.0) -> Iterator[Simulation]:

@@ -62,7 +62,8 @@ class BuiltIns:
 
 def neighbourhoods(graph: Graph) -> U64:
     """Returns the labels of the ops of the forward and backward pass that are connected to any."""
-    labels = _mixed(np.array([zlib.crc32(f"{kind} {phase}".encode()) for kind, phase in _kinds(graph)], np.uint64))
+    names = map(" ".join, zip(graph.kinds, graph.phases, strict=True))
+    labels = _mixed(np.array([zlib.crc32(name.encode()) for name in names], np.uint64))
     pairs = np.unique(graph.producers[graph.edge_tensors] * graph.num_ops + graph.consumers)
     sources, targets = pairs // graph.num_ops, pairs % graph.num_ops
     is_update = graph.is_in_phase("update")
@@ -81,10 +82,6 @@ def structure(graph: Graph) -> int:
     """Returns a number that graphs of the same labelled structure share; sizes of tensors do not change it."""
     labels, counts = np.unique(neighbourhoods(graph), return_counts=True)
     return zlib.crc32(labels.tobytes() + counts.tobytes())
-
-
-def _kinds(graph: Graph) -> Iterable[tuple[str, str]]:
-    return zip(graph.kinds, graph.phases, strict=True)
 
 
 def _mixed(values: U64) -> U64:

@@ -70,7 +70,8 @@ class UShape(nn.Module):
             for level in reversed(range(self.num_levels - 1)):
                 if node < self.heights[level]:
                     self._add(rows, level, node)
-        losses = [self._loss(head(x), targets) for head, x in zip(self.heads, rows[0][::-1], strict=False)]
+        measure = functional.mse_loss if self.is_image else functional.cross_entropy
+        losses = [measure(head(x), targets) for head, x in zip(self.heads, rows[0][::-1], strict=False)]
         return sum(losses[1:], losses[0])
 
     def _add(self, rows: list[list[Tensor]], level: int, node: int) -> None:
@@ -78,9 +79,6 @@ class UShape(nn.Module):
         key, below = f"{level}_{node}", rows[level + 1]
         lower = self.ups[key](below[min(node - 1, len(below) - 1)] if self.is_grid else below[-1])
         rows[level].append(self.blocks[key](self.joins[key]([*rows[level][:node], lower])))
-
-    def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return functional.mse_loss(outputs, targets) if self.is_image else functional.cross_entropy(outputs, targets)
 
 
 def build(draws: Draws, num_ops: int) -> Example:
