@@ -188,7 +188,7 @@ def _routes(
             channels = (f"{a.device.name}.{SOCKET}.out", f"{b.device.name}.{SOCKET}.in")
             routes[source, target] = Route(a.port.latency_ns, a.port.bytes_per_second, channels)
         else:
-            routes[source, target] = _nvlink_route(a, b) or Route(*_slot_figures(a, b, None), _slots(a, b))
+            routes[source, target] = _nvlink_route(a, b) or Route(*_slot_figures(a, b, None), _slot(a)[0] + _slot(b)[1])
     return routes
 
 
@@ -205,15 +205,14 @@ def _nvlink_route(a: _Part, b: _Part) -> Route | None:
     return Route(link.latency_ns, link.bytes_per_second, ("->".join(names),)) if is_wired else None
 
 
-def _slots(a: _Part, b: _Part) -> tuple[str, ...]:
-    """Returns the channels out of a's slot and into b's; a CPU has no slot."""
-    up = () if a.is_cpu else (f"{a.device.name}.pcie.up",)
-    return up if b.is_cpu else (*up, f"{b.device.name}.pcie.down")
+def _slot(part: _Part) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the channels out of a device's slot and into it; a CPU has no slot."""
+    return ((), ()) if part.is_cpu else ((f"{part.device.name}.pcie.up",), (f"{part.device.name}.pcie.down",))
 
 
 def _ways(part: _Part) -> tuple[tuple[str, ...], ...]:
     """Returns the channels out of a host, out of its pod, and those into them, by the slot of a device."""
-    up, down = ((), ()) if part.is_cpu else ((f"{part.device.name}.pcie.up",), (f"{part.device.name}.pcie.down",))
+    up, down = _slot(part)
     out, into = (*up, f"{part.card}.out"), (f"{part.card}.in", *down)
     if not part.uplink:
         return out, out, into, into

@@ -9,7 +9,7 @@ yet, after a kill, is taken over by the next call, which draws a deleted one aga
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
@@ -93,14 +93,8 @@ class GraphSet:
             content = files.require_header(document, SET_FORMAT, VERSION)
             try:
                 graphs = tuple(_stored(directory, number, row) for number, row in enumerate(content["graphs"]))
-                return cls(
-                    directory,
-                    int(content["seed"]),
-                    int(content["generator"]),
-                    str(content["torch"]),
-                    tuple(content["families"]),
-                    graphs,
-                )
+                numbers = int(content["seed"]), int(content["generator"])
+                return cls(directory, *numbers, str(content["torch"]), tuple(content["families"]), graphs)
             except (KeyError, TypeError, ValueError):
                 raise InputError("is damaged; make the set again, in another directory") from None
 
@@ -161,7 +155,7 @@ def make_set(
     graphs, references = list(takewhile(lambda graph: graph.path.exists(), before.graphs)), None
 
     def save() -> GraphSet:
-        whole = GraphSet(directory, seed, GENERATOR, made.torch, made.families, tuple(graphs))
+        whole = replace(made, graphs=tuple(graphs))
         whole.save()
         return whole
 

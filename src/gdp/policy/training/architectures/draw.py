@@ -32,13 +32,13 @@ MAX_BYTES = 256 * 2**30  # of parameters, optimizer state and what the forward p
 FAMILIES: Mapping[str, Callable[[Draws, int], Example]] = MappingProxyType(
     {
         "cells": cells.build,
-        "residual": residual.build_residual,
-        "dense": residual.build_dense,
+        "residual": partial(residual.build, trunk=residual.ResidualTrunk),
+        "dense": partial(residual.build, trunk=residual.DenseTrunk),
         "wired": wired.build,
         "u-shapes": u_shapes.build,
         "recurrent": recurrent.build,
-        "encoders": transformers.build_encoder,
-        "decoders": transformers.build_decoder,
+        "encoders": partial(transformers.build_stack, is_causal=False),
+        "decoders": partial(transformers.build_stack, is_causal=True),
         "encoder-decoders": transformers.build_encoder_decoder,
         "experts": transformers.build_experts,
         "tables": tables.build,

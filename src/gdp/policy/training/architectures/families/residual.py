@@ -193,17 +193,8 @@ class ImageClassifier(nn.Module):
         return self.head(self.trunk(images).mean((2, 3)), labels)
 
 
-def _build(draws: Draws, num_ops: int, trunk: type[ResidualTrunk] | type[DenseTrunk]) -> Example:
+def build(draws: Draws, num_ops: int, trunk: type[ResidualTrunk] | type[DenseTrunk]) -> Example:
+    """Draws a network with this kind of trunk of about `num_ops` ops, with one batch."""
     style, num_classes = ImageStyle.draw(draws), draws.size(10, 1000, 1)
     model = ImageClassifier(trunk(draws, style, num_ops), num_classes)
     return model, (style.images(), random_classes(num_classes, style.batch)), {}
-
-
-def build_residual(draws: Draws, num_ops: int) -> Example:
-    """Draws a residual network of about `num_ops` ops, with one batch."""
-    return _build(draws, num_ops, ResidualTrunk)
-
-
-def build_dense(draws: Draws, num_ops: int) -> Example:
-    """Draws a dense network of about `num_ops` ops, with one batch."""
-    return _build(draws, num_ops, DenseTrunk)

@@ -247,14 +247,9 @@ def _model(draws: Draws, plan: TransformerPlan, num_ops: int) -> Example:
     return model, (data, random_classes(num_classes, *(shape if is_stepwise else (batch,)))), {}
 
 
-def build_encoder(draws: Draws, num_ops: int) -> Example:
-    """Draws an encoder of about `num_ops` ops, with one batch."""
-    return _model(draws, TransformerPlan.draw(draws), num_ops)
-
-
-def build_decoder(draws: Draws, num_ops: int) -> Example:
-    """Draws a causal decoder of about `num_ops` ops, with one batch."""
-    return _model(draws, TransformerPlan.draw(draws, is_causal=True), num_ops)
+def build_stack(draws: Draws, num_ops: int, *, is_causal: bool) -> Example:
+    """Draws an encoder, or a causal decoder, of about `num_ops` ops, with one batch."""
+    return _model(draws, TransformerPlan.draw(draws, is_causal=is_causal), num_ops)
 
 
 def build_experts(draws: Draws, num_ops: int) -> Example:
