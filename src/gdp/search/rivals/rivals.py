@@ -27,8 +27,7 @@ from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
 from gdp.search.candidate import UNKNOWN, Arrangement, BatchCut, Candidate
-from gdp.search.layouts.dispatch import levels_of
-from gdp.search.layouts.published_1f1b import simulate_1f1b
+from gdp.search.layouts.dispatch import levels_of, simulate_1f1b
 from gdp.search.question import BatchQuestion
 from gdp.search.rivals.equal_stages import equal_stages
 from gdp.search.solution import Solution
