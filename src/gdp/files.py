@@ -233,6 +233,11 @@ def is_list(value: object) -> bool:
     return type(value) is list
 
 
+def is_mapping(value: object) -> bool:
+    """a mapping"""
+    return type(value) is dict
+
+
 def is_number_list(value: object) -> bool:
     """a list of integers"""
     return type(value) is list and all(type(item) is int and -(2**63) <= item < 2**63 for item in value)

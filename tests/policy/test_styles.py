@@ -204,7 +204,7 @@ def test_tensorboard_gets_each_fit(tmp_path: Path) -> None:
 
 def test_other_outcomes_are_refused(tmp_path: Path) -> None:
     """Outcomes of another run are one clear error."""
-    outcome = try_styles(PROBLEM, UNTRAINED, None, 1, 4, np.random.default_rng(0))
+    outcome = try_styles(PROBLEM, UNTRAINED, None, (1, 4), np.random.default_rng(0))
     directory = outcomes_path(tmp_path / "mine.safetensors")
     write_part(directory, 0, "one run", [outcome])
     assert np.array_equal(read_parts(directory, "one run")[0].numbers, outcome.numbers)

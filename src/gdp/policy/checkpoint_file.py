@@ -12,16 +12,11 @@ from gdp.tensor_file import TensorFormat
 TRAINING = "optimizer/"  # prefix of the names of tensors of a training's state
 
 
-def _is_mapping(value: object) -> bool:
-    """a mapping"""
-    return type(value) is dict
-
-
 CHECKPOINT = TensorFormat(
     name="gdp-checkpoint",
     version=5,
     oldest=2,
-    fields=MappingProxyType({"policy": files.is_string, "config": _is_mapping, "manifest": _is_mapping}),
+    fields=MappingProxyType({"policy": files.is_string, "config": files.is_mapping, "manifest": files.is_mapping}),
     writer="`gdp train`",
     remedy="copy or train it again",
 )

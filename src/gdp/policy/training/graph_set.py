@@ -28,12 +28,7 @@ _AGAIN = "delete it and run gdp architectures again"
 _SAVE_EVERY = 50  # graphs
 
 
-def _is_mapping(value: object) -> bool:
-    """a mapping"""
-    return type(value) is dict
-
-
-_FIELDS = {"format": files.is_string, "version": files.is_size, "row": _is_mapping, "graph": _is_mapping}
+_FIELDS = {"format": files.is_string, "version": files.is_size, "row": files.is_mapping, "graph": files.is_mapping}
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,16 +50,16 @@ def try_styles(
     problem: Problem,
     constructor: Constructor,
     scores: StyleScores | None,
-    num_groupings: int,
-    num_styles: int,
+    sizes: tuple[int, int],
     rng: np.random.Generator,
 ) -> Outcomes:
-    """Returns the outcomes of `num_styles` styles in each of `num_groupings` groupings of `problem`.
+    """Returns the outcomes of styles in groupings of `problem`; `sizes` are (groupings, styles in each).
 
     Half of the styles are wider than those of searches, so that the scorer knows the surroundings. With `scores` two
     of three groupings have styles that these prefer, where mistakes would cost most.
     """
     numbers, times, excess = [], [], []
+    num_groupings, num_styles = sizes
     for number in range(num_groupings):
         pool = 1 if scores is None else _POOLS[number % len(_POOLS)]
         styles = draw_styles(pool * num_styles, rng)
@@ -90,12 +90,7 @@ def _ranks(step_time_ns: I64, excess_bytes: I64) -> F32:
 def write_part(directory: Path, number: int, run: str, outcomes: Sequence[Outcomes]) -> None:
     """Writes part `number` of the outcomes of `run`."""
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        "features": np.stack([outcome.features for outcome in outcomes]),
-        "numbers": np.stack([outcome.numbers for outcome in outcomes]),
-        "ranks": np.stack([outcome.ranks for outcome in outcomes]),
-        "cpu_seconds": np.array([outcome.cpu_seconds for outcome in outcomes]),
-    }
+    tensors = {name: np.stack([getattr(outcome, name) for outcome in outcomes]) for name in _COLUMNS}
     files.write_bytes(_path(directory, number), save(tensors, OUTCOMES.header(run=run)))
 
 

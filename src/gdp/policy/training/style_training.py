@@ -27,7 +27,7 @@ from gdp.policy.construction import Constructor
 from gdp.policy.features import INITIAL_WEIGHTS
 from gdp.policy.scheduler import SchedulerPolicy
 from gdp.policy.style_network import StyleNetwork
-from gdp.policy.style_scorer import StyleScores, target
+from gdp.policy.style_scorer import target
 from gdp.policy.training.pretrain import Provenance, TrainingProgress, TrainingRun, manifest_of
 from gdp.policy.training.scalars import scalars
 from gdp.policy.training.style_outcomes import PART, Outcomes, read_parts, try_styles, write_part
@@ -55,6 +55,11 @@ class StyleTrainingConfig:
         for name in ("num_tasks", "first_fit", "num_groupings", "num_styles", "epochs", "batch"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; at least 1 is expected")
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The groupings of a problem, and the styles in each."""
+        return self.num_groupings, self.num_styles
 
     def last_fit(self, num_tasks: int) -> int:
         """Returns the number of tasks that the last fit before task number `num_tasks` had; 0 before the first."""
@@ -116,7 +121,7 @@ def train_styles(
 
     with scalars(run.tensorboard, len(outcomes)) as write, one_thread():
         checks = [
-            _outcome(task, constructor, None, config, np.random.default_rng([_VALIDATION, number]))
+            try_styles(task.problem, constructor, None, config.sizes, np.random.default_rng([_VALIDATION, number]))
             for number, task in enumerate(validation)
         ]
         while (number := len(outcomes)) < config.num_tasks:
@@ -129,7 +134,7 @@ def train_styles(
             task, rng = tasks.draw(number, 0, 1)
             proposes = bool(fitted_on) and number % 2 == 1
             scores = policy.constructor.scores(task.problem) if proposes else None
-            outcome = _outcome(task, constructor, scores, config, rng)
+            outcome = try_styles(task.problem, constructor, scores, config.sizes, rng)
             outcomes.append(replace(outcome, cpu_seconds=time.process_time() - before))
             if len(outcomes) % PART == 0 or len(outcomes) == config.num_tasks:
                 keep()
@@ -174,16 +179,6 @@ def fit(network: StyleNetwork, outcomes: Sequence[Outcomes], config: StyleTraini
             (error**2).mean().backward()
             optimizer.step()
             schedule.step()
-
-
-def _outcome(
-    task: TrainingTask,
-    constructor: Constructor,
-    scores: StyleScores | None,
-    config: StyleTrainingConfig,
-    rng: np.random.Generator,
-) -> Outcomes:
-    return try_styles(task.problem, constructor, scores, config.num_groupings, config.num_styles, rng)
 
 
 def _correlation(network: StyleNetwork, outcomes: Sequence[Outcomes]) -> float | None:
