@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
-from typing import Any
 
 import numpy as np
 
@@ -115,43 +114,25 @@ def _relaxation(problem: Problem, sources: I64, targets: I64, transfer_ns: I64) 
     Variables: x[P] (1: a transfer is made), start[N], end of the step. Each op keeps at most one child and one parent.
     """
     from scipy.optimize import linprog  # half a second
-    from scipy.sparse import coo_array
+    from scipy.sparse import block_array, coo_array, diags_array, eye_array
 
-    num_pairs, num_ops = len(sources), problem.num_ops
-    end = num_pairs + num_ops
-    time_ns = problem.mean_op_time_ns
-    pairs, ops = np.arange(num_pairs), np.arange(num_ops)
-    rows, columns, values, bounds = [], [], [], []
-    count = 0
-
-    def add(number: int, entries: list[tuple[Any, Any, Any]], bound: Any) -> None:
-        nonlocal count
-        for row, column, value in entries:
-            rows.append(count + row)
-            columns.append(column)
-            values.append(np.broadcast_to(np.asarray(value, np.float64), np.shape(row)))
-        bounds.append(np.broadcast_to(np.asarray(bound, np.float64), number))
-        count += number
-
+    num_pairs, num_ops, time_ns = len(sources), problem.num_ops, problem.mean_op_time_ns
+    pairs, ones = np.arange(num_pairs), np.ones(num_pairs)
     scale = max(float(time_ns.max()), float(transfer_ns.max()), 1.0)
-    # start[i] + time[i] + transfer * x <= start[j]
-    start = num_pairs + sources
-    add(
-        num_pairs,
-        [(pairs, start, 1), (pairs, num_pairs + targets, -1), (pairs, pairs, transfer_ns / scale)],
-        -time_ns[sources] / scale,
-    )
-    for ends in (sources, targets):  # of n pairs at least n - 1 are apart
-        distinct, row, number = np.unique(ends, return_inverse=True, return_counts=True)
-        add(len(distinct), [(row, pairs, -1)], 1 - number)
-    add(num_ops, [(ops, num_pairs + ops, 1), (ops, np.full(num_ops, end), -1)], -time_ns / scale)
-    cost = np.zeros(end + 1)
-    cost[end] = 1
-    matrix = coo_array(
-        (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))), shape=(count, end + 1)
-    ).tocsr()
-    limits = np.tile([0.0, np.inf], (end + 1, 1))
+    first, second = (coo_array((ones, (pairs, ends)), shape=(num_pairs, num_ops)) for ends in (sources, targets))
+    siblings = [np.unique(ends, return_inverse=True, return_counts=True)[1:] for ends in (sources, targets)]
+    sums = [coo_array((-ones, (row, pairs)), shape=(len(number), num_pairs)) for row, number in siblings]
+    blocks = [
+        [diags_array(transfer_ns / scale), first - second, None],  # start[i] + time[i] + transfer * x <= start[j]
+        *([of_one, None, None] for of_one in sums),  # of n pairs at least n - 1 are apart
+        [None, eye_array(num_ops), coo_array(np.full((num_ops, 1), -1.0))],
+    ]
+    bounds = [-time_ns[sources] / scale, *(1 - number for _, number in siblings), -time_ns / scale]
+    limits = np.tile([0.0, np.inf], (num_pairs + num_ops + 1, 1))
     limits[:num_pairs, 1] = 1
+    cost = np.zeros(len(limits))
+    cost[-1] = 1
+    matrix = block_array(blocks).tocsr()
     found = linprog(cost, A_ub=matrix, b_ub=np.concatenate(bounds), bounds=limits, method="highs-ds")
     return np.asarray(found.x[:num_pairs], np.float64).round(9) if found.status == 0 else None
 
