@@ -73,26 +73,23 @@ def best_shares(
             route = cluster.route(host, device)
             for channel in route.channels or (f"to {device}",):
                 channels.setdefault(channel, np.zeros(count))[number] = weight / route.bytes_per_second
-    kept, streamed, zeros = np.eye(count), np.eye(count), np.zeros(count)
-    rows = [np.concatenate((work, work, [-1.0]))]
-    limits = [0.0]
-    for seconds in channels.values():
-        rows.append(np.concatenate((zeros, seconds, [-1.0])))
-        limits.append(0.0)
-    on_host = np.array([float(device != host) for device in devices])
-    for number, device in enumerate(devices):
-        if device != host:
-            rows.append(np.concatenate((kept[number], zeros, [0.0])))
-            limits.append(float(room[device]))
-    rows.append(np.concatenate((1.0 - on_host, on_host, [0.0])))
-    limits.append(float(room[host]))
+    seconds = np.array(list(channels.values())).reshape(-1, count)
+    is_device = np.array([device != host for device in devices])
+    kept = np.eye(count)[is_device]
+    rows = (  # of kept parts, streamed parts, and T
+        np.concatenate((work, work, [-1.0]))[None],
+        np.hstack((np.zeros_like(seconds), seconds, np.full((len(seconds), 1), -1.0))),
+        np.hstack((kept, np.zeros_like(kept), np.zeros((len(kept), 1)))),
+        np.concatenate((~is_device, is_device, [0.0]))[None],
+    )
+    limits = np.concatenate((np.zeros(1 + len(seconds)), room[list(devices)][is_device], room[[host]]))
     most = [None if device != host and may_receive[device] else 0.0 for device in devices]
     bounds = [(0.0, None)] * count + [(0.0, share) for share in most] + [(0.0, None)]
     answer = linprog(
-        np.concatenate((zeros, zeros, [1.0])),
-        A_ub=np.array(rows),
-        b_ub=np.array(limits),
-        A_eq=np.concatenate((kept.sum(axis=0), streamed.sum(axis=0), [0.0]))[None],
+        np.repeat([0.0, 1.0], [2 * count, 1]),
+        A_ub=np.vstack(rows),
+        b_ub=limits,
+        A_eq=np.repeat([1.0, 0.0], [2 * count, 1])[None],
         b_eq=[1.0],
         bounds=bounds,
     )
