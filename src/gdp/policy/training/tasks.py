@@ -22,6 +22,7 @@ from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.parallel.step import Step
+from gdp.policy.settings import DRAWN
 from gdp.policy.training.graph_set import StoredGraph
 from gdp.policy.training.random_clusters import draw_cluster
 from gdp.simulator.problem import Problem
@@ -31,11 +32,6 @@ from gdp.units.reduction import reduce
 _MAX_CACHED_OPS = 1_000_000  # of reduced problems that are kept; about 1 kB an op
 _NUM_DRAWS = 8  # of clusters, until all ops can run on one
 _ORDER, _OWN = 1, 2  # spawn keys: the order of sources, and tasks of sources without a cluster, are drawn apart
-# of drawn layouts
-_MICROBATCHES = (1, 2, 3, 4, 8)
-_UNEVEN_SHARE = 0.3  # of layouts with several replicas: the first ones have a micro-batch more
-_ZERO = (0, 0, 1, 2, 3)
-_RECOMPUTED_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,13 +204,13 @@ def draw_layout(rng: np.random.Generator, num_devices: int, max_parts: int) -> L
     """Draws a layout of at most `max_parts` copies of a model, and of at most a replica for each device."""
     data = int(rng.integers(1, min(num_devices, max(max_parts, 1)) + 1))
     most = max(max_parts // data, 1)
-    each = int(rng.choice([count for count in _MICROBATCHES if count <= most]))
+    each = int(rng.choice([count for count in DRAWN.microbatches if count <= most]))
     counts = [each] * data
-    if data > 1 and each < most and rng.random() < _UNEVEN_SHARE:
+    if data > 1 and each < most and rng.random() < DRAWN.uneven_share:
         first = int(rng.integers(1, data))
         counts[:first] = [each + 1] * first
-    zero = int(rng.choice(_ZERO)) if data > 1 else 0
-    recompute = BLOCKS if rng.random() < _RECOMPUTED_SHARE else NONE
+    zero = int(rng.choice(DRAWN.zero)) if data > 1 else 0
+    recompute = BLOCKS if rng.random() < DRAWN.recomputed_share else NONE
     return Layout(tuple(counts), zero if len(set(counts)) == 1 else min(zero, 2), recompute)
 
 
