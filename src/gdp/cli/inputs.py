@@ -156,7 +156,7 @@ def _accelerate_modes(names: Sequence[str], source: "ModelSource") -> "dict[str,
     if source.reading.microbatching.count > 1:
         raise InputError(f"--placers {','.join(names)}: accelerate has no micro-batches; leave out --microbatches")
     if source.reading.serving.has_cache:  # accelerate maps modules, which have no cache when it does
-        from gdp.models.hugging_face.build import without_context
+        from gdp.models.hugging_face.sizes import without_context
         from gdp.models.source import ModelSource
 
         source = ModelSource(without_context(source.text), source.reading)

@@ -18,7 +18,7 @@ from gdp.models.pytorch.capture_step import OptimizerChoice, StepOptions, rule_c
 from gdp.models.pytorch.loss import Loss
 from gdp.models.pytorch.program import named_inputs
 from gdp.models.pytorch.signature import signatures
-from gdp.models.source import ModelSource, without_tracebacks
+from gdp.models.source import ModelSource
 from gdp.models.user_function import printing_to_stderr
 from gdp.parallel.batches import BatchStream, in_flight
 from gdp.parallel.layout import Layout
@@ -94,7 +94,7 @@ def read_executable(
             master_weights=reading.master_weights,
         )
 
-    with printing_to_stderr(), without_tracebacks():
+    with printing_to_stderr():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             built = source.build()

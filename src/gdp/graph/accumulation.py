@@ -12,22 +12,20 @@ N ops, T tensors of one micro-batch; M micro-batches.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
+from gdp.graph.builder import GraphBuilder
 from gdp.graph.copies import ACCUMULATE, label_end
 from gdp.graph.document import Tensor
 from gdp.graph.graph import Graph
 from gdp.graph.microbatches import SHARED, check_count, count_microbatches, microbatch_of, shared_ops
 from gdp.graph.unique_names import UniqueNames
 
-_NO_TIMES: Any = MappingProxyType({})
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of gradients
 
 
@@ -73,159 +71,90 @@ class _Accumulation:
         self.is_source, self.is_update = shared_ops(graph)
         self.is_repeated = ~(self.is_source | self.is_update)
         self.writers = _buffer_writers(graph, self.is_repeated)
-        by_update = np.zeros(graph.num_tensors, np.bool_)
-        by_update[graph.edge_tensors[self.is_update[graph.consumers]]] = True
-        added = np.flatnonzero(by_update & self.is_repeated[graph.producers] & (graph.tensor_bytes > 0))
+        self.by_update = self.is_update[graph.consumers]  # [E]
+        is_read = np.zeros(graph.num_tensors, np.bool_)
+        is_read[graph.edge_tensors[self.by_update]] = True
+        added = np.flatnonzero(is_read & self.is_repeated[graph.producers] & (graph.tensor_bytes > 0))
         self.gradients = added[np.argsort(graph.producers[added], kind="stable")]  # [G]
-        reads = self.is_update[graph.consumers]  # each gradient's updates
-        tensors, updates = graph.edge_tensors[reads], graph.consumers[reads]
+        tensors, updates = graph.edge_tensors[self.by_update], graph.consumers[self.by_update]
         self.first_update = updates[np.searchsorted(tensors, self.gradients)]  # [G]
-        sources, repeated, late = map(np.flatnonzero, (self.is_source, self.is_repeated, self.is_update))
-        num_sums = len(self.gradients)
-        stride = len(repeated) + num_sums
         self.number = np.full((num_microbatches, graph.num_ops), -1)  # by micro-batch and op
-        self.number[0, sources] = np.arange(len(sources))
-        starts = len(sources) + np.arange(num_microbatches)[:, None] * stride - num_sums
-        starts[0] += num_sums  # sums begin with the second micro-batch
-        self.number[:, repeated] = starts + np.arange(len(repeated))
-        self.adder = starts + len(repeated) + np.arange(num_sums)  # [M, G] the first row is of no use
-        self.num_ops = len(sources) + num_microbatches * stride - num_sums + len(late)
-        self.number[0, late] = np.arange(self.num_ops - len(late), self.num_ops)
-        self.copied, self.repeated, self.late = sources, repeated, late
+        self.adder = np.full((num_microbatches, len(self.gradients)), -1)  # [M, G] the first row is of no use
+        self.builder = GraphBuilder()
 
     def build(self) -> Graph:
         """Returns the graph of all micro-batches."""
-        producers, tensor_columns = self._tensors()
-        edges = np.concatenate([tensors * self.num_ops + consumers for tensors, consumers in self._edges()])
-        edges.sort()
-        counts = np.bincount(edges // self.num_ops, minlength=len(producers))
-        return Graph(
-            name=self.graph.name,
-            **self._ops(),
-            producers=producers,
-            **tensor_columns,
-            consumer_offsets=np.concatenate(([0], np.cumsum(counts))),
-            consumers=edges % self.num_ops,
-        )
+        self._add_ops()
+        self._add_origins()
+        self._add_tensors()
+        waits = [(before, later) for before, ops in self._buffer_order().items() for later in ops]
+        self.builder.control(*np.array(waits, np.int64).reshape(-1, 2).T)
+        return self.builder.build(self.graph.name)
 
-    def _ops(self) -> dict[str, Any]:
-        """Returns the columns of ops."""
-        graph, groups = self.graph, self._groups()
-        sizes = graph.tensor_bytes[self.gradients]
+    def _add_ops(self) -> None:
+        graph, groups, sum_names = self.graph, self._groups(), self._sum_names()
+        repeated, late = np.flatnonzero(self.is_repeated), np.flatnonzero(self.is_update)
+        names = [graph.op_names[op] for op in repeated.tolist()]
         dtypes = [graph.dtypes[op] for op in graph.producers[self.gradients].tolist()]
-        element_bytes = np.array([ELEMENT_BYTES.get(dtype, 4) for dtype in dtypes], np.int64)
-        sums: dict[str, list[Any]] = {
-            "kinds": ["aten.add_"] * len(sizes),
+        sizes = graph.tensor_bytes[self.gradients]
+        of_sums = {
+            "flops": sizes // np.array([ELEMENT_BYTES.get(dtype, 4) for dtype in dtypes], np.int64),
+            "bytes_accessed": 3 * sizes,  # both are read, one is written
             "dtypes": dtypes,
-            "phases": ["backward"] * len(sizes),
+            "phases": "backward",
             "modules": [graph.modules[update] for update in self.first_update.tolist()],
-            "roles": [ACCUMULATE] * len(sizes),
-            "times_ns": [_NO_TIMES] * len(sizes),
+            "roles": ACCUMULATE,
+            "groups": groups[0][self.first_update],
         }
-        later = self.num_microbatches - 1
-        columns: dict[str, Any] = {}
-        sums["op_names"] = self._sum_names()
-        for name, of_sums in sums.items():
-            column = getattr(graph, name)
-            first, each, last = ([column[op] for op in ops.tolist()] for ops in self._parts())
-            each += of_sums
-            if name == "op_names":
-                ends = map(label_end, range(1, later + 1), [0] * later)
-                repeated = [stem + end for end in ends for stem in each]
-            else:
-                repeated = each * later
-            columns[name] = (*first, *repeated, *last)
-        before, again, late = self._parts()
-        for name, per_sum in (
-            ("flops", sizes // element_bytes),
-            ("bytes_accessed", 3 * sizes),  # both are read, one is written
-        ):
-            figures = getattr(graph, name)
-            further = np.tile(np.concatenate((figures[again], per_sum)), later)
-            columns[name] = np.concatenate((figures[before], further, figures[late]))
-        none = np.zeros(len(sizes), np.int64)
-        own = self.free_replicas & (groups != groups[0])[:, again]
-        resident, of_sums = graph.resident_bytes, groups[0][self.first_update]
-        columns["resident_bytes"] = np.concatenate(
-            [resident[before], *(part for row in own[1:] for part in (resident[again] * row, none)), resident[late]]
-        )
-        columns["groups"] = np.concatenate(
-            [groups[0][before], *(part for row in groups[1:] for part in (row[again], of_sums)), groups[0][late]]
-        )
-        columns["replicas"] = np.zeros(self.num_ops, np.int64)
-        numbers = np.repeat(np.arange(1, later + 1), len(again) + len(sizes))
-        columns["microbatches"] = np.concatenate((0 * before, numbers, 0 * late))
-        columns["origins"] = self._origins()
-        return columns
+        self._copy(0, np.flatnonzero(self.is_source), groups[0])
+        self._copy(0, repeated, groups[0])
+        for microbatch, own in enumerate(groups[1:], 1):
+            end, is_free = label_end(microbatch, 0), self.free_replicas & (own != groups[0])
+            changed = {
+                "op_names": [name + end for name in names],
+                "microbatches": np.full(len(repeated), microbatch),
+                "resident_bytes": (graph.resident_bytes * is_free)[repeated],
+            }
+            self._copy(microbatch, repeated, own, **changed)
+            sums = [name + end for name in sum_names]
+            self.adder[microbatch] = self.builder.add_ops(sums, "aten.add_", microbatches=microbatch, **of_sums)
+        self._copy(0, late, groups[0])
 
-    def _origins(self) -> I64:
-        """Returns the op that each is a copy of, or made for: the first sum of a gradient is made for an update."""
-        graph, again, first_sums = self.graph, self.repeated, self.adder[1]
-        own = np.where(graph.origins >= 0, self.number[0][graph.origins], -1)
-        origins = np.empty(self.num_ops, np.int64)
-        origins[self.number[0]] = own
-        origins[self.number[1:, again]] = self.number[0][graph.first_copy[again]]
-        origins[self.adder[1:]] = first_sums
-        origins[first_sums] = self.number[0][self.first_update]
-        return origins
+    def _copy(self, microbatch: int, ops: I64, groups: I64, **changed: Any) -> None:
+        self.number[microbatch, ops] = self.builder.copy_ops(self.graph, ops, groups=groups[ops], **changed)
 
-    def _parts(self) -> tuple[I64, I64, I64]:
-        """Returns the ops that come first, with those of the first micro-batch; those of each further one; updates."""
-        return np.concatenate((self.copied, self.repeated)), self.repeated, self.late
+    def _add_origins(self) -> None:
+        """Sets the op that each is a copy of, or made for: the first sum of a gradient is made for an update."""
+        first, again = self.number[0], np.flatnonzero(self.is_repeated)
+        self.builder.copy_origins(self.graph, first)
+        for number, sums in zip(self.number[1:], self.adder[1:], strict=True):
+            self.builder.set_origins(number[again], first[self.graph.first_copy[again]])
+            self.builder.set_origins(sums, self.adder[1])
+        self.builder.set_origins(self.adder[1], first[self.first_update])
 
-    def _tensors(self) -> tuple[I64, dict[str, Any]]:
-        """Returns producers and further columns: those of each micro-batch, then sums, then waits for buffers."""
-        graph, later = self.graph, self.num_microbatches - 1
-        self.again = np.flatnonzero(self.is_repeated[graph.producers])
-        self.position = np.full((self.num_microbatches, graph.num_tensors), -1)  # by micro-batch and tensor
-        self.position[0] = np.arange(graph.num_tensors)
-        starts = graph.num_tensors + np.arange(later)[:, None] * len(self.again)
-        self.position[1:, self.again] = starts + np.arange(len(self.again))
-        self.buffer_order = sorted(self._buffer_order().items())
-        makers = graph.producers
-        producers = [self.number[0][makers], self.number[1:, makers[self.again]].reshape(-1)]
-        producers += [self.adder[1:].reshape(-1), np.array([before for before, _ in self.buffer_order], np.int64)]
-        num_waits, num_sums = len(self.buffer_order), later * len(self.gradients)
-        self.first_sum = graph.num_tensors + later * len(self.again)
-        self.first_wait = self.first_sum + num_sums
-        sizes = np.tile(graph.tensor_bytes[self.gradients], later)
-        columns: dict[str, Any] = {}
-        for name in ("tensor_bytes", "is_resident", "is_kept"):
-            column = getattr(graph, name)
-            new = np.zeros(num_sums + num_waits, column.dtype)
-            if name == "tensor_bytes":
-                new[:num_sums] = sizes
-            columns[name] = np.concatenate((column, np.tile(column[self.again], later), new))
-        bases = graph.view_of[self.again]
-        views = np.where(bases >= 0, self.position[1:, bases], -1).reshape(-1)
-        columns["view_of"] = np.concatenate((graph.view_of, views, np.full(num_sums + num_waits, -1)))
-        return np.concatenate(producers), columns
-
-    def _edges(self) -> Iterator[tuple[I64, I64]]:
-        """Yields tensors and their consumers; all micro-batches consume a shared tensor."""
-        graph, last = self.graph, self.num_microbatches - 1
+    def _add_tensors(self) -> None:
+        """Adds the tensors of each micro-batch, then the sums; all micro-batches consume a shared tensor."""
+        graph, builder, first = self.graph, self.builder, self.number[0]
         tensors, consumers = graph.edge_tensors, graph.consumers
         is_gradient = np.zeros(graph.num_tensors, np.bool_)
         is_gradient[self.gradients] = True
-        is_shared = ~self.is_repeated[graph.producers[tensors]]
-        by_update = self.is_update[consumers]
-        yield tensors[is_shared & by_update], self.number[0][consumers[is_shared & by_update]]
-        own, late = ~is_shared & ~by_update, ~is_shared & by_update & ~is_gradient[tensors]
-        for microbatch in range(self.num_microbatches):
-            number, position = self.number[microbatch], self.position[microbatch]
-            yield tensors[is_shared & ~by_update], number[consumers[is_shared & ~by_update]]
-            yield position[tensors[own]], number[consumers[own]]
-            yield position[tensors[late]], self.number[0][consumers[late]]
-            yield position[self.gradients], self.adder[max(microbatch, 1)]
-        num_sums = len(self.gradients)
-        chained = self.first_sum + np.arange((last - 1) * num_sums)
-        yield chained, self.adder[2:].reshape(-1)
-        final = np.full(graph.num_tensors, -1)
-        final[self.gradients] = self.first_sum + (last - 1) * num_sums + np.arange(num_sums)
-        read = by_update & is_gradient[tensors]
-        yield final[tensors[read]], self.number[0][consumers[read]]
-        for tensor, (_, after) in enumerate(self.buffer_order, self.first_wait):
-            yield np.full(len(after), tensor), np.array(sorted(after), np.int64)
+        is_summed = self.by_update & is_gradient[tensors]
+        is_shared = ~self.is_repeated[graph.producers[tensors]] & ~self.by_update
+        is_late = self.by_update & ~is_summed & self.is_repeated[graph.producers[tensors]]
+        gradients = [builder.copy_tensors(graph, first, is_edge=~is_summed)[self.gradients]]
+        for number in self.number[1:]:
+            position = builder.copy_tensors(graph, number)
+            builder.add_edges(tensors[is_shared], number[consumers[is_shared]])
+            builder.add_edges(position[tensors[is_late]], first[consumers[is_late]])
+            gradients.append(position[self.gradients])
+        sums = gradients[0]
+        for made, adder in zip(gradients[1:], self.adder[1:], strict=True):
+            builder.add_edges(sums, adder)
+            builder.add_edges(made, adder)
+            sums = builder.add_tensors(adder, graph.tensor_bytes[self.gradients])
+        total = np.full(graph.num_tensors, -1)
+        total[self.gradients] = sums
+        builder.add_edges(total[tensors[is_summed]], first[consumers[is_summed]])
 
     def _groups(self) -> I64:
         """Returns the group of each copy [M, N]."""

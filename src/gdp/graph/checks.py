@@ -6,6 +6,7 @@ import numpy as np
 
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError, suggest
+from gdp.graph.columns import OP_COLUMNS
 from gdp.graph.copies import LONGEST_CHAIN, ROLES, roots
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def check(graph: "Graph") -> None:
                 raise InputError(f"op {number}: name {name!r} is also that of op {numbers[name]}; names must be unique")
             numbers[name] = number
     for name in ("flops", "bytes_accessed", "resident_bytes", "microbatch", "replica"):
-        values = getattr(graph, {"microbatch": "microbatches", "replica": "replicas"}.get(name, name))
+        values = getattr(graph, OP_COLUMNS[name])
         lowest = int(np.argmin(values))
         if values[lowest] < 0:
             raise InputError(f"{op_label(lowest)}: {name} is {values[lowest]}; an integer of at least 0 is expected")

@@ -23,6 +23,7 @@ from safetensors.numpy import save
 from gdp import files
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
+from gdp.graph.columns import NUMBERS, OP_COLUMNS, TEXTS
 from gdp.graph.copies import first_copies, label_end, role_codes
 from gdp.graph.document import FORMAT, OLDEST, VERSION, is_times
 from gdp.graph.fingerprint import numbered, times_as_text
@@ -44,13 +45,7 @@ COLUMNS = TensorFormat(
 _OP, _TENSOR, _CONSUMER, _OFFSET = "op", "tensor", "consumer", "offset"  # what a column has an entry for
 _OFFSETS = "tensor/consumers.offsets"
 _NUMBERS = {
-    "op/flops": ("flops", _OP),
-    "op/bytes_accessed": ("bytes_accessed", _OP),
-    "op/resident_bytes": ("resident_bytes", _OP),
-    "op/group": ("groups", _OP),
-    "op/origin": ("origins", _OP),
-    "op/microbatch": ("microbatches", _OP),
-    "op/replica": ("replicas", _OP),
+    **{f"op/{field}": (column, _OP) for field, column in OP_COLUMNS.items() if column in NUMBERS},
     "tensor/producer": ("producers", _TENSOR),
     "tensor/bytes": ("tensor_bytes", _TENSOR),
     "tensor/view_of": ("view_of", _TENSOR),
@@ -58,7 +53,7 @@ _NUMBERS = {
     _OFFSETS: ("consumer_offsets", _OFFSET),
 }
 _FLAGS = {"tensor/resident": "is_resident", "tensor/keep": "is_kept"}
-_TEXTS = {"op/kind": "kinds", "op/dtype": "dtypes", "op/phase": "phases", "op/module": "modules", "op/role": "roles"}
+_TEXTS = {f"op/{field}": column for field, column in OP_COLUMNS.items() if column in TEXTS and field != "name"}
 _NAME, _TIMES = "op/name", "op/time_ns"
 _COPY_NUMBERS = "origin", "microbatch", "replica"
 _COPY_COLUMNS = *(f"op/{name}" for name in _COPY_NUMBERS), "op/role", "op/role.values"  # of version 2
@@ -158,7 +153,7 @@ class _Reader:
     def texts(self, name: str) -> list[str]:
         """Returns the text of each op."""
         values = self.values(name)
-        return list(map(values.__getitem__, self._below(len(values), name).tolist()))
+        return list(map(values.__getitem__, self._within(0, len(values), name).tolist()))
 
     def values(self, name: str) -> list[str]:
         """Returns the distinct values of a column of texts."""
@@ -190,9 +185,6 @@ class _Reader:
         stems = self.texts(_NAME)
         microbatches, replicas = (self._within(0, 2**31, name).tolist() for name in _NAME_ENDS)
         return tuple(map(add, stems, map(label_end, microbatches, replicas)))
-
-    def _below(self, count: int, name: str) -> I64:
-        return self._within(0, count, name)
 
     def _within(self, least: int, end: int, name: str) -> I64:
         values = self.numbers(name)

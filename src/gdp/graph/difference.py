@@ -5,25 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from gdp.graph.columns import OP_COLUMNS, TENSOR_COLUMNS
 from gdp.graph.graph import Graph
 
-_OF_OPS = {
-    "op_names": "name",
-    "kinds": "kind",
-    "dtypes": "dtype",
-    "phases": "phase",
-    "flops": "flops",
-    "bytes_accessed": "bytes_accessed",
-    "resident_bytes": "resident_bytes",
-    "modules": "module",
-    "groups": "group",
-    "origins": "origin",
-    "microbatches": "microbatch",
-    "replicas": "replica",
-    "roles": "role",
-    "times_ns": "time_ns",
-}
-_OF_TENSORS = {"tensor_bytes": "bytes", "is_resident": "resident", "is_kept": "keep", "view_of": "view_of"}
+_OF_OPS = {column: field for field, column in OP_COLUMNS.items()}
+_OF_TENSORS = {column: field for field, column in TENSOR_COLUMNS.items() if field not in ("producer", "consumers")}
 
 
 def difference(now: Graph, before: Graph) -> str:

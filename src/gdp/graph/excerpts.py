@@ -5,16 +5,12 @@ of the whole. N ops of the whole, n of the part, T tensors of the whole.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from gdp.arrays import I64
 from gdp.graph.copies import EXCHANGE_END, EXCHANGE_START, exchange_ends
 from gdp.graph.graph import Graph
-
-_OP_TEXTS = ("op_names", "kinds", "dtypes", "phases", "modules", "roles", "times_ns")
-_OP_FIGURES = ("flops", "bytes_accessed", "resident_bytes", "groups", "microbatches", "replicas")
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,16 +121,13 @@ def _excerpt(graph: Graph, ops: I64, number: I64, tensors_read: I64, readers: I6
     edges = np.unique(position[edge_tensors[is_inside]] * len(ops) + number[consumers[is_inside]])
     consumed = np.bincount(edges // len(ops), minlength=len(tensors))
     view_of = graph.view_of[tensors]
-    origins = graph.origins[ops]
-    chosen = ops.tolist()
-    texts: dict[str, Any] = {name: tuple(map(getattr(graph, name).__getitem__, chosen)) for name in _OP_TEXTS}
+    columns = graph.columns_of(ops)
+    origins = columns["origins"]
+    columns |= {name: getattr(graph, name)[tensors] for name in ("tensor_bytes", "is_resident", "is_kept")}
     return Graph(
         name=graph.name,
-        **texts,
-        **{name: getattr(graph, name)[ops] for name in _OP_FIGURES},
-        origins=np.where(origins >= 0, number[origins], -1),
+        **columns | {"origins": np.where(origins >= 0, number[origins], -1)},
         producers=number[graph.producers[tensors]],
-        **{name: getattr(graph, name)[tensors] for name in ("tensor_bytes", "is_resident", "is_kept")},
         view_of=np.where(view_of >= 0, position[view_of], -1),
         consumer_offsets=np.concatenate(([0], np.cumsum(consumed))),
         consumers=edges % len(ops),

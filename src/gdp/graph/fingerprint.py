@@ -9,14 +9,11 @@ import numpy.typing as npt
 import orjson
 
 from gdp.arrays import I64
+from gdp.graph.columns import NUMBERS, OF_TENSORS, TEXTS
 from gdp.graph.document import FORMAT, VERSION
 
 if TYPE_CHECKING:
     from gdp.graph.graph import Graph
-
-_NUMBERS = "flops", "bytes_accessed", "resident_bytes", "groups", "origins", "microbatches", "replicas"
-_TEXTS = "kinds", "dtypes", "phases", "modules", "roles"
-_OF_TENSORS = "producers", "tensor_bytes", "is_resident", "is_kept", "view_of", "consumer_offsets", "consumers"
 
 
 def numbered(texts: Sequence[str]) -> tuple[list[str], I64]:
@@ -35,11 +32,12 @@ def times_as_text(graph: "Graph") -> list[str]:
 def graph_fingerprint(graph: "Graph") -> str:
     """Returns the fingerprint of `graph` in hexadecimal digits; its name is left out."""
     digest = hashlib.sha256(f"{FORMAT} {VERSION}\n".encode())
-    _add_texts(digest, list(graph.op_names))
-    for name in _TEXTS:
+    names, *texts = TEXTS
+    _add_texts(digest, list(getattr(graph, names)))
+    for name in texts:
         _add_numbered(digest, getattr(graph, name))
     _add_numbered(digest, times_as_text(graph))
-    for name in (*_NUMBERS, *_OF_TENSORS):
+    for name in (*NUMBERS, *OF_TENSORS, "consumer_offsets", "consumers"):
         _add_numbers(digest, getattr(graph, name))
     return digest.hexdigest()
 

@@ -19,8 +19,9 @@ from gdp.arrays import I64, Bool
 from gdp.errors import InputError, prefixed, suggest
 from gdp.graph.checks import check
 from gdp.graph.column_file import is_in_columns, read_columns, write_columns
+from gdp.graph.columns import NUMBERS, OF_TENSORS, OP_COLUMNS, TENSOR_COLUMNS, TEXTS
 from gdp.graph.copies import EXCHANGE, first_copies, have_role, role_codes, roots
-from gdp.graph.document import FORMAT, OP_FIELDS, TENSOR_FIELDS, VERSION, Op, Tensor, read_document
+from gdp.graph.document import FORMAT, VERSION, Op, Tensor, read_document
 from gdp.graph.fingerprint import graph_fingerprint
 
 
@@ -119,7 +120,7 @@ class Graph:
             dtype = np.int64 if item.type == I64 else np.bool_
             values[item.name] = np.array(column, dtype) if item.type in (I64, Bool) else tuple(column)
         times = columns["times_ns"] or [{}] * len(columns["op_names"])
-        values["times_ns"] = tuple(MappingProxyType(item) if item else _NO_TIMES for item in times)
+        values["times_ns"] = tuple(map(_read_only, times))
         return cls(**values)
 
     @property
@@ -133,39 +134,28 @@ class Graph:
     @classmethod
     def build(cls, name: str, ops: Sequence[Op], tensors: Sequence[Tensor]) -> "Graph":
         """Builds the graph of these ops and tensors; ops are numbered as given, in a topological order."""
-        of_ops = {name: [getattr(op, name) for op in ops] for name in OP_FIELDS if name != "time_ns"}
-        of_tensors = {name: [getattr(tensor, name) for tensor in tensors] for name in TENSOR_FIELDS}
+        of_ops = {name: [getattr(op, name) for op in ops] for name in OP_COLUMNS if name != "time_ns"}
+        of_tensors = {name: [getattr(tensor, name) for tensor in tensors] for name in TENSOR_COLUMNS}
         return cls._of_values(name, of_ops | {"time_ns": [dict(op.time_ns) for op in ops]}, of_tensors)
 
     @classmethod
     def _of_values(cls, name: str, ops: Mapping[str, Sequence[Any]], tensors: Mapping[str, Sequence[Any]]) -> "Graph":
         """Builds the graph of columns that are named as the fields of `gdp-graph` files."""
+        columns: dict[str, Any] = {"times_ns": tuple(map(_read_only, ops["time_ns"]))}
+        for field, column in OP_COLUMNS.items():
+            if column in TEXTS:
+                columns[column] = tuple(ops[field])
+            elif column in NUMBERS:
+                columns[column] = _int64(ops[field], "op", field)
+        for field, column in TENSOR_COLUMNS.items():
+            if field in ("resident", "keep"):
+                columns[column] = np.array(tensors[field], np.bool_)
+            elif column in OF_TENSORS:
+                columns[column] = _int64(tensors[field], "tensor", field)
         offsets = np.zeros(len(tensors["consumers"]) + 1, np.int64)
         np.cumsum([len(consumers) for consumers in tensors["consumers"]], out=offsets[1:])
-        return cls(
-            name=name,
-            op_names=tuple(ops["name"]),
-            kinds=tuple(ops["kind"]),
-            flops=_int64(ops["flops"], "op", "flops"),
-            bytes_accessed=_int64(ops["bytes_accessed"], "op", "bytes_accessed"),
-            dtypes=tuple(ops["dtype"]),
-            resident_bytes=_int64(ops["resident_bytes"], "op", "resident_bytes"),
-            phases=tuple(ops["phase"]),
-            modules=tuple(ops["module"]),
-            groups=_int64(ops["group"], "op", "group"),
-            origins=_int64(ops["origin"], "op", "origin"),
-            microbatches=_int64(ops["microbatch"], "op", "microbatch"),
-            replicas=_int64(ops["replica"], "op", "replica"),
-            roles=tuple(ops["role"]),
-            times_ns=tuple(MappingProxyType(times) if times else _NO_TIMES for times in ops["time_ns"]),
-            producers=_int64(tensors["producer"], "tensor", "producer"),
-            tensor_bytes=_int64(tensors["bytes"], "tensor", "bytes"),
-            is_resident=np.array(tensors["resident"], np.bool_),
-            is_kept=np.array(tensors["keep"], np.bool_),
-            view_of=_int64(tensors["view_of"], "tensor", "view_of"),
-            consumer_offsets=offsets,
-            consumers=_int64(list(chain.from_iterable(tensors["consumers"])), "tensor", "consumers"),
-        )
+        consumers = _int64(list(chain.from_iterable(tensors["consumers"])), "tensor", "consumers")
+        return cls(name=name, **columns, consumer_offsets=offsets, consumers=consumers)
 
     @property
     def ops(self) -> "OpView":
@@ -236,44 +226,25 @@ class Graph:
         codes = {value: code for code, value in enumerate(dict.fromkeys(column))}
         return np.fromiter(map(codes.__getitem__, column), np.int64, self.num_ops)
 
-    def with_figures(self, *, flops: I64, bytes_accessed: I64, resident_bytes: I64, tensor_bytes: I64) -> "Graph":
-        """Returns the same ops and tensors with other figures: [N], [N], [N] and [T]."""
-        return replace(
-            self, flops=flops, bytes_accessed=bytes_accessed, resident_bytes=resident_bytes, tensor_bytes=tensor_bytes
-        )
+    def columns_of(self, ops: I64) -> dict[str, Any]:
+        """Returns the columns of `ops`, in this order, for another graph; their origins are numbered as here."""
+        chosen = ops.tolist()
+        texts = {name: tuple(map(getattr(self, name).__getitem__, chosen)) for name in (*TEXTS, "times_ns")}
+        return texts | {name: getattr(self, name)[ops] for name in NUMBERS}
 
     @cached_property
     def _op_columns(self) -> tuple[Sequence[Any], ...]:
         """The values of all ops, field by field of `Op`."""
-        return (
-            self.op_names,
-            self.kinds,
-            self.flops.tolist(),
-            self.bytes_accessed.tolist(),
-            self.dtypes,
-            self.resident_bytes.tolist(),
-            self.phases,
-            self.modules,
-            self.groups.tolist(),
-            [dict(times) for times in self.times_ns],
-            self.origins.tolist(),
-            self.microbatches.tolist(),
-            self.replicas.tolist(),
-            self.roles,
-        )
+        columns = {name: getattr(self, column) for name, column in OP_COLUMNS.items()}
+        return tuple(map(_listed, (columns | {"time_ns": [dict(times) for times in self.times_ns]}).values()))
 
     @cached_property
     def _tensor_columns(self) -> tuple[Sequence[Any], ...]:
         """The values of all tensors, field by field of `Tensor`."""
+        columns = {name: getattr(self, column) for name, column in TENSOR_COLUMNS.items()}
         offsets, consumers = self.consumer_offsets.tolist(), self.consumers.tolist()
-        return (
-            self.producers.tolist(),
-            [consumers[start:end] for start, end in pairwise(offsets)],
-            self.tensor_bytes.tolist(),
-            self.is_resident.tolist(),
-            self.is_kept.tolist(),
-            self.view_of.tolist(),
-        )
+        of_tensors = [consumers[start:end] for start, end in pairwise(offsets)]
+        return tuple(map(_listed, (columns | {"consumers": of_tensors}).values()))
 
     def consumers_of(self, tensor: int) -> I64:
         """[num_consumers] the ops that consume `tensor`."""
@@ -305,8 +276,8 @@ class Graph:
             "format": FORMAT,
             "version": VERSION,
             "name": self.name,
-            "ops": [dict(zip(OP_FIELDS, values, strict=True)) for values in ops],
-            "tensors": [dict(zip(TENSOR_FIELDS, values, strict=True)) for values in tensors],
+            "ops": [dict(zip(OP_COLUMNS, values, strict=True)) for values in ops],
+            "tensors": [dict(zip(TENSOR_COLUMNS, values, strict=True)) for values in tensors],
         }
 
     def save(self, path: str | Path) -> None:
@@ -336,6 +307,14 @@ class Graph:
 
 
 _NO_TIMES: Mapping[str, int] = MappingProxyType({})
+
+
+def _read_only(times: Mapping[str, int]) -> Mapping[str, int]:
+    return MappingProxyType(times) if times else _NO_TIMES
+
+
+def _listed(column: Sequence[Any]) -> Sequence[Any]:
+    return column.tolist() if isinstance(column, np.ndarray) else column
 
 
 def _int64(values: Sequence[int], record: str, name: str) -> I64:

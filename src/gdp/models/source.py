@@ -3,22 +3,21 @@
 MODEL is a built-in workload, a `gdp-graph` or ONNX file, a Transformers directory, a user's function or `Workload`.
 """
 
-import ast
-import contextlib
-import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from gdp.errors import InputError, UnevenBatchError, suggest
+from gdp.errors import InputError, prefixed, suggest
 from gdp.graph import Graph
 from gdp.models import graph_cache, user_function
-from gdp.models.model import GGUF, HUGGING_FACE, Microbatching, Model, Reading, even_part
+from gdp.models.hugging_face import sizes
+from gdp.models.model import HUGGING_FACE, Microbatching, Model, Reading, even_part
+from gdp.models.model_text import check_no_python_file, in_directory, is_graph_file, is_onnx, with_prefix
 from gdp.models.papers import PAPERS, Workload
 from gdp.models.user_function import Example, JaxFunction, UserFunction
 
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
     from gdp.models.measured_times import MeasuredTimes
     from gdp.models.pytorch import Capture
     from gdp.models.pytorch.capture_step import Built
+
+_Answer = TypeVar("_Answer")
 
 
 class ModelSource:
@@ -41,8 +42,8 @@ class ModelSource:
     def __init__(self, text: str, reading: Reading | None = None, directory: Path | None = None) -> None:
         """`directory` is where relative paths, and modules of functions, begin: by default the current one."""
         self.text, self.reading = with_prefix(text), reading or Reading()
-        if directory is not None and not _is_here(directory):
-            self.text = _in_directory(self.text, directory)
+        if directory is not None and directory.resolve() != Path.cwd():
+            self.text = in_directory(self.text, directory)
         self._directory = directory
 
     @classmethod
@@ -79,10 +80,7 @@ class ModelSource:
         if self.reading.serving.has_cache:
             self._check_phase()
             return self._capture_served(1)[0]
-        captured = self._capture(1)
-        if isinstance(captured, JaxFunction):
-            raise InputError(_is_jax(self.text))
-        return captured
+        return self._no_jax(self._capture(1))
 
     def timed(self, times: "MeasuredTimes", device_kinds: Iterable[str]) -> Model:
         """Returns the whole step with the known times of its ops on these kinds of devices."""
@@ -91,9 +89,7 @@ class ModelSource:
 
         self.check_runnable("measured")
         kinds, microbatching = list(device_kinds), self.reading.microbatching
-        captured = self._capture(microbatching.count)
-        if isinstance(captured, JaxFunction):
-            raise InputError(_is_jax(self.text))
+        captured = self._no_jax(self._capture(microbatching.count))
         op_signatures = signatures(captured.program)
         graph = with_measured_times(captured.graph, op_signatures, times, kinds, LIBRARY)
         noise = measured_noise(op_signatures, times, kinds, LIBRARY)
@@ -108,16 +104,12 @@ class ModelSource:
         In training, the inputs of a Transformers model have labels. Under fake tensors nothing is allocated. InputError
         for a file, which has no model, and for a JAX function.
         """
-        answer = self._builder(num_parts)()
-        if isinstance(answer, JaxFunction):
-            raise InputError(_is_jax(self.text))
+        answer = self._no_jax(self._builder(num_parts)())
         if num_parts == 1 or self._is_workload:
             return answer
-        from torch.utils._pytree import tree_map
+        from gdp.models.example import first_part
 
-        module, args, kwargs = answer
-        split = self._splitter(answer, num_parts)
-        return module, tree_map(split, args), tree_map(split, kwargs)
+        return first_part(answer, num_parts, self.text)
 
     def sizes_of_part(self, num_parts: int) -> "Mapping[str, torch.Size] | None":
         """Returns the sizes of inputs with 1 / `num_parts` of the batch; None where the first dimension is cut."""
@@ -135,7 +127,7 @@ class ModelSource:
     @property
     def is_file(self) -> bool:
         """True for a graph or ONNX file, whose batch cannot be split."""
-        return _is_graph_file(self.text) or _is_onnx(self.text)
+        return is_graph_file(self.text) or is_onnx(self.text)
 
     @cached_property
     def batch_size(self) -> int | None:
@@ -143,12 +135,16 @@ class ModelSource:
         if self.is_file or self.reading.serving.has_cache:
             return None
         if self._is_function:
-            answer = self._built.answer
-            return None if isinstance(answer, JaxFunction) or _is_own_step(answer[0]) else _first_size(answer)
-        if self.text.startswith(HUGGING_FACE):
-            from gdp.models.hugging_face import build
+            from gdp.models import example
 
-            return build.parse(self.text)[1].batch
+            answer = self._built.answer
+            return (
+                None
+                if isinstance(answer, JaxFunction) or example.is_own_step(answer[0])
+                else example.first_size(answer)
+            )
+        if self.text.startswith(HUGGING_FACE):
+            return sizes.parse(self.text)[1].batch
         return self._workload.batch_size
 
     @property
@@ -163,9 +159,9 @@ class ModelSource:
 
     def check_runnable(self, verb: str) -> None:
         """Raises InputError for a MODEL that is placed only: a file, or a model with quantised weights."""
-        if _is_graph_file(self.text):
+        if is_graph_file(self.text):
             raise InputError(f"{self.text}: a gdp-graph file does not say what its ops execute; name the model itself")
-        if _is_onnx(self.text):
+        if is_onnx(self.text):
             raise InputError(
                 f"{self.text}: an ONNX file is placed, not {verb}; name the PyTorch model as module:function"
             )
@@ -183,17 +179,17 @@ class ModelSource:
     def _part(self, num_parts: int) -> Model:
         text, reading = self.text, self.reading
         self._check_phase()
-        _check_no_python_file(text)
-        if reading.dims and not _is_onnx(text):
+        check_no_python_file(text)
+        if reading.dims and not is_onnx(text):
             raise InputError(f"--dim: {text} has no symbolic dimensions; they are those of .onnx files")
-        if _is_graph_file(text):
+        if is_graph_file(text):
             self._check_update(f"{text} is a gdp-graph file, whose updates are in it")
             if reading.dtype:
                 raise InputError(
                     f"--dtype: {text} is a graph, whose ops have their types; capture its model with --dtype"
                 )
             return Model(Graph.load(text), {}, is_captured=False)
-        if _is_onnx(text):
+        if is_onnx(text):
             self._check_update(f"{text} is an ONNX file, which is inference")
             if reading.dtype:
                 raise InputError(
@@ -236,14 +232,15 @@ class ModelSource:
 
     def _capture(self, num_parts: int) -> "Capture | JaxFunction":
         """Records the step of a part of the batch; returns a JAX function as it is."""
+        from gdp.models.example import splitter
         from gdp.models.pytorch.capture_step import Built, StepOptions
 
         reading = self.reading
         options = StepOptions(reading.training, reading.optimizer, master_weights=reading.master_weights)
-        with user_function.printing_to_stderr(), without_tracebacks():
+        with user_function.printing_to_stderr():
             built = self._unused if self._is_function else Built.by(self._builder(num_parts), self.text)
             if num_parts > 1 and not self._is_workload:
-                built = built.with_inputs(self._splitter(built.answer, num_parts))
+                built = built.with_inputs(splitter(built.answer, num_parts, self.text))
             return built.capture(self.text, options)
 
     def _capture_served(self, num_parts: int) -> "tuple[Capture, Model]":
@@ -254,7 +251,7 @@ class ModelSource:
 
         serving = self.reading.serving
         build = ServedBuild(self.text, serving, num_parts)
-        with user_function.printing_to_stderr(), without_tracebacks():
+        with user_function.printing_to_stderr():
             captured = Built.by(build, self.text).capture(self.text, StepOptions(self.reading.training))
         assert build.room is not None, "the capture built the model"
         captured, served = finish(captured, serving, build.room)
@@ -287,24 +284,21 @@ class ModelSource:
         return user_function.named(self.text, self._directory)
 
     @cached_property
-    def _function(self) -> UserFunction:
-        return UserFunction(self.text, self._directory)
-
-    @cached_property
     def _built(self) -> "Built":
         """The answer of the user's function under fake tensors, which no capture has changed."""
         from gdp.models.pytorch.capture_step import Built
 
-        with user_function.printing_to_stderr(), without_tracebacks():
+        with user_function.printing_to_stderr():
             return Built.by(self._builder(), self.text)
 
     @property
     def _unused(self) -> "Built":
         """A model of the user's function that no capture has changed: a copy, or another one if it cannot be copied."""
+        from gdp.models.example import is_own_step
         from gdp.models.pytorch.capture_step import Built
 
         built = self._built
-        if isinstance(built.answer, JaxFunction) or _is_own_step(built.answer[0]):
+        if isinstance(built.answer, JaxFunction) or is_own_step(built.answer[0]):
             return built
         try:
             return built.copied()
@@ -338,35 +332,16 @@ class ModelSource:
 
             sized = f"{text}{'&' if '?' in text else '?'}dtype={dtype}" if dtype else text
             return build.builder(sized, training=self.reading.training)
+        make: Callable[[], Example | JaxFunction]
         if self._is_function:
-            return _converted(self._function, dtype)
-        workload = self._workload
-        return _converted(partial(workload.build, even_part(workload.batch_size, num_parts, text)), dtype)
+            make = UserFunction(text, self._directory)
+        else:
+            make = partial(self._workload.build, even_part(self._workload.batch_size, num_parts, text))
+        if not dtype:
+            return make
+        from gdp.models.example import converted
 
-    def _splitter(self, answer: Example | JaxFunction, num_parts: int) -> Callable[[Any], Any]:
-        """Returns a function that cuts the first of `num_parts` out of each input that begins with the batch."""
-        from torch import Tensor
-
-        if isinstance(answer, JaxFunction):
-            raise UnevenBatchError(
-                f"--microbatches: {self.text} is a JAX function, which is not split; gdp capture the step of one "
-                "micro-batch, and give that file"
-            )
-        if _is_own_step(answer[0]):
-            raise UnevenBatchError(
-                f"--microbatches: {self.text} is a training step of your own, which is not split; give its module with "
-                "--optimizer"
-            )
-        size = _first_size(answer)
-        if size is None:
-            raise InputError(f"{self.text}: no input is a tensor with a batch dimension; micro-batches need one")
-        part = even_part(size, num_parts, self.text)
-
-        def split(leaf: Any) -> Any:
-            is_batch = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size
-            return leaf[:part].clone() if is_batch else leaf
-
-        return split
+        return lambda: converted(make(), dtype)
 
     # Checks
 
@@ -374,6 +349,14 @@ class ModelSource:
         """Raises InputError, with the reason, if an optimizer is asked for that MODEL does not take."""
         if self.reading.changes_update:
             raise InputError(f"{self.reading.optimizer_option}: {reason}; leave it out")
+
+    def _no_jax(self, answer: _Answer | JaxFunction) -> _Answer:
+        """Returns `answer`. InputError for a JAX function."""
+        if isinstance(answer, JaxFunction):
+            raise InputError(
+                f"{self.text}: is a JAX function, which is placed, not executed or measured; name a PyTorch model"
+            )
+        return answer
 
     def _check_phase(self) -> None:
         if self.reading.serving.has_cache and not self.text.startswith(HUGGING_FACE):
@@ -397,114 +380,15 @@ def load(
     return ModelSource(text, reading).whole().graph
 
 
-def with_prefix(text: str) -> str:
-    """Returns MODEL with the prefix of Transformers models if it is a `.gguf` file, which is read as one."""
-    return f"{HUGGING_FACE}{text}" if re.fullmatch(rf".*{re.escape(GGUF)}(\?.*)?", text, re.DOTALL) else text
-
-
-def _is_here(directory: Path) -> bool:
-    return directory.resolve() == Path.cwd()
-
-
-def _in_directory(text: str, directory: Path) -> str:
-    """Returns MODEL with its path, if it has a relative one, from `directory` on."""
-    if text.startswith(HUGGING_FACE):
-        return f"{HUGGING_FACE}{directory / text.removeprefix(HUGGING_FACE)}"
-    is_file = (directory / text).is_file() or text.endswith((".json", ".gz", ".safetensors", ".onnx"))
-    return str(directory / text) if is_file else text
-
-
-def _is_jax(text: str) -> str:
-    return f"{text}: is a JAX function, which is placed, not executed or measured; name a PyTorch model"
-
-
-def _is_own_step(model: Any) -> bool:
-    """Returns whether a user's function gave a training step of its own, which is captured as it is."""
-    from torch import nn
-
-    from gdp.models.pytorch.own_step import has_own_step
-
-    return not isinstance(model, nn.Module) or has_own_step(model)
-
-
-def _first_size(example: Example) -> int | None:
-    """Returns the first dimension of the first input tensor that has one."""
-    from torch import Tensor
-    from torch.utils._pytree import tree_leaves
-
-    sizes = (leaf.shape[0] for leaf in tree_leaves(example[1:]) if isinstance(leaf, Tensor) and leaf.dim())
-    return next(sizes, None)
-
-
-def _is_onnx(text: str) -> bool:
-    return text.endswith(".onnx") and not text.startswith(HUGGING_FACE)
-
-
-def _is_graph_file(text: str) -> bool:
-    if text.startswith(HUGGING_FACE):
-        return False
-    return (os.path.isfile(text) and not text.endswith(".onnx")) or text.endswith((".json", ".gz", ".safetensors"))
-
-
-def _check_no_python_file(text: str) -> None:
-    """Raises InputError for a Python file, and for a module without a function, with the functions that are there."""
-    path = Path(text if text.endswith(".py") else f"{text.replace('.', os.sep)}.py")
-    if (os.path.isfile(text) and not text.endswith(".py")) or not os.path.isfile(path) or PAPERS.find(text) is not None:
-        return
-    try:
-        nodes = ast.parse(path.read_bytes()).body
-    except (SyntaxError, ValueError, OSError):
-        raise InputError(f"{text}: {path} is a Python file with an error; python {path} shows it") from None
-    names = [node.name for node in nodes if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
-    there = f"; functions there: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else ""
-    raise InputError(
-        f"{text}: {path} is a Python file; name a function in it that returns (module, example_inputs), such as "
-        f"{'.'.join(path.with_suffix('').parts)}:{names[0] if names else 'function'}{there}"
-    )
-
-
 def _read_onnx(text: str, dims: Mapping[str, int]) -> Model:
     path = Path(text)
     entry = graph_cache.onnx_entry(path, dims)
     if (model := graph_cache.read(entry)) is None:
-        from gdp.models.onnx.onnx_model import read_onnx
+        with prefixed(path):
+            from gdp.models.onnx.onnx_model import read_onnx
 
         parsed = read_onnx(path, dims)
         model = Model(parsed.graph, parsed.unknown, is_captured=False, notes=parsed.notes)
         if parsed.is_alone:
             graph_cache.write(entry, model)
     return model
-
-
-def _converted(build: Callable[[], Example | JaxFunction], dtype: str) -> Callable[[], Example | JaxFunction]:
-    """Returns `build` with floats of the module and its inputs in `dtype`, as `module.to(dtype)` makes them."""
-    if not dtype:
-        return build
-
-    def build_converted() -> Example | JaxFunction:
-        import torch
-        from torch.utils._pytree import tree_map
-
-        def convert(leaf: Any) -> Any:
-            is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-            return leaf.to(getattr(torch, dtype)) if is_float else leaf
-
-        answer = build()
-        if isinstance(answer, JaxFunction):
-            return answer
-        module, args, kwargs = answer if len(answer) == 3 else (*answer, {})
-        return module._apply(convert), tree_map(convert, args), tree_map(convert, kwargs)
-
-    return build_converted
-
-
-@contextlib.contextmanager
-def without_tracebacks() -> Iterator[None]:
-    """Silences the traceback that PyTorch logs, besides raising, when an operator fails on fake tensors."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

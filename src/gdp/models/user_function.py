@@ -3,6 +3,7 @@ of their output."""
 
 import contextlib
 import ctypes
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -145,8 +146,12 @@ def printing_to_stderr() -> Iterator[None]:
     """Redirects standard output to standard error, for code that is not ours: what it prints is no part of our answer.
 
     Covers Python, C and child processes. The whole process is redirected, so only one thread at a time may use it.
+    PyTorch logs no traceback, besides raising, when an operator fails on fake tensors.
     """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
     with contextlib.ExitStack() as undo:
+        undo.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.CRITICAL)
         with contextlib.suppress(OSError):  # closed (`>&-`): nothing can be printed there
             kept = os.dup(1)
             undo.callback(os.close, kept)

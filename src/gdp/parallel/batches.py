@@ -21,9 +21,9 @@ from gdp.arrays import I64, Bool
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.accumulation import Accumulation
+from gdp.graph.builder import GraphBuilder, with_controls
 from gdp.graph.copies import BATCH_END, numbers_in
 from gdp.graph.microbatches import MAX_MICROBATCHES, shared_ops
-from gdp.parallel.graph_builder import GraphBuilder, with_controls
 from gdp.parallel.layout import Layout
 from gdp.parallel.replicas import joined
 from gdp.parallel.rings import Rings
@@ -133,13 +133,9 @@ def _with_end(graph: Graph) -> Graph:
     is_source = shared_ops(graph)[0]
     is_result = ~is_source
     is_result[graph.producers[graph.edge_tensors]] = False
-    builder = GraphBuilder()
-    everything = np.arange(graph.num_ops)
-    number = builder.copy_ops(graph, everything, graph.op_names, graph.groups)
-    builder.copy_origins(graph, number)
-    builder.copy_tensors(replace(graph, is_kept=graph.is_kept & is_source[graph.producers]), number)
+    builder = GraphBuilder.of(replace(graph, is_kept=graph.is_kept & is_source[graph.producers]))
     end = builder.add_ops([name], DONE, phases="forward", roles=BATCH_END)
-    builder.set_origins(end, number[-1:])
+    builder.set_origins(end, end - 1)
     results = np.flatnonzero(is_result)
     builder.control(results, np.full(len(results), end[0]))
     return builder.build(graph.name)

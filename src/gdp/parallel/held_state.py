@@ -12,8 +12,8 @@ import numpy as np
 
 from gdp.arrays import I64, Bool
 from gdp.graph import Graph
+from gdp.graph.builder import GraphBuilder
 from gdp.graph.microbatches import shared_ops
-from gdp.parallel.graph_builder import GraphBuilder
 
 _NO_PARAMETERS = ("buffer", "constant", "input")  # kinds of sources
 
@@ -101,15 +101,13 @@ class HeldState:
         What they need of whole parameters, such as norms, would be summed over replicas; those few bytes are left out.
         """
         ops = np.flatnonzero(self.is_update)
-        chosen = ops.tolist()
         return builder.copy_ops(
             graph,
             ops,
-            [graph.op_names[op] for op in chosen],
-            groups[ops],
+            groups=groups[ops],
             flops=-(-graph.flops[ops] // count),
             bytes_accessed=-(-graph.bytes_accessed[ops] // count),
-            times_ns=[_cut_times(graph.times_ns[op], count) for op in chosen],
+            times_ns=[_cut_times(graph.times_ns[op], count) for op in ops.tolist()],
         )
 
 

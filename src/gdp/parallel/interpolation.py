@@ -4,6 +4,7 @@ Bytes and flops are a constant, for weights, plus something for each sample. Whe
 are read or not), the step is near the truth, and is to be captured before it is answered with.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ def interpolated(one: Graph, one_samples: int, other: Graph, other_samples: int,
         name: _between(getattr(one, name), one_samples, getattr(other, name), other_samples, samples)
         for name in _FIGURES
     }
-    return one.with_figures(**figures)
+    return replace(one, **figures)
 
 
 def _between(one: I64, one_samples: int, other: I64, other_samples: int, samples: int) -> I64:

@@ -15,7 +15,7 @@ N ops, T tensors, E (tensor, consumer) pairs of the graph; C copies.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,8 @@ class Recomputation:
     def of_other_sizes(self, graph: Graph) -> Graph:
         """Returns `graph` with the same blocks recomputed; it has the ops and tensors of the given one."""
         moved = self.tensor_origin
-        return self.graph.with_figures(
+        return replace(
+            self.graph,
             flops=graph.flops[self.op_origin],
             bytes_accessed=graph.bytes_accessed[self.op_origin],
             resident_bytes=graph.resident_bytes[self.op_origin],
@@ -159,28 +160,18 @@ class _Rewrite:
 
     def _op_columns(self, origin: I64) -> dict[str, Any]:
         """Returns the columns of all ops; an op that has a copy and no group gets one to share with it."""
-        graph, chosen = self.graph, origin.tolist()
-        is_copy = (self.op_order >= graph.num_ops).tolist()
+        graph, is_copy = self.graph, self.op_order >= self.graph.num_ops
         groups = graph.groups.copy()
         alone = self.copies[groups[self.copies] < 0]
         groups[alone] = int(groups.max()) + 1 + np.arange(len(alone))
-        names, phases, roles = graph.op_names, graph.phases, graph.roles
-        origins = np.where(graph.origins >= 0, self.number[graph.origins], -1)[origin]
-        return {
-            "op_names": tuple(f"{names[op]}!" if copy else names[op] for op, copy in zip(chosen, is_copy, strict=True)),
-            "phases": tuple("backward" if copy else phases[op] for op, copy in zip(chosen, is_copy, strict=True)),
-            "roles": tuple(RECOMPUTED if copy else roles[op] for op, copy in zip(chosen, is_copy, strict=True)),
-            "origins": np.where(is_copy, self.number[origin], origins),
-            **{
-                column: tuple(getattr(graph, column)[op] for op in chosen)
-                for column in ("kinds", "dtypes", "modules", "times_ns")
-            },
-            **{
-                column: getattr(graph, column)[origin]
-                for column in ("flops", "bytes_accessed", "resident_bytes", "microbatches", "replicas")
-            },
-            "groups": groups[origin],
-        }
+        columns = graph.columns_of(origin)
+        origins = np.where(columns["origins"] >= 0, self.number[columns["origins"]], -1)
+        columns |= {"groups": groups[origin], "origins": np.where(is_copy, self.number[origin], origins)}
+        of_copies = {"op_names": "{}!", "phases": "backward", "roles": RECOMPUTED}
+        for name, text in of_copies.items():
+            values = zip(columns[name], is_copy.tolist(), strict=True)
+            columns[name] = tuple(text.format(value) if copy else value for value, copy in values)
+        return columns
 
     def _edges(self) -> tuple[I64, I64]:
         """Returns (tensors, consumers): what each op of the new graph reads, but for what makes copies wait."""

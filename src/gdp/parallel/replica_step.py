@@ -26,9 +26,9 @@ from gdp.arrays import I64, Bool
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.accumulation import Accumulation
+from gdp.graph.builder import GraphBuilder
 from gdp.graph.layers import LayerPaths
 from gdp.parallel.buckets import Bucket, buckets_of, gradients_of
-from gdp.parallel.graph_builder import GraphBuilder
 from gdp.parallel.held_state import HeldState, copy_times, joined_groups
 from gdp.parallel.rings import Collective
 
@@ -164,8 +164,7 @@ class _ReplicaBuilder:
 
     def copy(self, ops: I64, **changed: I64) -> None:
         """Copies ops of the graph, with other columns."""
-        names = [self.graph.op_names[op] for op in ops.tolist()]
-        self.number[ops] = self.builder.copy_ops(self.graph, ops, names, self.groups[ops], **changed)
+        self.number[ops] = self.builder.copy_ops(self.graph, ops, groups=self.groups[ops], **changed)
 
     def add_updates(self) -> None:
         """Adds the updates of one's own chunk."""

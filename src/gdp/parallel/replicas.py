@@ -14,10 +14,10 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.graph.builder import GraphBuilder
 from gdp.graph.copies import exchange_ends, label_end
 from gdp.graph.microbatches import shared_ops
 from gdp.parallel.buckets import bucket_bytes_over, buckets_of, gradients_of
-from gdp.parallel.graph_builder import GraphBuilder
 from gdp.parallel.replica_step import ReplicaStep
 from gdp.parallel.rings import Collective, Rings, add_exchange
 
@@ -75,7 +75,8 @@ def joined(
         everything = np.arange(graph.num_ops)
         end = label_end(0, replica)
         names = graph.op_names if not replica else [name + end for name in graph.op_names]
-        number = builder.copy_ops(graph, everything, names, own_groups, replicas=np.full(graph.num_ops, replica))
+        of_replica = {"op_names": names, "groups": own_groups, "replicas": np.full(graph.num_ops, replica)}
+        number = builder.copy_ops(graph, everything, **of_replica)
         if id(graph) not in first_copies:
             own = np.flatnonzero(graph.first_copy == everything)
             first = np.full(graph.num_ops, -1)

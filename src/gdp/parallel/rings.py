@@ -23,6 +23,7 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.graph.accumulation import ELEMENT_BYTES
+from gdp.graph.builder import GraphBuilder
 from gdp.graph.copies import (
     EXCHANGE_END,
     EXCHANGE_START,
@@ -33,7 +34,6 @@ from gdp.graph.copies import (
     RING_SUM,
     label_end,
 )
-from gdp.parallel.graph_builder import GraphBuilder
 
 READY, DONE = "ready", "done"  # in kinds
 

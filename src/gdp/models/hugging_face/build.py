@@ -1,7 +1,7 @@
 """`hf:DIR`: the model of a Transformers or Diffusers `config.json`, with inputs made from it.
 
 Weights are not read, code in the directory is not run, and nothing is downloaded: the class is one of the installed
-library's own. The query of `hf:DIR?batch=8&sequence=512` sets sizes that a config does not have; see `inputs.Sizes`.
+library's own. The query of `hf:DIR?batch=8&sequence=512` sets sizes that a config does not have; see `Sizes`.
 
 These changes make the models fit for a capture, by the libraries' own switches where they exist:
 
@@ -22,20 +22,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
 from gdp import files
 from gdp.errors import InputError, suggest
 from gdp.models.gguf.gguf_file import GGUF_FILE, read_gguf_config
 from gdp.models.hugging_face.example_inputs import (
-    Sizes,
     check_use,
     diffusers_inputs,
     leaves_out_images,
     serving_inputs,
     transformers_inputs,
 )
-from gdp.models.hugging_face.patches import capturable, known_rates, quiet
+from gdp.models.hugging_face.patches import KnownRates, capturable, quiet
 from gdp.models.hugging_face.quantisation import FLOAT8, QUANTISATION, WeightFormat, weight_format
-from gdp.models.model import GGUF, HUGGING_FACE, even_part
+from gdp.models.hugging_face.sizes import Sizes, parse
+from gdp.models.model import DTYPES, GGUF, even_part
 from gdp.models.serving import Serving
 from gdp.models.stored_weights import ATTRIBUTE
 from gdp.models.user_function import Build
@@ -57,7 +60,6 @@ _CHOICES = (
     QUANTISATION,
     GGUF_FILE,
 )
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _HUB_NAME = r"[\w-][\w.-]*/[\w.-]+"  # owner/name
 _OFF = {
     "use_cache": False,
@@ -68,38 +70,20 @@ _OFF = {
 }
 
 
-def parse(text: str) -> tuple[str, Sizes]:
-    """Returns (DIR, sizes) of `hf:DIR?batch=8&sequence=512`. InputError for an unknown size or value."""
-    directory, mark, query = text.removeprefix(HUGGING_FACE).partition("?")
-    if not directory:
-        raise InputError(f"{text!r}: names no directory; hf:DIR with a config.json in it is expected")
-    return directory, Sizes.parse(query, text) if mark else Sizes()
-
-
-def without_context(text: str) -> str:
-    """Returns `hf:DIR?SIZES` without the size of its cache."""
-    directory, _, query = text.partition("?")
-    kept = "&".join(part for part in query.split("&") if not part.startswith("context="))
-    return f"{directory}?{kept}" if kept else directory
-
-
 def builder(text: str, *, training: bool = True) -> Build:
     """Returns a function that builds (module, args, kwargs) of `hf:DIR?SIZES`, for training with labels.
 
     Under `FakeTensorMode` nothing is allocated; else the library draws the parameters. InputError, with the remedy, for
     a directory without a readable `config.json` and for a config that this version cannot build.
     """
-    directory, sizes = parse(text)
+    config, sizes = _read(text)
     if sizes.context is not None:
         raise InputError(f"{text}: context is the size of a cache; add --phase prefill or --phase decode")
-    config = _read_config(Path(directory))
     if "_class_name" in config:
         return _diffusers_builder(config, sizes, text, training)
     make = _transformers_maker(config, sizes, text)
 
     def build() -> tuple[Any, ...]:
-        import torch
-
         with _explained(text), quiet():
             model = make()
             model.train(training)
@@ -115,8 +99,7 @@ class ServedBuild:
 
     def __init__(self, text: str, serving: Serving, parts: int = 1) -> None:
         self.text, self.is_decode = text, serving.phase == "decode"
-        directory, sizes = parse(text)
-        config = _read_config(Path(directory))
+        config, sizes = _read(text)
         if "_class_name" in config:
             raise InputError(f"{text}: a model of Diffusers has no cache; leave out --phase")
         self.sizes = replace(sizes, batch=even_part(sizes.batch, parts, text))
@@ -126,8 +109,6 @@ class ServedBuild:
 
     def __call__(self) -> tuple[Any, ...]:
         """Builds the model with its cache."""
-        import torch
-
         from gdp.models.hugging_face import kv_cache
         from gdp.models.hugging_face.cache_layers import CacheRoom
 
@@ -140,6 +121,12 @@ class ServedBuild:
                 if hasattr(model.config, "vision_config") and not leaves_out_images(type(model)):
                     self.notes = (f"{self.text}: the prompt is text alone; images are not encoded in this step",)
                 return model, (), kv_cache.serve(model, inputs, self.room, self.text)
+
+
+def _read(text: str) -> tuple[dict[str, Any], Sizes]:
+    """Returns the config and the sizes of `hf:DIR?SIZES`."""
+    directory, sizes = parse(text)
+    return _read_config(Path(directory)), sizes
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -169,8 +156,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 def notes(text: str) -> tuple[str, ...]:
     """Returns the differences from the config of `hf:DIR`, a sentence each."""
-    directory, sizes = parse(text)
-    config = _read_config(Path(directory))
+    config, sizes = _read(text)
     sentences = []
     if config.get("auto_map"):
         sentences.append(
@@ -191,8 +177,8 @@ def notes(text: str) -> tuple[str, ...]:
 
 def has_quantised_weights(text: str) -> bool:
     """Returns whether the weights of `hf:DIR` are quantised."""
-    directory, sizes = parse(text)
-    return weight_format(_read_config(Path(directory)), sizes.weights, text) is not None
+    config, sizes = _read(text)
+    return weight_format(config, sizes.weights, text) is not None
 
 
 def _arithmetic_of(weights: WeightFormat) -> str:
@@ -207,7 +193,7 @@ def _transformers_maker(config: dict[str, Any], sizes: Sizes, text: str) -> Call
     """Returns a function that makes the model of a config, in the dtype that `sizes` or the config says."""
     weights = weight_format(config, sizes.weights, text)
     default = "float32" if weights is None else "bfloat16"  # no kernel multiplies quantised weights in float32
-    name = _check_dtype(sizes.dtype or config.get("dtype") or config.get("torch_dtype") or default, text)
+    dtype = _dtype(sizes.dtype or config.get("dtype") or config.get("torch_dtype") or default, text)
     try:
         import transformers
     except ImportError:
@@ -222,19 +208,18 @@ def _transformers_maker(config: dict[str, Any], sizes: Sizes, text: str) -> Call
         raise InputError(
             f"{error}; its auto_map names code, which is never run from a directory: give it as module:function"
         ) from None
-    dtype = _dtype(name)
 
     def make() -> Any:
         from transformers.initialization import no_init_weights
 
-        is_fake = _is_fake()
-        options = {"dtype": dtype, "attn_implementation": None}
+        is_fake = isinstance(torch.empty(0), FakeTensor)
+        options: dict[str, Any] = {"dtype": dtype, "attn_implementation": None}
         if model_class._can_set_experts_implementation():
             options["experts_implementation"] = "grouped_mm"
         with contextlib.ExitStack() as stack:
             if is_fake:
                 stack.enter_context(no_init_weights())
-                stack.enter_context(known_rates())
+                stack.enter_context(KnownRates())
             model = model_class._from_config(copy.deepcopy(parsed_config), **options)
         if is_fake:
             model.tie_weights()
@@ -278,7 +263,12 @@ def _parts_of(config: Any) -> Iterator[Any]:
 def _class_of(transformers: Any, config: Any, architectures: Any, text: str) -> Any:
     """Returns the class that `architectures` names first, else the bare model of the config's type."""
     if architectures in (None, []):
-        return _bare_class(transformers, config, text)
+        model_class = transformers.MODEL_MAPPING.get(type(config), None)
+        if model_class is None:
+            raise InputError(
+                f"{text}: model_type {config.model_type!r} has no bare model; name a class in architectures"
+            )
+        return model_class[0] if isinstance(model_class, tuple) else model_class
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):
         raise InputError(f"{text}: architectures is {architectures!r}; a list with the name of a class is expected")
     name = architectures[0]
@@ -298,27 +288,12 @@ def _class_of(transformers: Any, config: Any, architectures: Any, text: str) -> 
     return model_class
 
 
-def _bare_class(transformers: Any, config: Any, text: str) -> Any:
-    try:
-        model_class = transformers.MODEL_MAPPING[type(config)]
-    except KeyError:
-        raise InputError(
-            f"{text}: model_type {config.model_type!r} has no bare model; name a class in architectures"
-        ) from None
-    return model_class[0] if isinstance(model_class, tuple) else model_class
-
-
-def _check_dtype(name: Any, text: str) -> str:
+def _dtype(name: Any, text: str) -> torch.dtype:
     short = str(name).removeprefix("torch.")
-    if short not in _DTYPES:
-        raise InputError(f"{text}: dtype is {name!r}; {', '.join(_DTYPES)} are known")
-    return short
-
-
-def _dtype(name: str) -> Any:
-    import torch
-
-    return getattr(torch, name)
+    if short not in DTYPES:
+        raise InputError(f"{text}: dtype is {name!r}; {', '.join(DTYPES)} are known")
+    dtype: torch.dtype = getattr(torch, short)
+    return dtype
 
 
 # Diffusers
@@ -338,11 +313,9 @@ def _diffusers_builder(config: dict[str, Any], sizes: Sizes, text: str, training
             "or give the model as module:function"
         )
     model_class = getattr(diffusers, name)
-    dtype = _dtype(_check_dtype(sizes.dtype or config.get("torch_dtype") or "float32", text))
+    dtype = _dtype(sizes.dtype or config.get("torch_dtype") or "float32", text)
 
     def build() -> tuple[Any, ...]:
-        import torch
-
         with _explained(text), quiet():
             before = torch.get_default_dtype()
             torch.set_default_dtype(dtype)
@@ -356,16 +329,6 @@ def _diffusers_builder(config: dict[str, Any], sizes: Sizes, text: str, training
         return capturable(model), (), inputs
 
     return build
-
-
-# Shared by both
-
-
-def _is_fake() -> bool:
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(torch.empty(0), FakeTensor)
 
 
 @contextlib.contextmanager

@@ -2,12 +2,14 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
 from typing import Any
 
-from gdp.errors import InputError
+import torch
 
-BATCH, SEQUENCE, IMAGE, DETECTION_IMAGE, CONTEXT = 8, 512, 224, 800, 4096
+from gdp.errors import InputError
+from gdp.models.hugging_face.sizes import Sizes
+
+SEQUENCE, IMAGE, DETECTION_IMAGE, CONTEXT = 512, 224, 800, 4096
 SAMPLES = 16_000  # of sound a second
 
 # different models' names for the longest sequence, and for the size of their vocabulary
@@ -20,48 +22,8 @@ _VOCABULARIES = ("vocab_size", "n_vocab", "decoder_vocab_size")
 _PROMPT = 77  # tokens of CLIP's text encoder, which diffusion models are conditioned on
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Sizes that a config leaves open: `batch`, `sequence` (tokens), `image` (pixels of a side), `dtype`, and `context`
-    (tokens of the cache in prefill and decode); None: default. `weights` is the format of quantised weights, in place
-    of that of the config.
-
-    Defaults: a batch of 8; as many tokens as the model has positions, at most 512; the config's image size, else 800
-    for detection and 224 for other tasks; the config's type, else float32. The cache of a prefill has room for its
-    prompt, that of a decode step for as many tokens as the model has positions, at most 4096 (llama.cpp's default).
-    """
-
-    batch: int = BATCH
-    sequence: int | None = None
-    image: int | None = None
-    dtype: str | None = None
-    context: int | None = None
-    weights: str | None = None
-
-    @classmethod
-    def parse(cls, query: str, text: str) -> "Sizes":
-        """Reads `batch=8&sequence=512`. InputError, naming the whole `text`, for anything else."""
-        names = [item.name for item in fields(cls)]
-        values: dict[str, Any] = {}
-        for part in query.split("&"):
-            name, _, value = part.partition("=")
-            if name not in names or not value:
-                raise InputError(f"{text}: {part!r} is no size; NAME=VALUE with {', '.join(names)} is expected after ?")
-            if name in values:
-                raise InputError(f"{text}: {name} is given twice; give it once")
-            if name in ("dtype", "weights"):
-                values[name] = value
-            elif value.isascii() and value.isdigit() and 0 < int(value) < 2**31:
-                values[name] = int(value)
-            else:
-                raise InputError(f"{text}: {name} is {value!r}; an integer of at least 1 is expected")
-        return cls(**values)
-
-
 def transformers_inputs(model: Any, sizes: Sizes, text: str, *, training: bool) -> dict[str, Any]:
     """Returns keyword inputs of `model`; for training with labels, where its class takes them."""
-    if sizes.context is not None:
-        raise InputError(f"{text}: context is the size of a cache; add --phase prefill or --phase decode")
     inputs = _Inputs(model, sizes, text).make(training)
     check_use(inputs, sizes, text)
     return inputs
@@ -101,23 +63,18 @@ class _Inputs:
     def make(self, training: bool) -> dict[str, Any]:
         is_text = leaves_out_images(type(self.model))
         main = "input_ids" if is_text else self.model.main_input_name
-        inputs: dict[str, Any] = {}
         if main not in _MAKERS:
             raise InputError(
                 f"{self.text}: {self.task} reads {main}, which this version cannot make; "
                 "give the model as module:function with inputs of your own"
             )
-        for name in dict.fromkeys(
-            (main, *(("input_ids", "pixel_values") if main in ("input_ids", "pixel_values") else ()))
-        ):
-            if name in self.takes and (name == main or (self._is_pair() and not is_text)):
-                inputs[name] = _MAKERS[name](self)
+        both = ("input_ids", "pixel_values")
+        names = dict.fromkeys((main, *both)) if main in both and self._is_pair() and not is_text else [main]
+        inputs: dict[str, Any] = {name: _MAKERS[name](self) for name in names if name in self.takes}
         if training and "token_type_ids" in self.takes and self._is_pair():  # Gemma 3: text or image
-            import torch
-
             inputs["token_type_ids"] = torch.zeros(inputs["input_ids"].shape, dtype=torch.long)
         if "input_points" in self.takes:  # SAM: one prompt of one point
-            inputs["input_points"] = self._uniform(self.sizes.batch, 1, 1, 2)
+            inputs["input_points"] = torch.rand(self.sizes.batch, 1, 1, 2, dtype=self.dtype)
         labels = self._labels(inputs) if training else {}
         is_decoding = self.config.is_encoder_decoder and "decoder_input_ids" in self.takes
         if is_decoding and "labels" not in labels:
@@ -138,8 +95,9 @@ class _Inputs:
             raise InputError(f"{self.text}: {self.task} reads no tokens, so it has no cache; leave out --phase")
         if self.takes.isdisjoint(_CACHES):
             raise InputError(f"{self.text}: {self.task} takes no cache of a kind that is known; leave out --phase")
-        if self.config.is_encoder_decoder:
-            return self._serve_decoder(is_decode, self._places(CONTEXT if context is None else context))
+        if self.config.is_encoder_decoder:  # prefill runs the encoder, and the decoder on one token
+            inputs = self.make(False) | {"decoder_input_ids": self._tokens(1)}
+            return inputs, self._places(CONTEXT if context is None else context)
         if is_decode:
             return {"input_ids": self._tokens(1)}, self._places(CONTEXT if context is None else context)
         length = self._length() if context is None or self.sizes.sequence is not None else self._places(context)
@@ -149,12 +107,6 @@ class _Inputs:
         inputs = {"input_ids": self._tokens(length)}
         if "logits_to_keep" in self.takes:
             inputs["logits_to_keep"] = 1  # the first token needs the last one's alone
-        return inputs, context
-
-    def _serve_decoder(self, is_decode: bool, context: int) -> tuple[dict[str, Any], int]:
-        """Returns the inputs of a decoder with an encoder: prefill runs the encoder, and the decoder on one token."""
-        inputs = {name: value for name, value in self.make(False).items() if name != "decoder_input_ids"}
-        inputs["decoder_input_ids"] = self._tokens(1)
         return inputs, context
 
     def _places(self, context: int) -> int:
@@ -170,9 +122,7 @@ class _Inputs:
 
     def input_ids(self) -> Any:
         if self.task.endswith("ForMultipleChoice"):
-            import torch
-
-            return torch.randint(self._vocabulary(), (self.sizes.batch, 2, self._length()))
+            return self._tokens(2, self._length())
         return self._tokens(self._length())
 
     def pixel_values(self) -> Any:
@@ -208,8 +158,6 @@ class _Inputs:
 
     def _labels(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the labels for the loss of the model's task; {} if there is no loss that reads shapes only."""
-        import torch
-
         batch, num_labels = self.sizes.batch, int(getattr(self.config, "num_labels", 2) or 2)
 
         def classes(*shape: int) -> Any:
@@ -274,20 +222,11 @@ class _Inputs:
                     return int(getattr(config, name))
         raise InputError(f"{self.text}: the config has no vocab_size; add it")
 
-    def _tokens(self, length: int) -> Any:
-        import torch
-
-        return torch.randint(self._vocabulary(), (self.sizes.batch, length))
+    def _tokens(self, *shape: int) -> Any:
+        return torch.randint(self._vocabulary(), (self.sizes.batch, *shape))
 
     def _normal(self, *shape: int) -> Any:
-        import torch
-
         return torch.randn(*shape, dtype=self.dtype)
-
-    def _uniform(self, *shape: int) -> Any:
-        import torch
-
-        return torch.rand(*shape, dtype=self.dtype)
 
 
 _MAKERS: dict[str, Callable[[_Inputs], Any]] = {
@@ -306,8 +245,6 @@ _TOKEN_TASKS = ("ForMaskedLM", "ForCausalLM", "ForConditionalGeneration", "LMHea
 
 def _unet2d_condition(model: Any, sizes: Sizes, text: str) -> dict[str, Any]:
     """Noisy latents, a time step each, and a prompt of CLIP's length; of SDXL also its pooled prompt and sizes."""
-    import torch
-
     config, batch = model.config, sizes.batch
     width = config.cross_attention_dim
     width = width[0] if isinstance(width, (list, tuple)) else width
@@ -332,8 +269,6 @@ def _unet2d_condition(model: Any, sizes: Sizes, text: str) -> dict[str, Any]:
 
 
 def _unet2d(model: Any, sizes: Sizes, text: str) -> dict[str, Any]:
-    import torch
-
     inputs = _latents(model, sizes)
     if model.config.num_class_embeds is not None:
         inputs["class_labels"] = torch.randint(model.config.num_class_embeds, (sizes.batch,))
@@ -341,8 +276,6 @@ def _unet2d(model: Any, sizes: Sizes, text: str) -> dict[str, Any]:
 
 
 def _dit(model: Any, sizes: Sizes, text: str) -> dict[str, Any]:
-    import torch
-
     inputs = _latents(model, sizes)
     labels = torch.randint(model.config.num_embeds_ada_norm, (sizes.batch,))
     return {"hidden_states": inputs["sample"], "timestep": inputs["timestep"], "class_labels": labels}
@@ -354,8 +287,6 @@ def _autoencoder(model: Any, sizes: Sizes, text: str) -> dict[str, Any]:
 
 def _latents(model: Any, sizes: Sizes) -> dict[str, Any]:
     """Images or latents of `sample_size`, and a time step each."""
-    import torch
-
     size = sizes.image or model.config.sample_size or 64
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     sample = torch.randn(sizes.batch, model.config.in_channels, height, width, dtype=model.dtype)

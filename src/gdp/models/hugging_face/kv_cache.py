@@ -26,6 +26,7 @@ from gdp.models.hugging_face.cache_layers import (
     cache_utils,
 )
 from gdp.models.hugging_face.served_attention import attend_as_served, joined_latents
+from gdp.models.pytorch.running_module import RunningModule
 
 Cache, DummyLayer = cache_utils.Cache, cache_utils.DummyLayer
 DynamicCache, EncoderDecoderCache = cache_utils.DynamicCache, cache_utils.EncoderDecoderCache
@@ -85,20 +86,10 @@ def _probe(
 ) -> tuple[_Probed, _Probed | None]:
     caches = [_Probed(DynamicCache(config=model.config)) for _ in range(1 + is_encoder_decoder)]
     whole: Any = EncoderDecoderCache(*(part.cache for part in caches)) if is_encoder_decoder else caches[0].cache
-    stack: list[str] = []
-    handles: list[Any] = []
-    for path, part in model.named_modules():
-
-        def enter(_part: nn.Module, _args: Any, path: str = path) -> None:
-            stack.append(path)
-
-        def leave(_part: nn.Module, _args: Any, _result: Any) -> None:
-            stack.pop()
-
-        handles.append(part.register_forward_pre_hook(enter, prepend=True))
-        handles.append(part.register_forward_hook(leave, always_call=True))
+    running = RunningModule()
+    handles = running.watch(model)
     for probed in caches:
-        _watch(probed, stack)
+        _watch(probed, running)
     short = dict(inputs)  # an encoder's whole input: the keys of its outputs are cached
     if not is_encoder_decoder:
         short["input_ids"] = inputs["input_ids"].new_zeros(inputs["input_ids"].shape[0], _PROBE_TOKENS)
@@ -116,20 +107,16 @@ def _probe(
     return caches[0], caches[1] if is_encoder_decoder else None
 
 
-def _watch(probed: _Probed, stack: list[str]) -> None:
+def _watch(probed: _Probed, running: RunningModule) -> None:
     """Notes the module that is running when a layer of the cache is first updated."""
     cache = probed.cache
-    for name, position in (
-        ("update", 2),
-        ("update_conv_state", 1),
-        ("update_recurrent_state", 1),
-        ("update_indexer", 1),
-    ):
+    positions = {"update": 2, "update_conv_state": 1, "update_recurrent_state": 1, "update_indexer": 1}
+    for name, position in positions.items():
         update = getattr(cache, name)
 
         def noted(*args: Any, update: Any = update, position: int = position, **kwargs: Any) -> Any:
             index = args[position] if len(args) > position else kwargs["layer_idx"]
-            probed.owners.setdefault(index, stack[-1])
+            probed.owners.setdefault(index, running.current)
             return update(*args, **kwargs)
 
         setattr(cache, name, noted)
@@ -158,7 +145,7 @@ def _layer(model: Any, probed: _Probed, index: int, room: CacheRoom, text: str) 
             module.register_buffer("index_key_cache", memory, persistent=False)
             served.indexer_keys = memory
     if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
-        states = _served_states(served)(layer.number_of_states, room)
+        states = (ServedStateLayer if served is None else ServedHybridLayer)(layer.number_of_states, room)
         for kind, tensors in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
             for number, state in tensors.items():
                 if state is None:
@@ -197,7 +184,3 @@ def _cross_layer(model: Any, probed: _Probed, index: int, room: CacheRoom) -> An
     for name, tensor in zip(("cross_key_cache", "cross_value_cache"), memory, strict=True):
         module.register_buffer(name, tensor, persistent=False)
     return ServedAttentionLayer(CacheRoom(memory[0].shape[-2], room.is_decode), *memory, is_sliding=False)
-
-
-def _served_states(attention: ServedAttentionLayer | None) -> type[ServedStateLayer]:
-    return ServedStateLayer if attention is None else ServedHybridLayer

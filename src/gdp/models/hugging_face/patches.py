@@ -5,9 +5,15 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
 
 _NO_CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"  # of `transformers.utils.import_utils.torch_compilable_check`
 
@@ -19,23 +25,10 @@ def capturable(model: Any) -> Any:
     fake implementation, are Transformers' own. The model becomes an instance of a subclass of the same name, for
     Transformers reads names of classes, and models are copied.
     """
-    import torch
-    from torch.overrides import TorchFunctionMode
-
-    class Replaced(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-        ) -> Any:
-            if func is torch.isfinite:
-                return _Yes()
-            if func is torch._grouped_mm and args[0].dtype != torch.bfloat16:
-                return torch.ops.transformers.grouped_mm_fallback(*args[:2], (kwargs or {})["offs"])
-            return func(*args, **(kwargs or {}))
-
     kind = type(model)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with Replaced(), quiet(), _one_sequence_each(), _unchecked(), routed_experts():
+        with _Capturable(), quiet(), _without_checks(), routed_experts():
             return kind.forward(self, *args, **kwargs)
 
     forward.__wrapped__ = kind.forward  # type: ignore[attr-defined]
@@ -43,66 +36,45 @@ def capturable(model: Any) -> Any:
     return model
 
 
-@contextlib.contextmanager
-def _one_sequence_each() -> Iterator[None]:
-    """Stops Transformers from looking for several sequences in a row: the inputs made here have none.
+class _Capturable(TorchFunctionMode):
+    """Replaces the two functions."""
 
-    Under fake tensors it would find some, and give every attention a mask of all pairs.
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.isfinite:
+            return SimpleNamespace(all=lambda: True)
+        if func is torch._grouped_mm and args[0].dtype != torch.bfloat16:
+            return torch.ops.transformers.grouped_mm_fallback(*args[:2], (kwargs or {})["offs"])
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _without_checks() -> Iterator[None]:
+    """Skips Transformers' looks at content: for several sequences in a row, for as many image tokens as images need.
+
+    Under fake tensors it would find several sequences, and give every attention a mask of all pairs.
     """
-    with _replaced("transformers.masking_utils", "find_packed_sequence_indices", lambda *args, **kwargs: None):
+    no_packing = _replaced("transformers.masking_utils", "find_packed_sequence_indices", lambda *args, **kwargs: None)
+    with no_packing, patch.dict(os.environ, {_NO_CHECKS: "1"}):
         yield
 
 
-@contextlib.contextmanager
-def _unchecked() -> Iterator[None]:
-    """Skips Transformers' checks of content, such as that a text has as many image tokens as its images need."""
-    before = os.environ.get(_NO_CHECKS)
-    os.environ[_NO_CHECKS] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_NO_CHECKS]
-        else:
-            os.environ[_NO_CHECKS] = before
-
-
-@contextlib.contextmanager
-def _replaced(module_name: str, name: str, value: Any) -> Iterator[None]:
+def _replaced(module_name: str, name: str, value: Any) -> contextlib.AbstractContextManager[Any]:
     """Replaces a name in a module, if the module is imported and has it."""
     module = sys.modules.get(module_name)
-    if module is None or not hasattr(module, name):
-        yield
-        return
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
+    return patch.object(module, name, value) if hasattr(module, name) else contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def known_rates() -> Iterator[None]:
+class KnownRates(TorchFunctionMode):
     """Makes `torch.linspace(..., device="cpu")` return numbers in place of a fake tensor, while a model is built.
 
     Models compute the rate of each layer's stochastic depth with it, and read the content.
     """
-    import torch
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-    from torch.overrides import TorchFunctionMode
 
-    class Known(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-        ) -> Any:
-            if func is torch.linspace and (kwargs or {}).get("device") == "cpu":
-                with unset_fake_temporarily():
-                    return _Rates(map(_Rate, func(*args, **(kwargs or {})).tolist()))
-            return func(*args, **(kwargs or {}))
-
-    with Known():
-        yield
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.linspace and (kwargs or {}).get("device") == "cpu":
+            with unset_fake_temporarily():
+                return _Rates(map(_Rate, func(*args, **(kwargs or {})).tolist()))
+        return func(*args, **(kwargs or {}))
 
 
 class _Rate(float):
@@ -121,13 +93,6 @@ class _Rates(list[_Rate]):
     def split(self, sizes: Sequence[int]) -> "list[_Rates]":
         ends = list(accumulate(sizes))
         return [_Rates(self[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
-
-
-class _Yes:
-    """The answer of `isfinite`: all values are finite."""
-
-    def all(self) -> bool:
-        return True
 
 
 @contextlib.contextmanager
@@ -149,24 +114,14 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-@contextlib.contextmanager
-def routed_experts() -> Iterator[None]:
+def routed_experts() -> contextlib.AbstractContextManager[Any]:
     """Lets Llama 4 multiply each token with the experts that it is sent to alone.
 
     Transformers 5 multiplies all tokens with all experts, those that are not chosen by zero: 16 to 128 times the work,
     which no engine that serves the model does. The results are the same up to rounding.
     """
-    module = sys.modules.get("transformers.models.llama4.modeling_llama4")
-    if module is None:
-        yield
-        return
-    layer = module.Llama4TextMoe
-    before = layer.forward
-    layer.forward = _llama4_forward
-    try:
-        yield
-    finally:
-        layer.forward = before
+    layer = getattr(sys.modules.get("transformers.models.llama4.modeling_llama4"), "Llama4TextMoe", None)
+    return contextlib.nullcontext() if layer is None else patch.object(layer, "forward", _llama4_forward)
 
 
 def _llama4_forward(layer: Any, hidden_states: Any) -> tuple[Any, Any]:
@@ -174,8 +129,6 @@ def _llama4_forward(layer: Any, hidden_states: Any) -> tuple[Any, Any]:
 
     A token's score scales the input of an expert, not its result.
     """
-    import torch
-
     rows = hidden_states.reshape(-1, layer.hidden_dim)
     scores, logits = layer.router(rows)  # 0 for experts that are not chosen
     top, choices = scores.topk(layer.top_k, dim=1)

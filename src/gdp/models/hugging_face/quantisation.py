@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gdp.errors import InputError, suggest
 from gdp.models.gguf.gguf_file import GGUF_FILE
@@ -23,24 +23,6 @@ from gdp.models.stored_weights import StoredWeight
 NONE = "none"  # in place of the format of a config: its dtype
 FLOAT8 = "float8_e4m3fn"
 _INT8 = "int8"
-
-
-class WeightFormat(Protocol):
-    """A way to store the weights of a model."""
-
-    @property
-    def label(self) -> str:
-        """The name of the format in notes."""
-        ...
-
-    @property
-    def arithmetic(self) -> str:
-        """The type that products are computed in; "": the model's."""
-        ...
-
-    def stored(self, model: Any) -> dict[str, StoredWeight]:
-        """Returns the parameters that are stored otherwise than in the model's dtype, under each of their names."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +100,9 @@ class MixtureFormat:
             stored[name] = StoredWeight(num_bytes(parameter.numel(), type_in(self.mixture, matrix)))
         return stored
 
+
+WeightFormat = GroupFormat | MixtureFormat | GgufFormat
+"""A way to store the weights of a model."""
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _ROLES = {"qkv_proj": "fused", "v_proj": "value", "k_proj": "key", "o_proj": "merge", "down_proj": "down"}
@@ -209,7 +194,8 @@ def config_format(content: Any, where: str) -> WeightFormat:
     """Returns the format that a `quantization_config` describes. InputError for one that is not modelled."""
     if not isinstance(content, Mapping):
         raise InputError(f"{where}: quantization_config is a {type(content).__name__}; a JSON object is expected")
-    method = str(content.get("quant_method") or _unnamed_method(content))
+    is_of_bits = content.get("load_in_4bit") or content.get("load_in_8bit")
+    method = str(content.get("quant_method") or ("bitsandbytes" if is_of_bits else ""))
     reader = _METHODS.get(method)
     if reader is None:
         raise InputError(
@@ -225,12 +211,8 @@ def config_format(content: Any, where: str) -> WeightFormat:
         ) from None
 
 
-def _unnamed_method(content: Mapping[str, Any]) -> str:
-    return "bitsandbytes" if content.get("load_in_4bit") or content.get("load_in_8bit") else ""
-
-
-def _skipped(content: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
-    return tuple(str(name) for key in keys for name in content.get(key) or ())
+def _skipped(content: Mapping[str, Any], key: str = "modules_to_not_convert") -> tuple[str, ...]:
+    return tuple(map(str, content.get(key) or ()))
 
 
 def _integer(content: Mapping[str, Any], key: str, default: int) -> int:
@@ -249,19 +231,16 @@ def _awq(content: Mapping[str, Any]) -> GroupFormat:
     """AutoAWQ: scales of 16 bits and, with `zero_point`, zero points."""
     bits, group = _integer(content, "bits", 4), _integer(content, "group_size", content.get("q_group_size") or 128)
     zeros = bits if content.get("zero_point", True) else 0
-    return GroupFormat(
-        _group_label("AWQ", bits, group), bits, 16 + zeros, max(0, group), "", _skipped(content, _NOT_CONVERTED)
-    )
+    label = _group_label("AWQ", bits, group)
+    return GroupFormat(label, bits, 16 + zeros, max(0, group), skipped=_skipped(content))
 
 
 def _gptq(content: Mapping[str, Any]) -> GroupFormat:
     """GPTQ (arXiv 2210.17323) and AutoRound: zero points are stored for symmetric formats too."""
     bits, group = _integer(content, "bits", 4), _integer(content, "group_size", 128)
     method = "GPTQ" if content.get("quant_method") == "gptq" else "AutoRound"
-    skipped, has_output = _skipped(content, _NOT_CONVERTED), bool(content.get("lm_head"))
-    return GroupFormat(
-        _group_label(method, bits, group), bits, 16 + bits, max(0, group), "", skipped, has_output=has_output
-    )
+    label, has_output = _group_label(method, bits, group), bool(content.get("lm_head"))
+    return GroupFormat(label, bits, 16 + bits, max(0, group), skipped=_skipped(content), has_output=has_output)
 
 
 def _bitsandbytes(content: Mapping[str, Any]) -> GroupFormat:
@@ -277,7 +256,7 @@ def _bitsandbytes(content: Mapping[str, Any]) -> GroupFormat:
 
 def _fp8(content: Mapping[str, Any]) -> GroupFormat:
     """DeepSeek's blocks, or a scale for each tensor; activations are quantised on the way."""
-    block, skipped = content.get("weight_block_size"), _skipped(content, _NOT_CONVERTED)
+    block, skipped = content.get("weight_block_size"), _skipped(content)
     if block is None:
         return GroupFormat("FP8, a scale for each tensor", 8, 32, -1, FLOAT8, skipped)
     rows, columns = (int(side) for side in block)
@@ -285,12 +264,12 @@ def _fp8(content: Mapping[str, Any]) -> GroupFormat:
 
 
 def _fbgemm_fp8(content: Mapping[str, Any]) -> GroupFormat:
-    return GroupFormat("FP8, a scale for each output channel", 8, 32, 0, FLOAT8, _skipped(content, _NOT_CONVERTED))
+    return GroupFormat("FP8, a scale for each output channel", 8, 32, 0, FLOAT8, _skipped(content))
 
 
 def _mxfp4(content: Mapping[str, Any]) -> GroupFormat:
     """gpt-oss: the experts alone; products are computed in the model's dtype."""
-    return replace(_FORMATS["mxfp4"], skipped=_skipped(content, _NOT_CONVERTED), experts_only=True)
+    return replace(_FORMATS["mxfp4"], skipped=_skipped(content), experts_only=True)
 
 
 def _compressed_tensors(content: Mapping[str, Any]) -> GroupFormat:
@@ -325,7 +304,6 @@ def _compressed_tensors(content: Mapping[str, Any]) -> GroupFormat:
     )
 
 
-_NOT_CONVERTED = "modules_to_not_convert"
 _METHODS = {
     "awq": _awq,
     "gptq": _gptq,

@@ -5,13 +5,15 @@ latents once.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 
 from gdp.models.hugging_face.cache_layers import CacheRoom, ServedStateLayer, cache_utils
@@ -103,7 +105,7 @@ def attend_as_served(model: Any, cache: Any, room: CacheRoom) -> None:
         _begin(cache, room)
         functions = {"sdpa": attend} | ({"eager": attend_eagerly} if room.is_decode else {})
         masks = _without_masks() if room.is_decode else contextlib.nullcontext()
-        with _attention_functions(functions), masks:
+        with patch.dict(AttentionInterface._global_mapping, functions), masks:
             return kind.forward(self, *args, **kwargs)
 
     forward.__wrapped__ = kind.forward  # type: ignore[attr-defined]
@@ -120,35 +122,13 @@ def _begin(cache: Any, room: CacheRoom) -> None:
             layer.begin()
 
 
-@contextlib.contextmanager
-def _attention_functions(functions: Mapping[str, Any]) -> Iterator[None]:
-    """Replaces functions of attention by name."""
-    mapping = AttentionInterface._global_mapping
-    before = dict(mapping)
-    mapping.update(functions)
-    try:
-        yield
-    finally:
-        mapping.clear()
-        mapping.update(before)
-
-
-@contextlib.contextmanager
-def _without_masks() -> Iterator[None]:
+def _without_masks() -> contextlib.AbstractContextManager[Any]:
     """Leaves out masks of a decode step: its one token sees every place of the cache.
 
     Layers that choose places to attend to read their mask themselves, and must not be without one.
     """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
     mapping: dict[str, Any] = type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping
-    before = dict(mapping)
-    mapping.update({name: partial(_mask_if_read, before[name]) for name in ("sdpa", "eager") if name in before})
-    try:
-        yield
-    finally:
-        mapping.clear()
-        mapping.update(before)
+    return patch.dict(mapping, {name: partial(_mask_if_read, mapping[name]) for name in ("sdpa", "eager")})
 
 
 def _mask_if_read(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

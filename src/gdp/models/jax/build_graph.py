@@ -1,12 +1,12 @@
 """Builds a Graph from the recorded ops of a JAX function: liveness, phases, names, updates in place, numbers."""
 
-import heapq
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gdp.graph import Graph, Op, Tensor
+from gdp.graph.topological_order import topological_order
 from gdp.graph.unique_names import UniqueNames
 from gdp.graph.write_after_read import write_after_read
 from gdp.models.jax import primitive_costs as costs
@@ -157,24 +157,9 @@ def _without_late_readers(in_place: Mapping[JaxValue, JaxValue], records: Sequen
 
 def _writers_last(records: Sequence[JaxOp], writers: set[JaxOp | None]) -> list[JaxOp]:
     """Returns the ops in a topological order in which `writers` come as late as they can."""
-    makers = {record: {value.op for value in record.reads} for record in records}
-    followers: dict[JaxOp, list[int]] = defaultdict(list)
-    for number, record in enumerate(records):
-        for maker in makers[record]:
-            if maker is not None:
-                followers[maker].append(number)
-    missing = [len(makers[record]) for record in records]
-    ready = [(record in writers, number) for number, record in enumerate(records) if not missing[number]]
-    heapq.heapify(ready)
-    ordered: list[JaxOp] = []
-    while ready:
-        record = records[heapq.heappop(ready)[1]]
-        ordered.append(record)
-        for number in followers[record]:
-            missing[number] -= 1
-            if not missing[number]:
-                heapq.heappush(ready, (records[number] in writers, number))
-    return ordered
+    numbers = {record: number for number, record in enumerate(records)}
+    makers = [{numbers[value.op] for value in record.reads if value.op is not None} for record in records]
+    return [records[number] for number in topological_order(makers, lambda number: records[number] in writers)]
 
 
 def _names(records: Sequence[JaxOp]) -> list[str]:

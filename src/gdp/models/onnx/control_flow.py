@@ -4,14 +4,14 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from onnx import GraphProto, NodeProto
+
 from gdp.errors import InputError
 from gdp.models.onnx.node_costs import OnnxCall
 from gdp.models.onnx.onnx_file import BOOL, INT64, TensorInfo
 from gdp.models.onnx.shapes import NodeOutputs
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, NodeProto
-
     from gdp.models.onnx.nodes import GraphScope
 
 _ENDLESS = 2**31  # a trip count from here on means "until the condition says so"
@@ -28,7 +28,7 @@ class ExecutionCost:
 
 
 def control_flow_outputs(
-    node: "NodeProto", call: OnnxCall, scope: "GraphScope"
+    node: NodeProto, call: OnnxCall, scope: "GraphScope"
 ) -> tuple[NodeOutputs, ExecutionCost] | None:
     """Returns the outputs and cost of If, Loop and Scan; None for any other node."""
     reader = {"If": _if, "Loop": _loop, "Scan": _scan}.get(call.kind)
@@ -46,14 +46,14 @@ def control_flow_outputs(
     return results, cost
 
 
-def _body(node: "NodeProto", name: str) -> "GraphProto":
+def _body(node: NodeProto, name: str) -> GraphProto:
     for attribute in node.attribute:
         if attribute.name == name and attribute.HasField("g"):
             return attribute.g  # type: ignore[no-any-return]
     raise LookupError(name)
 
 
-def _if(node: "NodeProto", call: OnnxCall, scope: "GraphScope", label: str) -> tuple[NodeOutputs, ExecutionCost]:
+def _if(node: NodeProto, call: OnnxCall, scope: "GraphScope", label: str) -> tuple[NodeOutputs, ExecutionCost]:
     """Takes the branch that is known to be taken, else the larger."""
     condition = call.contents[0] if call.inputs[0] is not None else None
     names = ["then_branch", "else_branch"]
@@ -80,7 +80,7 @@ def _if(node: "NodeProto", call: OnnxCall, scope: "GraphScope", label: str) -> t
     return NodeOutputs(values), ExecutionCost(cost.flops, cost.num_bytes, resident, cost.dtype)
 
 
-def _loop(node: "NodeProto", call: OnnxCall, scope: "GraphScope", label: str) -> tuple[NodeOutputs, ExecutionCost]:
+def _loop(node: NodeProto, call: OnnxCall, scope: "GraphScope", label: str) -> tuple[NodeOutputs, ExecutionCost]:
     """Takes the body times the trip count. Inputs: count, condition, carried; body: number, condition, carried."""
     trips = _number(call, 0, node, scope)
     if call.has(1) and _number(call, 1, node, scope) == 0:
@@ -99,7 +99,7 @@ def _loop(node: "NodeProto", call: OnnxCall, scope: "GraphScope", label: str) ->
     return NodeOutputs((*last, *scanned)), _times(_cost(inner), trips)
 
 
-def _scan(node: "NodeProto", call: OnnxCall, scope: "GraphScope", label: str) -> tuple[NodeOutputs, ExecutionCost]:
+def _scan(node: NodeProto, call: OnnxCall, scope: "GraphScope", label: str) -> tuple[NodeOutputs, ExecutionCost]:
     """Takes the body times the length of the scanned inputs, which come after the states."""
     num_scanned = int(call.attributes["num_scan_inputs"])
     values = [call.input(place) for place in range(len(call.inputs))]
@@ -126,7 +126,7 @@ def _scan(node: "NodeProto", call: OnnxCall, scope: "GraphScope", label: str) ->
     return NodeOutputs((*outputs[:num_states], *stacked)), _times(_cost(inner), trips)
 
 
-def _number(call: OnnxCall, position: int, node: "NodeProto", scope: "GraphScope") -> int | None:
+def _number(call: OnnxCall, position: int, node: NodeProto, scope: "GraphScope") -> int | None:
     """Returns the content of a constant input of one element."""
     if not call.has(position) or not scope.is_constant(node.input[position]):
         return None

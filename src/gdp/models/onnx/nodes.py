@@ -1,25 +1,23 @@
 """The nodes of an ONNX graph as ops with costs, one after another, so that all earlier shapes are known."""
 
 import contextlib
-import heapq
 from collections import ChainMap, Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from onnx import GraphProto, NodeProto, TensorProto, TypeProto, checker, defs, helper, numpy_helper
 
 from gdp.arrays import Content
 from gdp.errors import InputError, first_line
+from gdp.graph.topological_order import topological_order
 from gdp.models.onnx.control_flow import ExecutionCost, control_flow_outputs
 from gdp.models.onnx.node_costs import Formula, OnnxCall, count_bytes, count_flops, dtype_of, kind_of
 from gdp.models.onnx.onnx_file import BOOL, DEFAULT_DOMAINS, INT32, INT64, SMALL, TensorInfo, captured, reads, subgraphs
 from gdp.models.onnx.runtime_shapes import RUNTIME_KINDS
 from gdp.models.onnx.shapes import Dims, NodeOutputs, checked, fold, infer, is_constant
 from gdp.models.pytorch.flops import UNKNOWN
-
-if TYPE_CHECKING:
-    from onnx import GraphProto, NodeProto, TypeProto
 
 _CONTENT_CODES = (1, 2, 3, INT32, INT64, BOOL, 10, 11)  # types whose small tensors NumPy can hold
 _NOT_TENSORS = {"Resize": (1, 2, 3), "Upsample": (1,)}  # inputs with options, small floats: no parameters
@@ -32,7 +30,7 @@ _AXES = ("axis", "axes", "perm", "batch_axis", "time_axis", "batch_dims", "scan_
 class OnnxOp:
     """An op being recorded; names of tensors are those of their producers, aliases resolved."""
 
-    node: "NodeProto"
+    node: NodeProto
     kind: str
     inputs: list[str]
     outputs: dict[str, TensorInfo]
@@ -57,10 +55,8 @@ class ModelContext:
     estimated: list[str] = field(default_factory=list)  # ops with results of a guessed shape
     notes: list[str] = field(default_factory=list)
 
-    def check(self, node: "NodeProto", label: str) -> None:
+    def check(self, node: NodeProto, label: str) -> None:
         """Raises InputError for a node that its operator does not allow."""
-        from onnx import checker, defs
-
         domain = "" if node.domain in DEFAULT_DOMAINS else node.domain
         if not node.op_type:
             raise InputError(f"{label} has no operator; the file is damaged, export it again")
@@ -86,7 +82,7 @@ class GraphScope:
     """The names of one graph and of those around it, with their values, and the ops that make them."""
 
     context: ModelContext
-    graph: "GraphProto"
+    graph: GraphProto
     values: ChainMap[str, TensorInfo] = field(default_factory=ChainMap)
     contents: ChainMap[str, Content | None] = field(default_factory=ChainMap)  # of small tensors, as far as known
     constants: ChainMap[str, bool] = field(default_factory=ChainMap)  # True for names that no op makes
@@ -94,7 +90,7 @@ class GraphScope:
     parameters: dict[str, tuple[TensorInfo, int]] = field(default_factory=dict)  # with bytes: sparse ones have fewer
     steps: list[OnnxOp] = field(default_factory=list)
 
-    def inner(self, graph: "GraphProto") -> "GraphScope":
+    def inner(self, graph: GraphProto) -> "GraphScope":
         return GraphScope(
             self.context,
             graph,
@@ -148,8 +144,6 @@ class GraphScope:
         self.contents[name], self.constants[name], self.roots[name] = content, is_constant, name
 
     def _add_initializer(self, name: str, tensor: Any) -> None:
-        from onnx import numpy_helper
-
         value, content = TensorInfo(tensor.data_type, tuple(tensor.dims)), None
         if value.numel <= SMALL and value.code in _CONTENT_CODES:
             # its content may be elsewhere, or not as long as its shape says
@@ -159,7 +153,7 @@ class GraphScope:
         if not is_constant(value):
             self.parameters[name] = (value, value.num_bytes)
 
-    def _visit(self, node: "NodeProto") -> None:
+    def _visit(self, node: NodeProto) -> None:
         kind = kind_of(node.domain, node.op_type)
         label = f"node {node.name or node.output[0] if node.output else node.name!r} ({kind})"
         self.context.check(node, label)
@@ -197,7 +191,7 @@ class GraphScope:
         else:
             self._add_step(node, call, results, cost)
 
-    def _fold(self, node: "NodeProto", call: OnnxCall, results: NodeOutputs) -> bool:
+    def _fold(self, node: NodeProto, call: OnnxCall, results: NodeOutputs) -> bool:
         """Computes the node here if its inputs are constants; Shape and Size need no content."""
         if call.kind not in ("Shape", "Size"):
             if not all(self.is_constant(name) and self.contents[name] is not None for name in node.input if name):
@@ -210,17 +204,15 @@ class GraphScope:
                 self._define(name, TensorInfo(value.code, array.shape), array, is_constant=True)
         return bool(arrays)
 
-    def _is_alias(self, node: "NodeProto", call: OnnxCall) -> bool:
+    def _is_alias(self, node: NodeProto, call: OnnxCall) -> bool:
         if call.kind == "Dropout":
             training = call.contents[2] if call.has(2) else None
             if (training is not None and bool(training.any())) or (call.has(2) and training is None):
                 return False
         return not any(name in self.used for name in node.output[1:])
 
-    def _add_constant(self, node: "NodeProto", attributes: Mapping[str, Any]) -> None:
+    def _add_constant(self, node: NodeProto, attributes: Mapping[str, Any]) -> None:
         """Adds a Constant node, which is an initializer under another name."""
-        from onnx import TensorProto, numpy_helper
-
         if len(node.output) != 1 or not attributes:
             raise InputError(f"node {node.name!r} (Constant): has no value; the file is damaged, export it again")
         value = next(iter(attributes.values()))
@@ -239,7 +231,7 @@ class GraphScope:
             raise InputError(f"node {node.name!r} (Constant): bad value ({first_line(error)}); export again") from None
         self._add_initializer(node.output[0], tensor)
 
-    def _add_step(self, node: "NodeProto", call: OnnxCall, results: NodeOutputs, cost: ExecutionCost | None) -> None:
+    def _add_step(self, node: NodeProto, call: OnnxCall, results: NodeOutputs, cost: ExecutionCost | None) -> None:
         skipped = _NOT_TENSORS.get(call.kind, ())
         names = [name for place, name in enumerate(node.input) if name and place not in skipped]
         for graph in subgraphs(node):
@@ -272,7 +264,7 @@ class GraphScope:
         )
 
 
-def _sorted(graph: "GraphProto", own: set[str], values: Mapping[str, TensorInfo]) -> list["NodeProto"]:
+def _sorted(graph: GraphProto, own: set[str], values: Mapping[str, TensorInfo]) -> list[NodeProto]:
     """Returns the nodes in a topological order, that of the file if possible. `values` has the names around the graph
     too.
     """
@@ -282,36 +274,23 @@ def _sorted(graph: "GraphProto", own: set[str], values: Mapping[str, TensorInfo]
             if name and (name in maker or name in own):
                 raise InputError(f"node {node.name!r} ({node.op_type}): makes {name!r}, as something else does")
             maker[name] = number
-    waiting = []
-    users: dict[int, list[int]] = {}
-    for number, node in enumerate(graph.node):
-        sources = set()
-        for name in reads(node):
-            if name in maker:
-                sources.add(maker[name])
-            elif name not in values:
+    makers = []
+    for node in graph.node:
+        names = reads(node)
+        for name in names:
+            if name not in maker and name not in values:
                 raise InputError(
                     f"node {node.name!r} ({node.op_type}): reads {name!r}, which nothing makes; export the model again"
                 )
-        waiting.append(len(sources))
-        for source in sources:
-            users.setdefault(source, []).append(number)
-    ready = [number for number, count in enumerate(waiting) if not count]
-    order: list[int] = []
-    while ready:
-        number = heapq.heappop(ready)
-        order.append(number)
-        for user in users.get(number, ()):
-            waiting[user] -= 1
-            if not waiting[user]:
-                heapq.heappush(ready, user)
+        makers.append({maker[name] for name in names if name in maker})
+    order = topological_order(makers)
     if len(order) < len(graph.node):
-        stuck = next(node for node, count in zip(graph.node, waiting, strict=True) if count)
+        stuck = graph.node[min(set(range(len(graph.node))).difference(order))]
         raise InputError(f"node {stuck.name!r} ({stuck.op_type}): waits for its own result, a cycle; unroll it")
     return [graph.node[number] for number in order]
 
 
-def _check_numbers(node: "NodeProto", call: OnnxCall, label: str) -> None:
+def _check_numbers(node: NodeProto, call: OnnxCall, label: str) -> None:
     """Raises InputError for an impossible axis or number of outputs, for which onnx's inference goes out of bounds."""
     if call.kind == "Split" and call.attributes.get("num_outputs", len(node.output)) != len(node.output):
         raise InputError(f"{label}: num_outputs is not the number of its outputs; export the model again")
@@ -325,10 +304,8 @@ def _check_numbers(node: "NodeProto", call: OnnxCall, label: str) -> None:
                 raise InputError(f"{label}: {name} is {axis} for {rank} dimensions; export the model again")
 
 
-def _attributes(node: "NodeProto") -> dict[str, Any]:
+def _attributes(node: NodeProto) -> dict[str, Any]:
     """Returns values by name, strings decoded, graphs left out."""
-    from onnx import helper
-
     values: dict[str, Any] = {}
     for attribute in node.attribute:
         if subgraphs(attribute) or attribute.ref_attr_name:

@@ -7,13 +7,15 @@ import posixpath
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+from onnx.inliner import inline_local_functions
 
 from gdp.errors import InputError, first_line
 from gdp.models.names import element_bits
-
-if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 DEFAULT_DOMAINS = ("", "ai.onnx")
 SMALL = 1024
@@ -58,7 +60,7 @@ class TensorInfo:
         return -(-self.numel * (element_bits(self.dtype) or 64) // 8)
 
 
-def read_model(path: Path) -> tuple["ModelProto", bool]:
+def read_model(path: Path) -> tuple[ModelProto, bool]:
     """Returns the model in `path` with local functions inlined and without the content of large tensors.
 
     Also returns whether the result depends on that file alone. External data is not opened, except for small integer
@@ -66,10 +68,6 @@ def read_model(path: Path) -> tuple["ModelProto", bool]:
     the path, for a file that is no ONNX model, is newer than the installed `onnx`, or names data outside of its
     directory.
     """
-    try:
-        import onnx
-    except ImportError:
-        raise InputError("reading ONNX files needs onnx; pip install 'gdp-placement[onnx]'") from None
     model = _parse(path)
     if not model.HasField("graph") or not model.ir_version:
         raise InputError("holds no ONNX model; export it again")
@@ -83,8 +81,6 @@ def read_model(path: Path) -> tuple["ModelProto", bool]:
     directory = path.parent  # of a link its own, as for ONNX Runtime and onnx.load
     is_alone = not [tensor for tensor in _tensors(model) if _keep_small(tensor, directory)]
     if model.functions:
-        from onnx.inliner import inline_local_functions
-
         try:
             model = inline_local_functions(model)
         except Exception as error:
@@ -92,15 +88,12 @@ def read_model(path: Path) -> tuple["ModelProto", bool]:
     return model, is_alone
 
 
-def default_opset(model: "ModelProto") -> int:
+def default_opset(model: ModelProto) -> int:
     """Returns the version of ONNX's own operators that the model uses; 1 if it does not say."""
     return max((item.version for item in model.opset_import if item.domain in DEFAULT_DOMAINS), default=1)
 
 
-def _parse(path: Path) -> "ModelProto":
-    from google.protobuf.message import DecodeError
-    from onnx import ModelProto
-
+def _parse(path: Path) -> ModelProto:
     model = ModelProto()
     try:
         with open(path, "rb") as file:
@@ -203,20 +196,20 @@ def _check_text(message: Any) -> None:
 # All tensors of a model
 
 
-def _tensors(model: "ModelProto") -> Iterator["TensorProto"]:
+def _tensors(model: ModelProto) -> Iterator[TensorProto]:
     yield from _graph_tensors(model.graph)
     for function in model.functions:
         yield from _node_tensors(function.node)
 
 
-def _graph_tensors(graph: "GraphProto") -> Iterator["TensorProto"]:
+def _graph_tensors(graph: GraphProto) -> Iterator[TensorProto]:
     yield from graph.initializer
     for sparse in graph.sparse_initializer:
         yield from (sparse.values, sparse.indices)
     yield from _node_tensors(graph.node)
 
 
-def _node_tensors(nodes: Any) -> Iterator["TensorProto"]:
+def _node_tensors(nodes: Any) -> Iterator[TensorProto]:
     for node in nodes:
         for attribute in node.attribute:
             if attribute.HasField("t"):
@@ -228,22 +221,20 @@ def _node_tensors(nodes: Any) -> Iterator["TensorProto"]:
                 yield from _graph_tensors(graph)
 
 
-def subgraphs(holder: Any) -> list["GraphProto"]:
+def subgraphs(holder: Any) -> list[GraphProto]:
     """Returns the graphs in an attribute, or in all attributes of a node."""
     if not hasattr(holder, "attribute"):
         return [*([holder.g] if holder.HasField("g") else []), *holder.graphs]
     return [graph for attribute in holder.attribute for graph in subgraphs(attribute)]
 
 
-def _keep_small(tensor: "TensorProto", directory: Path) -> bool:
+def _keep_small(tensor: TensorProto, directory: Path) -> bool:
     """Drops the content of a large tensor; reads that of a small integer tensor in a file beside the model.
 
     Returns whether content was read.
     """
     if any(dim < 0 for dim in tensor.dims):
         raise InputError(f"tensor {tensor.name!r} has shape {list(tensor.dims)}; the file is damaged, export it again")
-    from onnx import TensorProto
-
     is_small = math.prod(tensor.dims) <= SMALL
     is_read = False
     if tensor.data_location == TensorProto.EXTERNAL:
@@ -259,7 +250,7 @@ def _keep_small(tensor: "TensorProto", directory: Path) -> bool:
     return is_read
 
 
-def _external(tensor: "TensorProto", directory: Path, is_wanted: bool) -> bytes:
+def _external(tensor: TensorProto, directory: Path, is_wanted: bool) -> bytes:
     """Returns the content of a tensor in another file if it is wanted and there, else b""; InputError for a bad
     location.
     """
@@ -290,7 +281,7 @@ def _external(tensor: "TensorProto", directory: Path, is_wanted: bool) -> bytes:
 # Names that graphs within nodes read from outside
 
 
-def reads(node: "NodeProto") -> list[str]:
+def reads(node: NodeProto) -> list[str]:
     """Returns the names that a node reads: its inputs, and outer names that its graphs read; each once, in order."""
     names = [name for name in node.input if name]
     for graph in subgraphs(node):
@@ -298,7 +289,7 @@ def reads(node: "NodeProto") -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def captured(graph: "GraphProto") -> list[str]:
+def captured(graph: GraphProto) -> list[str]:
     """Returns the names that a graph reads but does not define."""
     defined = {item.name for item in (*graph.input, *graph.initializer)}
     defined.update(item.values.name for item in graph.sparse_initializer)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+
+from onnx import ModelProto, NodeProto, ValueInfoProto
 
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
@@ -16,9 +17,6 @@ from gdp.models.onnx.nodes import GraphScope, ModelContext, OnnxOp
 from gdp.models.onnx.onnx_file import DEFAULT_DOMAINS, FLOAT, TensorInfo, read_model
 from gdp.models.onnx.quantised import fuse_quantised
 from gdp.models.onnx.shapes import Dims, dims_of
-
-if TYPE_CHECKING:
-    from onnx import ModelProto, NodeProto, ValueInfoProto
 
 _NAMED = 5  # ops or dimensions named in a note
 _SCOPES = "pkg.torch.onnx.name_scopes"  # where PyTorch's exporter writes module paths
@@ -93,7 +91,7 @@ def _read(path: Path, dims: Mapping[str, int], name: str, flops: Mapping[str, Ca
     )
 
 
-def _input(item: "ValueInfoProto", dims: Dims, notes: list[str]) -> TensorInfo:
+def _input(item: ValueInfoProto, dims: Dims, notes: list[str]) -> TensorInfo:
     if not item.name:
         raise InputError("an input has no name; the file is damaged, export it again")
     kind, is_sequence = item.type, False
@@ -122,7 +120,7 @@ def _listed(names: list[str]) -> str:
 # From steps to a Graph
 
 
-def _assemble(model: "ModelProto", scope: GraphScope, inputs: Mapping[str, TensorInfo], name: str) -> Graph:
+def _assemble(model: ModelProto, scope: GraphScope, inputs: Mapping[str, TensorInfo], name: str) -> Graph:
     """Builds the graph: inputs, parameters that ops read, and ops, in this order, and their tensors."""
     outputs = {scope.root(item.name) for item in model.graph.output}
     read = {item for step in scope.steps for item in step.inputs} | outputs
@@ -167,7 +165,7 @@ def _dtype(value: TensorInfo) -> str:
     return value.dtype if value.is_float else "int64"
 
 
-def _module(node: "NodeProto") -> str:
+def _module(node: NodeProto) -> str:
     """Returns the module path of a node, from PyTorch's metadata or the slashes in its name."""
     for item in node.metadata_props:
         if item.key == _SCOPES:

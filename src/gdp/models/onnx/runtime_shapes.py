@@ -1,15 +1,13 @@
 """Shapes of the results of ONNX Runtime's own operators (ContribOperators.md), which the onnx package lacks."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from onnx import NodeProto, defs
 
 from gdp.models.onnx.node_costs import OnnxCall, table_name
 from gdp.models.onnx.onnx_file import FLOAT, INT32
-
-if TYPE_CHECKING:
-    from onnx import NodeProto
 
 _Shapes = list[Sequence[int] | None]
 Inferred = list[tuple[int, list[int | None] | None, bool]]
@@ -172,13 +170,10 @@ EQUIVALENTS = {
 """Operators with the shapes and types of one of ONNX's, for its first inputs and its attributes."""
 
 
-def as_equivalent(node: "NodeProto", call: OnnxCall) -> tuple["NodeProto", OnnxCall, Any]:
+def as_equivalent(node: NodeProto, call: OnnxCall) -> tuple[NodeProto, OnnxCall, Any]:
     """Returns the node and call of ONNX's operator in place of its equivalent, and its newest schema."""
-    import onnx
-    from onnx import NodeProto
-
     name = EQUIVALENTS[call.kind]
-    schema = onnx.defs.get_schema(name, onnx.defs.onnx_opset_version(), "")
+    schema = defs.get_schema(name, defs.onnx_opset_version(), "")
     if call.attributes.get("channels_last", 0):
         raise ValueError("ONNX has no such order of dimensions")
     # its other inputs are scales; ONNX averages no integers, but takes their maximum

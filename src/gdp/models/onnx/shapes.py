@@ -9,9 +9,10 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
+from onnx import NodeProto, TypeProto, defs, helper, numpy_helper
+from onnx.shape_inference import infer_node_outputs
 
 from gdp.arrays import Content
 from gdp.errors import InputError
@@ -19,9 +20,6 @@ from gdp.models.names import names
 from gdp.models.onnx.node_costs import POINTWISE_KINDS, OnnxCall, table_name
 from gdp.models.onnx.onnx_file import BOOL, DEFAULT_DOMAINS, FLOAT, INT32, INT64, SMALL, TensorInfo
 from gdp.models.onnx.runtime_shapes import EQUIVALENTS, Inferred, as_equivalent, by_rule
-
-if TYPE_CHECKING:
-    from onnx import NodeProto, TypeProto
 
 _MOST_BYTES = 2**62  # of one tensor
 
@@ -110,7 +108,7 @@ def _evaluated(tree: ast.expr, value_of: Callable[[str], int | None]) -> int | N
 # Types as protobuf has them
 
 
-def dims_of(kind: "TypeProto") -> list[int | str | None] | None:
+def dims_of(kind: TypeProto) -> list[int | str | None] | None:
     """Returns the dimensions of a tensor: sizes, symbols, or None for no name; None if the rank is unknown."""
     shape = kind.tensor_type.shape if kind.tensor_type.HasField("shape") else None
     if shape is None:
@@ -121,7 +119,7 @@ def dims_of(kind: "TypeProto") -> list[int | str | None] | None:
     ]
 
 
-def known_value(kind: "TypeProto", dims: Dims) -> tuple[int, list[int | None] | None, bool]:
+def known_value(kind: TypeProto, dims: Dims) -> tuple[int, list[int | None] | None, bool]:
     """Returns (element type, shape with None for unknown sizes, is it a sequence) of a type."""
     if kind.WhichOneof("value") in ("sequence_type", "optional_type"):
         inner = kind.sequence_type if kind.HasField("sequence_type") else kind.optional_type
@@ -155,11 +153,11 @@ class NodeOutputs:
 
 
 def infer(
-    node: "NodeProto",
+    node: NodeProto,
     call: OnnxCall,
     opsets: Mapping[str, int],
     ir_version: int,
-    declared: Mapping[str, "TypeProto"],
+    declared: Mapping[str, TypeProto],
     dims: Dims,
     reads_guesses: bool,
 ) -> NodeOutputs:
@@ -199,18 +197,14 @@ def infer(
     return NodeOutputs(tuple(values), frozenset(guessed))
 
 
-def _inferred(node: "NodeProto", call: OnnxCall, opsets: Mapping[str, int], ir_version: int, dims: Dims) -> Inferred:
+def _inferred(node: NodeProto, call: OnnxCall, opsets: Mapping[str, int], ir_version: int, dims: Dims) -> Inferred:
     """Returns the inferred outputs; (0, None, False) for an output that the operator says nothing about."""
-    import onnx
-    from onnx import helper, numpy_helper
-    from onnx.shape_inference import infer_node_outputs
-
     try:
         if call.kind in EQUIVALENTS:
             node, call, schema = as_equivalent(node, call)
         else:
             domain = "" if node.domain in DEFAULT_DOMAINS else node.domain
-            schema = onnx.defs.get_schema(node.op_type, opsets.get(domain, 1), domain)
+            schema = defs.get_schema(node.op_type, opsets.get(domain, 1), domain)
         types, contents = {}, {}
         for place, (name, value) in enumerate(zip(node.input, call.inputs, strict=True)):
             if value is None:
@@ -226,9 +220,7 @@ def _inferred(node: "NodeProto", call: OnnxCall, opsets: Mapping[str, int], ir_v
     return [known_value(outputs[name], dims) if name in outputs else (0, None, False) for name in node.output]
 
 
-def _type_of(value: TensorInfo) -> "TypeProto":
-    from onnx import helper
-
+def _type_of(value: TensorInfo) -> TypeProto:
     if value.is_sequence:
         return helper.make_sequence_type_proto(helper.make_tensor_type_proto(value.code, None))
     return helper.make_tensor_type_proto(value.code, value.shape)
@@ -255,7 +247,7 @@ _FOLDED = names(
 
 
 def fold(
-    node: "NodeProto", call: OnnxCall, outputs: Sequence[TensorInfo | None], opsets: Mapping[str, int]
+    node: NodeProto, call: OnnxCall, outputs: Sequence[TensorInfo | None], opsets: Mapping[str, int]
 ) -> list[Content]:
     """Returns the outputs of a node with known inputs; [] if they cannot or should not be computed.
 

@@ -23,7 +23,7 @@ from gdp.models.pytorch.cards import NO_GRADIENT, OnCpu, as_if_on_a_card
 from gdp.models.pytorch.explained import explained
 from gdp.models.pytorch.fake_copies import fake_memories
 from gdp.models.pytorch.loss import Loss, pick_loss
-from gdp.models.pytorch.optimizers import HALF, OPTIMIZERS, Rule, named_rule, rules_of
+from gdp.models.pytorch.optimizers import HALF, OPTIMIZERS, UpdateRule, named_rule, rules_of
 from gdp.models.pytorch.own_step import Step, has_own_step, record_module_step, record_own_step
 from gdp.models.pytorch.program import Program, named_inputs, named_state, named_tensors
 from gdp.models.pytorch.recorded_calls import Ref
@@ -35,7 +35,7 @@ from gdp.models.stored_weights import stored_weights
 OptimizerChoice = str | torch.optim.Optimizer
 """A name of `--optimizer`, or an Adam, AdamW, SGD or Adafactor of `torch.optim` over the model's parameters."""
 
-RuleChoice = Callable[[str, Tensor], Rule | None]
+RuleChoice = Callable[[str, Tensor], UpdateRule | None]
 """From a parameter's path, and itself, to the rule of its update; None: it is not updated."""
 
 

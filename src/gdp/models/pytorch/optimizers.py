@@ -44,6 +44,9 @@ class StatePart:
         return 0 if self.key == COUNT else num_bytes(self.layout)
 
 
+_STEPS_TAKEN = StatePart(COUNT, StridedLayout((), (), 0, torch.float32))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRule:
     """An optimizer's treatment of a parameter. The base class is plain SGD."""
@@ -59,9 +62,8 @@ class UpdateRule:
     def flops(self, weight: StridedLayout) -> int:
         """Returns the floating point operations of an update."""
         # scale, subtract; momentum: scale, add; Nesterov: scale, add; decay: scale, add
-        return (2 + 2 * sum(bool(self.options[key]) for key in ("momentum", "nesterov", "weight_decay"))) * numel(
-            weight
-        )
+        extras = sum(bool(self.options[key]) for key in ("momentum", "nesterov", "weight_decay"))
+        return (2 + 2 * extras) * numel(weight)
 
     def bytes_accessed(self, weight: StridedLayout, gradient: StridedLayout) -> int:
         """Returns the bytes of an update: weight and state are read and written once, the gradient is read."""
@@ -88,8 +90,7 @@ class AdamRule(UpdateRule):
     def state(self, weight: StridedLayout) -> list[StatePart]:
         """Returns two moments, with AMSGrad the largest second one, and the number of steps."""
         keys = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(self.options["amsgrad"])
-        count = StatePart(COUNT, StridedLayout((), (), 0, torch.float32))
-        return [*(StatePart(key, dense(weight)) for key in keys), count]
+        return [*(StatePart(key, dense(weight)) for key in keys), _STEPS_TAKEN]
 
     def flops(self, weight: StridedLayout) -> int:
         """Returns 13 for each element, 2 more with weight decay, 1 more with AMSGrad."""
@@ -111,29 +112,26 @@ class AdafactorRule(UpdateRule):
 
     def state(self, weight: StridedLayout) -> list[StatePart]:
         """Returns row and column factors of matrices, and of stacks of matrices; the second moment of vectors."""
-        size, dtype = weight.size, weight.dtype
-        if len(size) < 2:
-            return [StatePart("variance", dense(weight)), StatePart(COUNT, StridedLayout((), (), 0, torch.float32))]
-        rows, columns = (*size[:-1], 1), (*size[:-2], 1, size[-1])
-        return [
-            StatePart("row_var", contiguous(rows, dtype)),
-            StatePart("col_var", contiguous(columns, dtype)),
-            StatePart(COUNT, StridedLayout((), (), 0, torch.float32)),
-        ]
+        if not _is_matrix(weight):
+            return [StatePart("variance", dense(weight)), _STEPS_TAKEN]
+        *stack, rows, columns = weight.size
+        factors = {"row_var": (*stack, rows, 1), "col_var": (*stack, 1, columns)}
+        return [*(StatePart(key, contiguous(size, weight.dtype)) for key, size in factors.items()), _STEPS_TAKEN]
 
     def flops(self, weight: StridedLayout) -> int:
         """Returns 15 for each element of a matrix, 13 of a vector; factors are left out."""
         # norms of weight, rows, columns and update 8; outer product 2; clamp, root, scale 3; scale, add 2
         # or norms of weight and update 4; square 1; average 3; clamp, root, scale 3; scale, add 2
         decay = 2 if self.options["weight_decay"] else 0
-        return ((15 if len(weight.size) > 1 else 13) + decay) * numel(weight)
+        return ((15 if _is_matrix(weight) else 13) + decay) * numel(weight)
 
     def bytes_accessed(self, weight: StridedLayout, gradient: StridedLayout) -> int:
         """Returns the bytes of PyTorch's loop, in passes over memory of the parameter's size; factors are left out."""
         # read the weight 1, the gradient 2; outer product 1; clamp 2, root 2, scale 3, norm 1, add 3
         # or read the weight 1; square 2; average 3, copy 2; clamp 2, root 2, scale 3, norm 1, add 3
-        passes = (12 if len(weight.size) > 1 else 17) + (2 if self.options["weight_decay"] else 0)
-        return passes * num_bytes(weight) + (3 if len(weight.size) > 1 else 2) * num_bytes(gradient)
+        own, of_gradient = (12, 3) if _is_matrix(weight) else (17, 2)
+        own += 2 if self.options["weight_decay"] else 0
+        return own * num_bytes(weight) + of_gradient * num_bytes(gradient)
 
     def calls(self, weight: Ref, gradient: Ref, state: Sequence[Ref], widened: Widened) -> list[Call]:
         """Returns PyTorch's own function."""
@@ -177,24 +175,14 @@ class EightBitAdamRule(UpdateRule):
         return f"{self.name} is computed by kernels of bitsandbytes, which gdp counts but does not run"
 
 
-@dataclass(frozen=True, slots=True)
-class MasterWeights:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MasterWeights(UpdateRule):
     """A rule applied to a float32 copy of a parameter in half precision, which is rounded to the parameter afterwards.
 
     Counted as one kernel that reads and writes the copy in place of the parameter, and writes the parameter.
     """
 
     rule: UpdateRule
-
-    @property
-    def name(self) -> str:
-        """Returns the optimizer's name, with its copies."""
-        return f"{self.rule.name} with float32 master weights"
-
-    @property
-    def kind(self) -> str:
-        """Returns the kind of the optimizer's ops."""
-        return self.rule.kind
 
     @property
     def refusal(self) -> str:
@@ -225,7 +213,8 @@ class MasterWeights:
         ]
 
 
-Rule = UpdateRule | MasterWeights
+def _is_matrix(weight: StridedLayout) -> bool:
+    return len(weight.size) > 1
 
 
 def dense(layout: StridedLayout) -> StridedLayout:
@@ -249,29 +238,22 @@ def num_bytes(layout: StridedLayout) -> int:
     return numel(layout) * layout.dtype.itemsize
 
 
-def named_rule(name: str, *, master_weights: bool) -> Callable[[str, Tensor], Rule]:
+def named_rule(name: str, *, master_weights: bool) -> Callable[[str, Tensor], UpdateRule]:
     """Returns the rule of each parameter, by its path and itself, for the optimizer of that name."""
     rule = OPTIMIZERS[name]
-    masters = MasterWeights(rule)
+    masters = MasterWeights(name=f"{name} with float32 master weights", kind=rule.kind, rule=rule)
     return lambda _path, parameter: masters if master_weights and parameter.dtype in HALF else rule
 
 
-def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Rule | None:
+def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> UpdateRule | None:
     """Returns the rule of a group of parameters of a user's optimizer; None for a class without one."""
     kind = type(optimizer)
     if kind in (torch.optim.Adam, torch.optim.AdamW):
+        beta1, beta2 = map(float, group["betas"])
+        options = {key: group[key] for key in _ADAM_DEFAULTS.keys() & group.keys()}
+        options |= {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2}
         is_decoupled = kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
-        return _adam(
-            kind.__name__,
-            "aten._fused_adamw_" if is_decoupled else "aten._fused_adam_",
-            lr=float(group["lr"]),
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=group["amsgrad"],
-            maximize=group["maximize"],
-        )
+        return _adam(kind.__name__, is_decoupled=is_decoupled, **options)
     if kind is torch.optim.SGD:
         options = {key: group[key] for key in _SGD_DEFAULTS} | {"lr": float(group["lr"])}
         return UpdateRule(name="SGD", options=options)
@@ -284,12 +266,12 @@ def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Rule 
     return None
 
 
-def rules_of(optimizer: torch.optim.Optimizer, paths: Mapping[int, str]) -> dict[str, Rule]:
+def rules_of(optimizer: torch.optim.Optimizer, paths: Mapping[int, str]) -> dict[str, UpdateRule]:
     """Returns the rule of each parameter, by path, that a user's optimizer updates. `paths`: by identity.
 
     InputError for an optimizer that is no rule, and for parameters of another model.
     """
-    rules: dict[str, Rule] = {}
+    rules: dict[str, UpdateRule] = {}
     for group in optimizer.param_groups:
         rule = rule_of(optimizer, group)
         if rule is None:
@@ -307,7 +289,8 @@ def rules_of(optimizer: torch.optim.Optimizer, paths: Mapping[int, str]) -> dict
     return rules
 
 
-def _adam(name: str, kind: str, **options: Any) -> AdamRule:
+def _adam(name: str, *, is_decoupled: bool = False, **options: Any) -> AdamRule:
+    kind = "aten._fused_adamw_" if is_decoupled else "aten._fused_adam_"
     return AdamRule(name=name, kind=kind, options=_ADAM_DEFAULTS | options)
 
 
@@ -395,8 +378,8 @@ _SGD = UpdateRule(name="sgd", options=_SGD_DEFAULTS)
 
 OPTIMIZERS: Mapping[str, UpdateRule] = MappingProxyType(
     {  # the defaults of torch.optim, but for SGD's momentum, which has none: 0.9 is that of its documentation's example
-        "adam": _adam("adam", "aten._fused_adam_"),
-        "adamw": _adam("adamw", "aten._fused_adamw_", weight_decay=1e-2),
+        "adam": _adam("adam"),
+        "adamw": _adam("adamw", is_decoupled=True, weight_decay=1e-2),
         "sgd": _SGD,
         "sgd-momentum": replace(_SGD, name="sgd-momentum", options=_SGD_DEFAULTS | {"momentum": 0.9}),
         "adafactor": replace(_adafactor(_ADAFACTOR_DEFAULTS), name="adafactor"),

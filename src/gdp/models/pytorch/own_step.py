@@ -9,6 +9,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from gdp.models.pytorch.fake_copies import fake_memories
 from gdp.models.pytorch.memories import Memories
 from gdp.models.pytorch.program import named_inputs, named_state, named_tensors
 from gdp.models.pytorch.recorder import Recorder
-from gdp.models.pytorch.step_calls import StepCalls, intercepted, replaced
+from gdp.models.pytorch.step_calls import StepCalls, intercepted
 from gdp.models.pytorch.step_parts import StepParts
 
 Step = Callable[..., Any]
@@ -124,9 +125,7 @@ def _module_step(module: nn.Module) -> tuple[Step, list[Optimizer]]:
         batch: Any = args[0] if len(args) == 1 else args or kwargs
         training_step: Any = module.training_step
         takes_index = "batch_idx" in inspect.signature(training_step).parameters
-        with contextlib.ExitStack() as undo:
-            for name, helper in helpers.items():
-                undo.enter_context(replaced(module, name, helper))
+        with patch.multiple(module, create=True, **helpers):
             if is_automatic:
                 optimizers[0].zero_grad()
             answer = training_step(batch, batch_idx=0) if takes_index else training_step(batch)
@@ -188,7 +187,7 @@ def _faked(
                 undo.enter_context(
                     _replaced_values(group, {id(group["params"]): [fakes.get(id(p), p) for p in group["params"]]})
                 )
-            undo.enter_context(replaced(optimizer, "state", defaultdict(dict)))
+            undo.enter_context(patch.object(optimizer, "state", defaultdict(dict)))
         yield _mapped(tuple(args), fakes), _mapped(dict(kwargs), fakes)
 
 

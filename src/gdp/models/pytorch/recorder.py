@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from gdp.models.pytorch.bytes_accessed import bytes_accessed, is_grouped_product
 from gdp.models.pytorch.flops import FORMULA, UNKNOWN, count_flops
 from gdp.models.pytorch.memories import Memories
 from gdp.models.pytorch.op_records import PENDING, OpRecord, ValueRecord, dtype_name, experts_per_token, layout_of
-from gdp.models.pytorch.optimizers import Rule, StatePart
+from gdp.models.pytorch.optimizers import StatePart, UpdateRule
 from gdp.models.pytorch.recorded_calls import Call, Ref
 from gdp.models.pytorch.replacements import LSTM, workspace_bytes
 from gdp.models.pytorch.routine import leaves
@@ -43,29 +43,20 @@ class Phases:
         self.current = "forward"
         self.are_found = False
         self.is_backward = False  # if they are found: inside `backward`
-        self._is_updating = False
+        self.is_updating = False  # if they are found: inside the code of an optimizer without a rule
         self._memories = memories
         self._homes: dict[int, str] = {}  # by memory: the module of a gradient, of optimizer state, or made of those
-
-    @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
-        """Makes all operators meanwhile update ones."""
-        self._is_updating = True
-        try:
-            yield
-        finally:
-            self._is_updating = False
 
     def find(self, func: OpOverload, args: tuple[Any, ...]) -> None:
         """Sets the phase of a call, if phases are found."""
         if not self.are_found:
             return
-        if (self.is_backward or torch._C._current_autograd_node() is not None) and not self._is_updating:
+        if (self.is_backward or torch._C._current_autograd_node() is not None) and not self.is_updating:
             self.current = "backward"
             return
         is_late = not torch.is_grad_enabled() and self.home(args) is not None
         is_average = func._schema.is_mutable and not torch.is_grad_enabled() and self._reads_updated(args)
-        self.current = "update" if is_late or is_average or self._is_updating else "forward"
+        self.current = "update" if is_late or is_average or self.is_updating else "forward"
 
     def set_home(self, tensors: Sequence[Tensor], module: str) -> None:
         """Notes that the memories of these tensors belong to the update of the parameters of `module`."""
@@ -227,7 +218,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func, args, read, made, written, stored_bytes=stored.num_bytes, per_token=per_token
         )
 
-    def record_update(self, name: str, parameter: Tensor, rule: Rule) -> Ref:
+    def record_update(self, name: str, parameter: Tensor, rule: UpdateRule) -> Ref:
         """Records the update of one parameter, in its memory, by its present gradient; returns that gradient.
 
         The optimizer's state is made with the first update of the parameter by `rule` and kept for further ones.

@@ -41,6 +41,11 @@ class RunningModule:
                 self._parameter_modules.setdefault(id(parameter), path)
         return handles
 
+    @property
+    def current(self) -> str:
+        """The path of the module whose forward pass runs, "" outside of all."""
+        return self._stack[-1] if self._stack else ""
+
     def of_parameter(self, parameter: Tensor) -> str:
         """Returns the module of a parameter, "" if none was watched that has it."""
         return self._parameter_modules.get(id(parameter), "")
@@ -48,7 +53,7 @@ class RunningModule:
     def locate(self, *, is_forward: bool) -> str:
         """Returns the module of the operator being dispatched; a forward one passes it to its autograd node."""
         if self._stack or is_forward:
-            module = self.last = self._stack[-1] if self._stack else ""
+            module = self.last = self.current
             node = torch._C._autograd._get_sequence_nr() - 1
             if node != self._last_node:
                 self._last_node = node

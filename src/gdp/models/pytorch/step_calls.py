@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -86,12 +87,15 @@ class StepCalls:
             name = type(optimizer).__name__
             self.notes[f"{name} is counted operator by operator, as its code runs, not as one kernel"] = None
             self.num_updates += 1
+            recorder.phases.is_updating = True
         self.is_in_optimizer = True
         try:
-            with torch.no_grad(), recorder.phases.updating() if recorder is not None else contextlib.nullcontext():
+            with torch.no_grad():
                 original()
         finally:
             self.is_in_optimizer = False
+            if recorder is not None:
+                recorder.phases.is_updating = False
 
     # -- gradient scalers ------------------------------------------------------------------------------------------
 
@@ -166,40 +170,26 @@ class UnreadNumber(float):
 @contextlib.contextmanager
 def intercepted(calls: StepCalls) -> Iterator[None]:
     """Replaces the calls of optimizers, schedulers, gradient scalers and reads of numbers by those of `calls`."""
+    item, number, shown = Tensor.item, Tensor.__float__, Tensor.__format__
+    replacements: list[tuple[Any, str, Any]] = [
+        *((optimizer, "step", _step_of(calls, optimizer)) for optimizer in calls.parts.optimizers),
+        *((kind, "step", lambda *_args, **_options: None) for kind in _with_subclasses(LRScheduler)),
+        (GradScaler, "scale", lambda scaler, outputs: calls.scale(scaler, outputs)),
+        (GradScaler, "unscale_", lambda scaler, optimizer: calls.unscale(scaler, optimizer)),
+        (GradScaler, "step", lambda *args, **options: calls.scaler_step(*args, **options)),
+        (GradScaler, "update", lambda *args, **options: calls.scaler_update(*args, **options)),
+        (GradScaler, "get_scale", lambda _scaler: _SCALE),
+        (Tensor, "item", lambda tensor: calls.item(tensor, item)),
+        (Tensor, "__float__", lambda tensor: calls.number(tensor, number)),
+        (Tensor, "__format__", lambda tensor, text: _shown(tensor, text, shown)),
+        (torch.autograd, "backward", partial(calls.backward, torch.autograd.backward)),
+    ]
     with contextlib.ExitStack() as undo:
         if "torch._dynamo" in sys.modules:  # else nothing is compiled
             undo.enter_context(torch.compiler.set_stance("force_eager"))
-        for optimizer in calls.parts.optimizers:
-            undo.enter_context(_own_step(calls, optimizer))
-        for kind in _with_subclasses(LRScheduler):
-            if "step" in vars(kind):
-                undo.enter_context(replaced(kind, "step", lambda *_args, **_kwargs: None))
-        undo.enter_context(replaced(GradScaler, "scale", lambda scaler, outputs: calls.scale(scaler, outputs)))
-        undo.enter_context(replaced(GradScaler, "unscale_", lambda scaler, optimizer: calls.unscale(scaler, optimizer)))
-        undo.enter_context(replaced(GradScaler, "step", lambda *args, **kwargs: calls.scaler_step(*args, **kwargs)))
-        undo.enter_context(replaced(GradScaler, "update", lambda *args, **kwargs: calls.scaler_update(*args, **kwargs)))
-        undo.enter_context(replaced(GradScaler, "get_scale", lambda _scaler: _SCALE))
-        item, number, shown = Tensor.item, Tensor.__float__, Tensor.__format__
-        undo.enter_context(replaced(Tensor, "item", lambda tensor: calls.item(tensor, item)))
-        undo.enter_context(replaced(Tensor, "__float__", lambda tensor: calls.number(tensor, number)))
-        undo.enter_context(replaced(Tensor, "__format__", lambda tensor, text: _shown(tensor, text, shown)))
-        undo.enter_context(replaced(torch.autograd, "backward", partial(calls.backward, torch.autograd.backward)))
+        for owner, name, value in replacements:
+            undo.enter_context(patch.object(owner, name, value))
         yield
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute for a while; one that was inherited is inherited again."""
-    missing = object()
-    before = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 @contextlib.contextmanager
@@ -211,22 +201,16 @@ def building(optimizers: list[Optimizer]) -> Iterator[None]:
         original(optimizer, *args, **kwargs)
         optimizers.append(optimizer)
 
-    from torch.cuda.amp import common
-
     with (
-        replaced(Optimizer, "__init__", made),
-        replaced(common, "amp_definitely_not_available", lambda: False),
+        patch.object(Optimizer, "__init__", made),
+        patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
     ):
         yield
 
 
-def _own_step(calls: StepCalls, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
+def _step_of(calls: StepCalls, optimizer: Optimizer) -> Callable[..., Any]:
     original = optimizer.step
-
-    def step(closure: Any = None, **_options: Any) -> Any:
-        return calls.step(optimizer, original, closure)
-
-    return replaced(optimizer, "step", step)
+    return lambda closure=None, **_options: calls.step(optimizer, original, closure)
 
 
 def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:

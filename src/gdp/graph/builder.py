@@ -1,7 +1,6 @@
 """GraphBuilder: a graph under construction, of whole blocks of ops and tensors in place of single ones."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -9,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gdp.arrays import I64, Bool
-from gdp.graph import Graph
+from gdp.graph.columns import NUMBERS, OF_TENSORS, TEXTS
+from gdp.graph.graph import Graph
 
 
 class GraphBuilder:
@@ -18,9 +18,18 @@ class GraphBuilder:
     def __init__(self) -> None:
         self.num_ops = self.num_tensors = 0
         self._ops: dict[str, list[Any]] = {name: [] for name in _TEXTS + _FIGURES}
-        self._tensors: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _OF_TENSORS}
+        self._tensors: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in OF_TENSORS}
         self._edges: list[tuple[I64, I64]] = []
         self._origins: list[tuple[I64, I64]] = []
+
+    @classmethod
+    def of(cls, graph: Graph) -> "GraphBuilder":
+        """Returns a builder that has all of `graph`, under the same numbers."""
+        builder = cls()
+        number = builder.copy_ops(graph, np.arange(graph.num_ops))
+        builder.copy_origins(graph, number)
+        builder.copy_tensors(graph, number)
+        return builder
 
     def add_ops(self, names: Sequence[str], kind: str, **figures: Any) -> I64:
         """Adds ops of one kind and returns their numbers; `figures` are fields of `Graph`, one value or one per op."""
@@ -37,28 +46,25 @@ class GraphBuilder:
             self._ops[name].append(np.broadcast_to(np.asarray(block.get(name, default), np.int64), count))
         return self._numbered(count)
 
-    def copy_ops(self, graph: Graph, ops: I64, names: Sequence[str], groups: I64, **changed: Any) -> I64:
-        """Adds `ops` of `graph` under other names and groups [len(ops)]; returns their numbers.
+    def copy_ops(self, graph: Graph, ops: I64, **changed: Any) -> I64:
+        """Adds `ops` of `graph`; returns their numbers.
 
-        `changed` are further columns of the copies [len(ops)] that differ from those of `graph`.
+        `changed` are columns of the copies [len(ops)] that differ from those of `graph`; they have no origins.
         """
-        chosen = ops.tolist()
-        new = {"op_names": names, "groups": groups, **changed}
+        columns = graph.columns_of(ops) | changed
         for name in _TEXTS:
-            column = new.get(name)
-            self._ops[name] += map(getattr(graph, name).__getitem__, chosen) if column is None else column
+            self._ops[name] += columns[name]
         for name in _FIGURES:
-            column = new.get(name)
-            self._ops[name].append(getattr(graph, name)[ops] if column is None else column)
-        return self._numbered(len(chosen))
+            self._ops[name].append(columns[name])
+        return self._numbered(len(ops))
 
     def set_origins(self, ops: I64, origins: I64) -> None:
         """Makes `ops` copies of `origins`, or made for them; others keep none."""
         self._origins.append((ops, origins))
 
     def copy_origins(self, graph: Graph, number: I64) -> None:
-        """Gives the ops of `graph`, which are `number` [N] here, the origins that they have there."""
-        ops = np.flatnonzero(graph.origins >= 0)
+        """Gives the ops of `graph`, which are `number` [N] here (-1: left out), the origins that they have there."""
+        ops = np.flatnonzero((graph.origins >= 0) & (number >= 0))
         self.set_origins(number[ops], number[graph.origins[ops]])
 
     def add_tensors(
@@ -78,17 +84,23 @@ class GraphBuilder:
     def copy_tensors(
         self, graph: Graph, number: I64, *, tensor_bytes: I64 | None = None, is_edge: Bool | None = None
     ) -> I64:
-        """Adds all tensors of `graph` with their consumers; `number` [N] are its ops'. Returns the tensors' numbers.
+        """Adds the tensors of `graph` with their consumers; returns their numbers [T], -1 for those left out.
 
+        `number` [N] are the ops' numbers, -1 for those that are not copied: their results and reads are left out.
         `tensor_bytes` [T] are other sizes; `is_edge` [E] tells the consumers that are copied, by default all.
         """
-        first = self.num_tensors
-        view_of = np.where(graph.view_of >= 0, graph.view_of + first, -1)
-        columns = {name: getattr(graph, name) for name in ("tensor_bytes", "is_resident", "is_kept")}
-        columns |= {"producers": number[graph.producers], "view_of": view_of}
-        tensors = self._add_tensors(columns if tensor_bytes is None else columns | {"tensor_bytes": tensor_bytes})
-        edges = slice(None) if is_edge is None else is_edge
-        self.add_edges(tensors[graph.edge_tensors[edges]], number[graph.consumers[edges]])
+        chosen = np.flatnonzero(number[graph.producers] >= 0)
+        tensors = np.full(graph.num_tensors, -1)
+        tensors[chosen] = self.num_tensors + np.arange(len(chosen))
+        bases = graph.view_of[chosen]
+        columns = {name: getattr(graph, name)[chosen] for name in ("is_resident", "is_kept")}
+        columns["producers"] = number[graph.producers[chosen]]
+        columns["tensor_bytes"] = (graph.tensor_bytes if tensor_bytes is None else tensor_bytes)[chosen]
+        columns["view_of"] = np.where(bases >= 0, tensors[bases], -1)
+        self._add_tensors(columns)
+        copied = (tensors[graph.edge_tensors] >= 0) & (number[graph.consumers] >= 0)
+        copied &= True if is_edge is None else is_edge
+        self.add_edges(tensors[graph.edge_tensors[copied]], number[graph.consumers[copied]])
         return tensors
 
     def add_edges(self, tensors: I64, consumers: I64) -> None:
@@ -107,7 +119,7 @@ class GraphBuilder:
         """
         columns: dict[str, Any] = {column: tuple(self._ops[column]) for column in _TEXTS}
         columns |= {column: np.concatenate(self._ops[column]) for column in _FIGURES}
-        columns |= {column: np.concatenate(self._tensors[column]) for column in _OF_TENSORS}
+        columns |= {column: np.concatenate(self._tensors[column]) for column in OF_TENSORS}
         columns["origins"] = np.full(self.num_ops, -1)
         for ops, origins in self._origins:
             columns["origins"][ops] = origins
@@ -132,7 +144,7 @@ class GraphBuilder:
         return np.arange(self.num_ops - count, self.num_ops)
 
     def _add_tensors(self, columns: dict[str, Any]) -> I64:
-        for name in _OF_TENSORS:
+        for name in OF_TENSORS:
             self._tensors[name].append(columns[name])
         count = len(columns["producers"])
         self.num_tensors += count
@@ -141,23 +153,10 @@ class GraphBuilder:
 
 def with_controls(graph: Graph, producers: I64, consumers: I64) -> Graph:
     """Returns `graph` in which op `consumers[i]` waits for op `producers[i]`."""
-    order = np.lexsort((consumers, producers))
-    distinct, counts = np.unique(producers, return_counts=True)
-    added = len(distinct)
-    offsets = graph.consumer_offsets[-1] + np.cumsum(counts)
-    nothing = np.zeros(added, np.bool_)
-    return replace(
-        graph,
-        producers=np.concatenate((graph.producers, distinct)),
-        tensor_bytes=np.concatenate((graph.tensor_bytes, np.zeros(added, np.int64))),
-        is_resident=np.concatenate((graph.is_resident, nothing)),
-        is_kept=np.concatenate((graph.is_kept, nothing)),
-        view_of=np.concatenate((graph.view_of, np.full(added, -1))),
-        consumer_offsets=np.concatenate((graph.consumer_offsets, offsets)),
-        consumers=np.concatenate((graph.consumers, consumers[order])),
-    )
+    builder = GraphBuilder.of(graph)
+    builder.control(producers, consumers)
+    return builder.build(graph.name)
 
 
-_TEXTS = ("op_names", "kinds", "dtypes", "phases", "modules", "roles", "times_ns")
-_FIGURES = ("flops", "bytes_accessed", "resident_bytes", "groups", "microbatches", "replicas")
-_OF_TENSORS = ("producers", "tensor_bytes", "is_resident", "is_kept", "view_of")
+_TEXTS = (*TEXTS, "times_ns")
+_FIGURES = tuple(name for name in NUMBERS if name != "origins")

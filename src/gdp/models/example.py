@@ -1,0 +1,71 @@
+"""A built MODEL, (module, args, kwargs): the batch of its inputs, a part of that, and another type of numbers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gdp.errors import InputError, UnevenBatchError
+from gdp.models.model import even_part
+from gdp.models.pytorch.own_step import has_own_step
+from gdp.models.user_function import Example, JaxFunction
+
+
+def is_own_step(model: Any) -> bool:
+    """Returns whether a user's function gave a training step of its own, which is captured as it is."""
+    return not isinstance(model, nn.Module) or has_own_step(model)
+
+
+def first_size(example: Example) -> int | None:
+    """Returns the first dimension of the first input tensor that has one."""
+    sizes = (leaf.shape[0] for leaf in tree_leaves(example[1:]) if isinstance(leaf, Tensor) and leaf.dim())
+    return next(sizes, None)
+
+
+def splitter(answer: Example | JaxFunction, num_parts: int, text: str) -> Callable[[Any], Any]:
+    """Returns a function that cuts the first of `num_parts` out of each input that begins with the batch.
+
+    InputError, with the MODEL `text`, for one that is not split.
+    """
+    if isinstance(answer, JaxFunction):
+        raise UnevenBatchError(
+            f"--microbatches: {text} is a JAX function, which is not split; gdp capture the step of one "
+            "micro-batch, and give that file"
+        )
+    if is_own_step(answer[0]):
+        raise UnevenBatchError(
+            f"--microbatches: {text} is a training step of your own, which is not split; give its module with "
+            "--optimizer"
+        )
+    size = first_size(answer)
+    if size is None:
+        raise InputError(f"{text}: no input is a tensor with a batch dimension; micro-batches need one")
+    part = even_part(size, num_parts, text)
+
+    def split(leaf: Any) -> Any:
+        is_batch = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size
+        return leaf[:part].clone() if is_batch else leaf
+
+    return split
+
+
+def first_part(example: Example, num_parts: int, text: str) -> Example:
+    """Returns (module, args, kwargs) with the first of `num_parts` parts of the batch; see `splitter`."""
+    module, args, kwargs = example
+    split = splitter(example, num_parts, text)
+    return module, tree_map(split, args), tree_map(split, kwargs)
+
+
+def converted(answer: Example | JaxFunction, dtype: str) -> Example | JaxFunction:
+    """Returns the model with floats of the module and its inputs in `dtype`, as `module.to(dtype)` makes them."""
+    if isinstance(answer, JaxFunction):
+        return answer
+
+    def convert(leaf: Any) -> Any:
+        is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(getattr(torch, dtype)) if is_float else leaf
+
+    module, args, kwargs = answer if len(answer) == 3 else (*answer, {})
+    return module._apply(convert), tree_map(convert, args), tree_map(convert, kwargs)

@@ -1,0 +1,60 @@
+"""`hf:DIR?batch=8&sequence=512`: a directory, and the sizes that its config leaves open."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from gdp.errors import InputError
+from gdp.models.model import HUGGING_FACE
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes that a config leaves open: `batch`, `sequence` (tokens), `image` (pixels of a side), `dtype`, and `context`
+    (tokens of the cache in prefill and decode); None: default. `weights` is the format of quantised weights, in place
+    of that of the config.
+
+    Defaults: a batch of 8; as many tokens as the model has positions, at most 512; the config's image size, else 800
+    for detection and 224 for other tasks; the config's type, else float32. The cache of a prefill has room for its
+    prompt, that of a decode step for as many tokens as the model has positions, at most 4096 (llama.cpp's default).
+    """
+
+    batch: int = 8
+    sequence: int | None = None
+    image: int | None = None
+    dtype: str | None = None
+    context: int | None = None
+    weights: str | None = None
+
+    @classmethod
+    def parse(cls, query: str, text: str) -> "Sizes":
+        """Reads `batch=8&sequence=512`. InputError, naming the whole `text`, for anything else."""
+        names = [item.name for item in fields(cls)]
+        values: dict[str, Any] = {}
+        for part in query.split("&"):
+            name, _, value = part.partition("=")
+            if name not in names or not value:
+                raise InputError(f"{text}: {part!r} is no size; NAME=VALUE with {', '.join(names)} is expected after ?")
+            if name in values:
+                raise InputError(f"{text}: {name} is given twice; give it once")
+            if name in ("dtype", "weights"):
+                values[name] = value
+            elif value.isascii() and value.isdigit() and 0 < int(value) < 2**31:
+                values[name] = int(value)
+            else:
+                raise InputError(f"{text}: {name} is {value!r}; an integer of at least 1 is expected")
+        return cls(**values)
+
+
+def parse(text: str) -> tuple[str, Sizes]:
+    """Returns (DIR, sizes) of `hf:DIR?batch=8&sequence=512`. InputError for an unknown size or value."""
+    directory, mark, query = text.removeprefix(HUGGING_FACE).partition("?")
+    if not directory:
+        raise InputError(f"{text!r}: names no directory; hf:DIR with a config.json in it is expected")
+    return directory, Sizes.parse(query, text) if mark else Sizes()
+
+
+def without_context(text: str) -> str:
+    """Returns `hf:DIR?SIZES` without the size of its cache."""
+    directory, _, query = text.partition("?")
+    kept = "&".join(part for part in query.split("&") if not part.startswith("context="))
+    return f"{directory}?{kept}" if kept else directory
