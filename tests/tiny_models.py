@@ -42,7 +42,7 @@ CONFIGS: dict[str, tuple[Callable[[Any], Example], Any]] = {
     ),
     "inception": (
         inception.build,
-        inception.InceptionConfig(2, image_size=299, num_classes=7, width_divisor=16, auxiliary=True),
+        inception.InceptionConfig(2, image_size=299, num_classes=7, width_divisor=16),
     ),
     "amoebanet": (
         amoebanet.build,

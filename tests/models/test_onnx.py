@@ -22,7 +22,6 @@ from torch.nn import functional
 
 from gdp.errors import InputError
 from gdp.graph import Graph, Op
-from gdp.models.onnx.node_costs import OnnxCall
 from gdp.models.onnx.onnx_model import OnnxModel, read_onnx
 from gdp.models.pytorch import capture
 
@@ -416,18 +415,12 @@ def test_symbolic_dimensions(read: Callable[..., OnnxModel]) -> None:
 
 
 def test_unknown_operators(read: Callable[..., OnnxModel]) -> None:
-    """An unknown operator is estimated and named, and can be given a cost."""
+    """An unknown operator is estimated and named."""
     proto = model([N("Mine", ["x"], ["y"], domain="my.own", order=3)], [value("x", [4, 5])], ["y"])
     made = read(proto)
     assert made.unknown == {"my.own::Mine": 1}
     assert ops(made.graph)["Mine_0"].flops == 20
     assert "y (my.own::Mine)" in made.notes[0]
-
-    def cost(call: OnnxCall) -> int:
-        return call.input(0).numel * int(call.attributes["order"])
-
-    made = read(proto, flops={"my.own::Mine": cost})
-    assert (made.unknown, ops(made.graph)["Mine_0"].flops) == ({}, 60)
 
 
 # Operators of ONNX Runtime

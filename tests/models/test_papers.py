@@ -127,8 +127,7 @@ def test_a_full_size_model_builds_without_memory_and_its_batch_is_the_stated_one
 def test_parameter_counts_are_the_published_ones() -> None:
     """Inception, AmoebaNet, GNMT and a layer of Transformer-XL have the published numbers of parameters."""
     with FakeTensorMode():
-        # torchvision's inception_v3, with and without its auxiliary classifier.
-        assert num_parameters(inception.Inception(inception.InceptionConfig(1, auxiliary=True))) == 27_161_264
+        # torchvision's inception_v3 without its auxiliary classifier
         assert num_parameters(inception.Inception(inception.InceptionConfig(1))) == 23_834_568
         # Real et al. 2019: AmoebaNet-A (N=6, F=190) 86.7M, (N=6, F=448) 469M.
         for filters, millions in ((190, 86.7), (448, 469)):

@@ -9,6 +9,7 @@ N ops.
 import numpy as np
 
 from gdp.arrays import I64, Bool
+from gdp.graph.fingerprint import numbered
 from gdp.graph.graph import Graph
 
 NO_CALL = -1  # of what all calls share, and of what no call tells
@@ -30,7 +31,7 @@ def calls_of(graph: Graph) -> I64 | None:
     if not any(graph.modules) or not len(ops):
         return None
     call = np.full(graph.num_ops, NO_CALL)
-    call[ops] = _in_turn(_numbered(graph.modules)[ops], _numbered(graph.kinds)[ops])
+    call[ops] = _in_turn(numbered(graph.modules)[1][ops], numbered(graph.kinds)[1][ops])
     if (call[ops] != NO_CALL).mean() < _CALLED_SHARE:
         return None
     is_forward = np.zeros(graph.num_ops, np.bool_)
@@ -69,9 +70,3 @@ def _take_over(call: I64, sources: I64, targets: I64, may: Bool) -> None:
     """Gives ops without a call the latest of what they use, over the edges that `may` [E]."""
     chosen = may & (call[targets] == NO_CALL) & (call[sources] != NO_CALL)
     np.maximum.at(call, targets[chosen], call[sources[chosen]])
-
-
-def _numbered(texts: tuple[str, ...]) -> I64:
-    """Returns the number of each text [N]."""
-    numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
-    return np.fromiter((numbers[text] for text in texts), np.int64, len(texts))

@@ -4,7 +4,7 @@ docs/machine-model.md, sections 1 and 6, is the definition. N ops, T tensors, E 
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import chain, pairwise
@@ -22,7 +22,7 @@ from gdp.graph.column_file import is_in_columns, read_columns, write_columns
 from gdp.graph.columns import NUMBERS, OF_TENSORS, OP_COLUMNS, TENSOR_COLUMNS, TEXTS
 from gdp.graph.copies import EXCHANGE, first_copies, have_role, role_codes, roots
 from gdp.graph.document import FORMAT, VERSION, Op, Tensor, read_document
-from gdp.graph.fingerprint import graph_fingerprint
+from gdp.graph.fingerprint import graph_fingerprint, numbered
 
 
 class HasGraph(Protocol):
@@ -209,22 +209,13 @@ class Graph:
     @cached_property
     def sorts(self) -> I64:
         """[N] a number for each pair of a kind and a phase."""
-        kinds, phases = (self._codes(column) for column in (self.kinds, self.phases))
+        kinds, phases = numbered(self.kinds)[1], numbered(self.phases)[1]
         return kinds * (int(phases.max(initial=0)) + 1) + phases
 
     def is_in_phase(self, name: str) -> Bool:
         """Returns [N] the ops of the phase "forward", "backward" or "update"."""
-        return self._are(self.phases, lambda phase: phase == name)
-
-    def _are(self, column: Sequence[str], test: Callable[[str], bool]) -> Bool:
-        """Returns [N] the ops whose value in `column` passes `test`, which is asked once for each value."""
-        passes = {value: test(value) for value in set(column)}
-        return np.fromiter(map(passes.__getitem__, column), np.bool_, self.num_ops)
-
-    def _codes(self, column: Sequence[str]) -> I64:
-        """Returns [N] a number for each value of `column`."""
-        codes = {value: code for code, value in enumerate(dict.fromkeys(column))}
-        return np.fromiter(map(codes.__getitem__, column), np.int64, self.num_ops)
+        is_it = {phase: phase == name for phase in set(self.phases)}
+        return np.fromiter(map(is_it.__getitem__, self.phases), np.bool_, self.num_ops)
 
     def columns_of(self, ops: I64) -> dict[str, Any]:
         """Returns the columns of `ops`, in this order, for another graph; their origins are numbered as here."""

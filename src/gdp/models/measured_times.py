@@ -5,8 +5,8 @@ use a file at once.
 """
 
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -96,21 +96,12 @@ class MeasuredTimes:
         if version != _VERSION:
             raise InputError(f"{self.path}: measured times of version {version}; this gdp reads version {_VERSION}")
 
-    def _explained(self) -> "_Explained":
-        return _Explained(self.path)
-
-
-@dataclass(frozen=True, slots=True)
-class _Explained:
-    """SQLite's errors as InputError."""
-
-    path: Path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, sqlite3.DatabaseError):
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turns SQLite's errors into InputErrors."""
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
             reason = " ".join(str(error).split())
             raise InputError(
                 f"{self.path}: cannot be used as a file of measured times ({reason}); name another"

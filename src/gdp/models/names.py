@@ -1,11 +1,20 @@
 """Names of operators and types: tables of them, and the size that a type's name tells."""
 
 import re
+from collections.abc import Mapping
+from typing import TypeVar
+
+_Value = TypeVar("_Value")
 
 
 def names(text: str) -> frozenset[str]:
     """Returns the names in `text`, which white space separates."""
     return frozenset(text.split())
+
+
+def by_name(table: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Returns the value of each name, from a table whose keys are names that white space separates."""
+    return {name: value for text, value in table.items() for name in text.split()}
 
 
 def element_bits(dtype: str) -> int | None:

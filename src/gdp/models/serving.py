@@ -91,17 +91,12 @@ class ServedStep:
 
     def figures(self, step_time_ns: int) -> dict[str, Any]:
         """Returns the facts with the time to the first token, or with tokens per second, for a step time."""
-        speed: dict[str, float | None] = {
-            "time_to_first_token_ns": step_time_ns,
-            "prompt_tokens_per_second": None,
-            "tokens_per_second": None,
+        is_decode, per_second = self.phase == "decode", self.per_second(step_time_ns)
+        return self.to_document() | {
+            "time_to_first_token_ns": None if is_decode else step_time_ns,
+            "prompt_tokens_per_second": None if is_decode else per_second,
+            "tokens_per_second": per_second if is_decode else None,
         }
-        per_second = self.per_second(step_time_ns)
-        if self.phase == "decode":
-            speed |= {"time_to_first_token_ns": None, "tokens_per_second": per_second}
-        else:
-            speed |= {"prompt_tokens_per_second": per_second}
-        return self.to_document() | speed
 
     def sentence(self, step_time_ns: int) -> str:
         """Returns the answer in words."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
@@ -27,6 +26,7 @@ from gdp.graph.microbatches import MAX_MICROBATCHES, shared_ops
 from gdp.parallel.layout import Layout
 from gdp.parallel.replicas import joined
 from gdp.parallel.rings import Rings
+from gdp.parallel.step import CutGraph
 
 ROUNDS = 4  # of batches that enter one after the other: two fill the replicas, two are measured
 DONE = "batch.done"
@@ -35,13 +35,10 @@ _MOST_OPS = 2_000_000  # of a stream: what takes a few GB and a minute
 
 
 @dataclass(frozen=True, eq=False)
-class BatchStream:
-    """The graph of a stream of batches, and where its ops come from."""
+class BatchStream(CutGraph):
+    """The graph of a stream of batches; micro-batches of its layout are the batches in flight of each replica."""
 
-    graph: Graph
     batch: Graph  # of one of them
-    layout: Layout  # its micro-batches are the batches in flight of each replica
-    origin: I64  # [M] the op of one batch that each is a copy of; of what ends a batch, the last one
 
     @classmethod
     def of(cls, graph: Graph, layout: Layout) -> "BatchStream":
@@ -54,12 +51,7 @@ class BatchStream:
         streams = {count: _stream(ended, count) for count in set(layout.microbatches)}
         replicas = [streams[count] for count in layout.microbatches]
         whole = replicas[0] if layout.data == 1 else joined(replicas, (), Rings.of(layout.data))
-        return cls(whole, graph, layout, numbers_in(graph, whole, whole.root))
-
-    @property
-    def replica(self) -> I64:
-        """[M] the replica of each op."""
-        return self.graph.replicas
+        return cls(whole, layout, numbers_in(graph, whole, whole.root), graph)
 
     @property
     def num_batches(self) -> int:
@@ -74,14 +66,6 @@ class BatchStream:
     def of_document(cls, graph: Graph, document: Mapping[str, Any]) -> "BatchStream":
         """Returns the stream that `document` describes, of the forward pass `graph`; InputError for anything else."""
         return cls.of(graph, layout_in_flight(document))
-
-    def placement(self, places: npt.ArrayLike, devices: npt.ArrayLike) -> I64:
-        """Returns the placement [M] of replicas that are placed alike.
-
-        `places` [N] is the place of each op of a batch, 0 to P - 1, and `devices` [R, P] the device that is each place
-        of each replica. A batch ends where its last op is.
-        """
-        return np.asarray(np.asarray(devices)[self.replica, np.asarray(places)[self.origin]], np.int64)
 
 
 def batch_ends(graph: Graph, layout: Layout) -> list[I64]:

@@ -122,6 +122,14 @@ class Blocks:
         return np.asarray(self.is_activation[graph.edge_tensors] & self.is_backward[graph.consumers] & is_own, np.bool_)
 
     @cached_property
+    def writes_buffer(self) -> Bool:
+        """[N] the forward ops that overwrite memory of other ops, such as running statistics."""
+        graph = self.graph
+        writes = np.zeros(graph.num_ops, np.bool_)
+        writes[graph.producers[graph.is_resident[self.base] & (graph.resident_bytes[graph.producers] == 0)]] = True
+        return np.asarray(writes & graph.is_in_phase("forward") & ~self.is_source, np.bool_)
+
+    @cached_property
     def is_repeatable(self) -> Bool:
         """[N] the forward ops of blocks that compute the same when they run again, without writing what stays.
 
@@ -132,9 +140,7 @@ class Blocks:
         makers, readers = graph.producers[tensors], graph.consumers
         is_resident = graph.is_resident[self.base]
         is_forward_pass = graph.is_in_phase("forward")
-        writes = np.zeros(graph.num_ops, np.bool_)
-        writes[graph.producers[is_resident & (graph.resident_bytes[graph.producers] == 0)]] = True
-        writes &= is_forward_pass & ~self.is_source
+        writes = self.writes_buffer
         written = graph.groups[writes & (graph.groups >= 0)]
         reads_written = np.zeros(graph.num_ops, np.bool_)
         reads_written[readers[is_resident[tensors] & np.isin(graph.groups[makers], written)]] = True
@@ -254,14 +260,10 @@ def longest_held_blocks(graph: Graph) -> list[tuple[str, int]]:
 
     Empty for a graph without layers.
     """
-    try:
-        blocks = Blocks.of(graph, BLOCKS)
-    except InputError:
+    blocks = _layers(graph)
+    if blocks is None:
         return []
-    order = np.argsort(-blocks.first_of(blocks.is_read), kind="stable").tolist()
-    return [
-        (blocks.paths[block], int(np.flatnonzero(blocks.is_forward & (blocks.of_op == block))[0])) for block in order
-    ]
+    return _in_order(blocks, np.argsort(-blocks.first_of(blocks.is_read), kind="stable"), blocks.is_forward)
 
 
 def cheapest_blocks(graph: Graph, op_time_ns: I64) -> list[tuple[str, int]]:
@@ -271,16 +273,25 @@ def cheapest_blocks(graph: Graph, op_time_ns: I64) -> list[tuple[str, int]]:
     device. Layers of equal merit are taken from the beginning of the model: they are recomputed when the others'
     activations are gone. Empty for a graph without layers.
     """
-    try:
-        blocks = Blocks.of(graph, BLOCKS)
-    except InputError:
+    blocks = _layers(graph)
+    if blocks is None:
         return []
     time_ns = np.zeros(len(blocks.paths), np.int64)
     np.add.at(time_ns, blocks.of_op[blocks.is_repeated], op_time_ns[blocks.is_repeated])
     held = blocks.held_bytes(np.zeros(len(blocks.paths), np.bool_))
     saved = np.array([held - blocks.held_bytes(one) for one in np.eye(len(blocks.paths), dtype=np.bool_)], np.int64)
     order = np.lexsort((-blocks.first_reader, -saved / np.maximum(time_ns, 1)))
-    return [
-        (blocks.paths[block], int(np.flatnonzero(blocks.is_repeated & (blocks.of_op == block))[0]))
-        for block in order[saved[order] > 0].tolist()
-    ]
+    return _in_order(blocks, order[saved[order] > 0], blocks.is_repeated)
+
+
+def _layers(graph: Graph) -> Blocks | None:
+    try:
+        return Blocks.of(graph, BLOCKS)
+    except InputError:
+        return None
+
+
+def _in_order(blocks: Blocks, order: I64, is_chosen: Bool) -> list[tuple[str, int]]:
+    """Returns the paths of blocks in this order, each with its first op of those that are chosen [N]."""
+    first = (int(np.flatnonzero(is_chosen & (blocks.of_op == block))[0]) for block in order.tolist())
+    return list(zip(map(blocks.paths.__getitem__, order.tolist()), first, strict=True))

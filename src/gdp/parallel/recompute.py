@@ -184,12 +184,10 @@ class _Rewrite:
 
     def _is_own_state(self) -> Bool:
         """[E] where an op reads a buffer that it writes: running statistics, which a copy neither needs nor changes."""
-        graph = self.graph
-        is_resident = graph.is_resident[self.blocks.base]
-        writes = np.zeros(graph.num_ops, np.bool_)
-        writes[graph.producers[is_resident & (graph.resident_bytes[graph.producers] == 0)]] = True
+        graph, blocks = self.graph, self.blocks
         alike = (graph.groups[self.makers] == graph.groups[self.readers]) & (graph.groups[self.readers] >= 0)
-        return np.asarray(is_resident[graph.edge_tensors] & writes[self.readers] & alike, np.bool_)
+        is_held = graph.is_resident[blocks.base][graph.edge_tensors]
+        return np.asarray(is_held & blocks.writes_buffer[self.readers] & alike, np.bool_)
 
     def _releases(self, tensors: I64, consumers: I64) -> tuple[I64, I64]:
         """Returns (ops, copies that wait for them): the copies are those that read no other copy."""

@@ -19,7 +19,7 @@ from gdp.graph.copies import exchange_ends, label_end
 from gdp.graph.microbatches import shared_ops
 from gdp.parallel.buckets import bucket_bytes_over, buckets_of, gradients_of
 from gdp.parallel.replica_step import ReplicaStep
-from gdp.parallel.rings import Collective, Rings, add_exchange
+from gdp.parallel.rings import Collective, Exchange, Rings
 
 
 def replicated(
@@ -101,8 +101,8 @@ def joined(
         end_groups = np.array([own[pairs[0, place]] for own, pairs in zip(groups, of_replicas, strict=True)])
         before = builder.num_ops
         first_start = int(first_copies[id(replicas[0])][of_first.pairs[0, place]])
-        instance = int(of_first.microbatches[place]), first_start
-        add_exchange(builder, collectives[of_first.index[place]], instance, (start, done), end_groups, rings)
+        collective, microbatch = collectives[of_first.index[place]], int(of_first.microbatches[place])
+        Exchange(builder, collective, microbatch, first_start, start, done, end_groups).build(rings)
         positions.append(np.full(builder.num_ops - before, 2 * place + 1))
     for number in numbers if releases is not None else ():
         builder.control(*number[releases])

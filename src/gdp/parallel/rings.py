@@ -16,7 +16,7 @@ their own for the chunks; and chunks go round inside each host again. As many by
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -110,8 +110,11 @@ class Rings:
 
 
 @dataclass(frozen=True, slots=True)
-class _Exchange:
-    """An exchange under construction. `ready`, `done` and `groups` [R] are those of replicas."""
+class Exchange:
+    """An exchange under construction, of one micro-batch.
+
+    `ready` and `done` [R] are the first and last ops of replicas, `groups` [R] those of these ops.
+    """
 
     builder: GraphBuilder
     collective: Collective
@@ -120,7 +123,7 @@ class _Exchange:
     ready: I64
     done: I64
     groups: I64
-    waits: list[tuple[I64, I64]]  # ops and the ops that wait for them
+    waits: list[tuple[I64, I64]] = field(default_factory=list)  # ops and the ops that wait for them
 
     def add(self, step: str, receivers: I64, chunks: I64 | None = None, *, in_host: bool, **costs: int) -> I64:
         """Adds an op at each of `receivers` [G, n]; returns their numbers [G, n]."""
@@ -213,18 +216,3 @@ _ROLES = {
     ("copy", True): HOST_RING_COPY,
     ("joined", True): HOST_RING_END,
 }
-
-
-def add_exchange(
-    builder: GraphBuilder,
-    collective: Collective,
-    instance: tuple[int, int],
-    ends: tuple[I64, I64],
-    groups: I64,
-    rings: Rings,
-) -> None:
-    """Adds the hops of `collective` over R replicas between its `ends`: first ops [R] and last ops [R] of replicas.
-
-    `instance` is the micro-batch, and the start of the first one and replica; `groups` [R] are those of the ends.
-    """
-    _Exchange(builder, collective, *instance, *ends, groups, []).build(rings)

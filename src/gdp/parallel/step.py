@@ -25,15 +25,41 @@ from gdp.parallel.rings import Rings
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
-    """The graph of a step that is cut as `layout` says, and where its ops come from.
+class CutGraph:
+    """A graph that is cut as `layout` says, and where its ops come from.
 
-    N ops of one micro-batch, M ops of the step, R replicas, P places of a replica.
+    N ops of one micro-batch or batch, M ops of the whole, R replicas, P places of a replica.
     """
 
     graph: Graph
     layout: Layout
     origin: I64  # [M] the op of the micro-batch that each is a copy of, or is to share a device with
+
+    @property
+    def is_on_host(self) -> Bool:
+        """[M] the ops that hold activations on a CPU."""
+        return self.graph.is_in_role(HOST_COPY)
+
+    @property
+    def replica(self) -> I64:
+        """[M] the replica of each op."""
+        return self.graph.replicas
+
+    def placement(self, places: npt.ArrayLike, devices: npt.ArrayLike, cpus: npt.ArrayLike | None = None) -> I64:
+        """Returns the placement [M] of replicas that are placed alike.
+
+        `places` [N] is the place of each op of a micro-batch, 0 to P - 1, `devices` [R, P] the device that is each
+        place of each replica, and `cpus` [R] where activations of each replica wait, in a step with offload. A batch in
+        flight ends where its last op is.
+        """
+        placement = np.asarray(np.asarray(devices)[self.replica, np.asarray(places)[self.origin]], np.int64)
+        return placement if cpus is None else np.where(self.is_on_host, np.asarray(cpus)[self.replica], placement)
+
+
+@dataclass(frozen=True, eq=False)
+class Step(CutGraph):
+    """The graph of a training step in micro-batches and replicas."""
+
     places: I64 | None = None  # [N] that buckets do not cross; None: a replica has one
     ring: tuple[int, ...] | None = None  # [R] the order of replicas in rings; None: by number
     hosts: tuple[int, ...] | None = None  # [R] for rings inside hosts and rings over them; None: rings over all
@@ -89,25 +115,6 @@ class Step:
         places = _numbers(document, "places", graph.num_ops)
         ring, hosts = (_numbers(document, key, layout.data) for key in ("ring", "hosts"))
         return cls.of(graph, layout, places=None if places is None else np.array(places), ring=ring, hosts=hosts)
-
-    @property
-    def is_on_host(self) -> Bool:
-        """[M] the ops that hold activations on a CPU."""
-        return self.graph.is_in_role(HOST_COPY)
-
-    @property
-    def replica(self) -> I64:
-        """[M] the replica of each op."""
-        return self.graph.replicas
-
-    def placement(self, places: npt.ArrayLike, devices: npt.ArrayLike, cpus: npt.ArrayLike | None = None) -> I64:
-        """Returns the placement [M] of replicas that are placed alike.
-
-        `places` [N] is the place of each op of a micro-batch, 0 to P - 1, `devices` [R, P] the device that is each
-        place of each replica, and `cpus` [R] where activations of each replica wait, in a step with offload.
-        """
-        placement = np.asarray(np.asarray(devices)[self.replica, np.asarray(places)[self.origin]], np.int64)
-        return placement if cpus is None else np.where(self.is_on_host, np.asarray(cpus)[self.replica], placement)
 
 
 def _listed(numbers: tuple[int, ...] | None) -> list[int] | None:

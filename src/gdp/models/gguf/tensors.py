@@ -1,5 +1,6 @@
 """The bytes of a Transformers model's parameters, from the tensors of a `.gguf` file."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -61,7 +62,7 @@ class GgufFormat:
         missing: dict[str, Any] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             found = names.of(name)
-            if found and sum(_num_weights(tensors[one]) for one in found) != parameter.numel():
+            if found and sum(math.prod(tensors[one].shape) for one in found) != parameter.numel():
                 shapes = ", ".join(f"{one} {list(tensors[one].shape)}" for one in found)
                 raise InputError(
                     f"{self.path}: {name} is {list(parameter.shape)} in Transformers, but {shapes} in the file; "
@@ -114,10 +115,3 @@ class _Names:
         before, after = name.split("_exps.") if "_exps." in name else (name, "")
         each = re.compile(rf"{re.escape(before)}\.\d+\.{re.escape(after)}")
         return [one for one in self._tensors if each.fullmatch(one)]
-
-
-def _num_weights(tensor: GgufTensor) -> int:
-    count = 1
-    for size in tensor.shape:
-        count *= size
-    return count

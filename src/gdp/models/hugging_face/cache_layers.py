@@ -3,6 +3,8 @@
 They replace those of Transformers, which grow with each step: a step here can be repeated.
 """
 
+# mypy: disable-error-code=no-any-return
+
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,13 +105,11 @@ class ServedHybridLayer(ServedStateLayer, cache_utils.CacheLayerMixin):  # type:
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Updates keys and values."""
-        updated: tuple[Tensor, Tensor] = self.attention.update(key_states, value_states)
-        return updated
+        return self.attention.update(key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Returns the mask sizes of the attention."""
-        sizes: tuple[int, int] = self.attention.get_mask_sizes(query_length)
-        return sizes
+        return self.attention.get_mask_sizes(query_length)
 
     def get_seq_length(self) -> int:
         """Returns the number of tokens before the step."""

@@ -141,19 +141,16 @@ def _layer(model: Any, probed: _Probed, index: int, room: CacheRoom, text: str) 
             room, *_memory(module, layer.keys, layer.values, places), is_sliding=window is not None
         )
         if getattr(layer, "indexer_keys", None) is not None:
-            memory = layer.indexer_keys.new_zeros(layer.indexer_keys.shape[0], places, layer.indexer_keys.shape[-1])
-            module.register_buffer("index_key_cache", memory, persistent=False)
-            served.indexer_keys = memory
+            batch, _, width = layer.indexer_keys.shape
+            served.indexer_keys = _buffer(module, "index_key_cache", layer.indexer_keys.new_zeros(batch, places, width))
     if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
         states = (ServedStateLayer if served is None else ServedHybridLayer)(layer.number_of_states, room)
         for kind, tensors in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
             for number, state in tensors.items():
                 if state is None:
                     continue
-                memory = torch.zeros_like(state)
                 name = f"{kind}_state_cache" + (f"_{number}" if number else "")
-                module.register_buffer(name, memory, persistent=False)
-                states.hold(kind, number, memory)
+                states.hold(kind, number, _buffer(module, name, torch.zeros_like(state)))
         if served is not None:
             states.attention = served
         return states
@@ -164,14 +161,16 @@ def _memory(module: nn.Module, keys: Tensor, values: Tensor, places: int) -> tup
     """Registers memory for keys and values, of latent attention in one piece: its absorbed form reads both at once."""
     batch, heads, _, width = keys.shape
     if hasattr(module, "expand_kv") and heads == values.shape[1] == 1:
-        both = keys.new_zeros(batch, 1, places, width + values.shape[-1])
-        module.register_buffer("latent_cache", both, persistent=False)
+        both = _buffer(module, "latent_cache", keys.new_zeros(batch, 1, places, width + values.shape[-1]))
         return both[..., :width], both[..., width:]
-    key_memory = keys.new_zeros(batch, heads, places, width)
     value_memory = values.new_zeros(batch, values.shape[1], places, values.shape[-1])
-    module.register_buffer("key_cache", key_memory, persistent=False)
-    module.register_buffer("value_cache", value_memory, persistent=False)
-    return key_memory, value_memory
+    key_memory = _buffer(module, "key_cache", keys.new_zeros(batch, heads, places, width))
+    return key_memory, _buffer(module, "value_cache", value_memory)
+
+
+def _buffer(module: nn.Module, name: str, memory: Tensor) -> Tensor:
+    module.register_buffer(name, memory, persistent=False)
+    return memory
 
 
 def _cross_layer(model: Any, probed: _Probed, index: int, room: CacheRoom) -> Any:
@@ -180,7 +179,6 @@ def _cross_layer(model: Any, probed: _Probed, index: int, room: CacheRoom) -> An
     if index not in probed.owners:
         return DummyLayer()
     module = model.get_submodule(probed.owners[index])
-    memory = [torch.zeros_like(tensor) for tensor in (layer.keys, layer.values)]
-    for name, tensor in zip(("cross_key_cache", "cross_value_cache"), memory, strict=True):
-        module.register_buffer(name, tensor, persistent=False)
-    return ServedAttentionLayer(CacheRoom(memory[0].shape[-2], room.is_decode), *memory, is_sliding=False)
+    keys = _buffer(module, "cross_key_cache", torch.zeros_like(layer.keys))
+    values = _buffer(module, "cross_value_cache", torch.zeros_like(layer.values))
+    return ServedAttentionLayer(CacheRoom(keys.shape[-2], room.is_decode), keys, values, is_sliding=False)

@@ -2,12 +2,11 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
-import numpy as np
+from torch.utils._pytree import tree_leaves
 
 from gdp.models.hugging_face.cache_layers import CacheRoom
 from gdp.models.pytorch.capture_step import Capture
@@ -61,31 +60,17 @@ def _kept_in(captured: Capture, caches: list[int], element_bytes: Fraction) -> C
     for tensor, value in enumerate(program.tensor_values):
         if value in members:
             sent[tensor] = math.ceil(int(sent[tensor]) * members[value])
-    changed = replace(
-        graph, resident_bytes=_fixed(resident), bytes_accessed=_fixed(accessed), tensor_bytes=_fixed(sent)
-    )
+    changed = replace(graph, resident_bytes=resident, bytes_accessed=accessed, tensor_bytes=sent)
     return replace(captured, graph=changed, program=replace(program, graph=changed))
 
 
 def _distinct(call: Call, program: Program) -> Iterable[tuple[int, StridedLayout]]:
     """Returns the views that a call reads, each once, as `bytes_accessed` counts them."""
-    refs = dict.fromkeys(_refs((call.args, *call.kwargs.values())))
+    leaves = tree_leaves((call.args, dict(call.kwargs)))
+    refs = dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, Ref))
     return [(ref.value, ref.layout or program.layouts[ref.value]) for ref in refs]
-
-
-def _refs(item: Any) -> Iterator[Ref]:
-    if isinstance(item, Ref):
-        yield item
-    elif isinstance(item, (list, tuple)):
-        for part in item:
-            yield from _refs(part)
 
 
 def _view_bytes(layout: StridedLayout) -> int:
     sizes = (size for size, stride in zip(layout.size, layout.stride, strict=True) if stride or size == 1)
     return math.prod(sizes) * layout.dtype.itemsize
-
-
-def _fixed(column: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    column.setflags(write=False)
-    return column

@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -25,15 +25,32 @@ def capturable(model: Any) -> Any:
     fake implementation, are Transformers' own. The model becomes an instance of a subclass of the same name, for
     Transformers reads names of classes, and models are copied.
     """
+    return run_inside(model, _capturing)
+
+
+def run_inside(model: Any, contexts: Callable[[], contextlib.AbstractContextManager[Any]]) -> Any:
+    """Returns `model`, whose forward pass enters new `contexts` each time."""
     kind = type(model)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _Capturable(), quiet(), _without_checks(), routed_experts():
+        with contexts():
             return kind.forward(self, *args, **kwargs)
 
     forward.__wrapped__ = kind.forward  # type: ignore[attr-defined]
     model.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     return model
+
+
+@contextlib.contextmanager
+def _capturing() -> Iterator[None]:
+    """Enters the changes that `capturable` names, and stops Transformers from looking at the content of inputs.
+
+    Under fake tensors it would find several sequences in a row, give every attention a mask of all pairs, and count
+    image tokens.
+    """
+    no_packing = _replaced("transformers.masking_utils", "find_packed_sequence_indices", lambda *args, **kwargs: None)
+    with _Capturable(), quiet(), no_packing, patch.dict(os.environ, {_NO_CHECKS: "1"}), routed_experts():
+        yield
 
 
 class _Capturable(TorchFunctionMode):
@@ -45,17 +62,6 @@ class _Capturable(TorchFunctionMode):
         if func is torch._grouped_mm and args[0].dtype != torch.bfloat16:
             return torch.ops.transformers.grouped_mm_fallback(*args[:2], (kwargs or {})["offs"])
         return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _without_checks() -> Iterator[None]:
-    """Skips Transformers' looks at content: for several sequences in a row, for as many image tokens as images need.
-
-    Under fake tensors it would find several sequences, and give every attention a mask of all pairs.
-    """
-    no_packing = _replaced("transformers.masking_utils", "find_packed_sequence_indices", lambda *args, **kwargs: None)
-    with no_packing, patch.dict(os.environ, {_NO_CHECKS: "1"}):
-        yield
 
 
 def _replaced(module_name: str, name: str, value: Any) -> contextlib.AbstractContextManager[Any]:

@@ -5,7 +5,7 @@ latents once.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 
 from gdp.models.hugging_face.cache_layers import CacheRoom, ServedStateLayer, cache_utils
+from gdp.models.hugging_face.patches import run_inside
 
 
 def joined_latents(memory: Tensor) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -99,17 +100,16 @@ def attend_as_served(model: Any, cache: Any, room: CacheRoom) -> None:
             options["sinks"] = module.sinks
         return _grouped(module, query, key, value, **options), None
 
-    kind = type(model)
+    functions = {"sdpa": attend} | ({"eager": attend_eagerly} if room.is_decode else {})
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @contextlib.contextmanager
+    def serving() -> Iterator[None]:
         _begin(cache, room)
-        functions = {"sdpa": attend} | ({"eager": attend_eagerly} if room.is_decode else {})
         masks = _without_masks() if room.is_decode else contextlib.nullcontext()
         with patch.dict(AttentionInterface._global_mapping, functions), masks:
-            return kind.forward(self, *args, **kwargs)
+            yield
 
-    forward.__wrapped__ = kind.forward  # type: ignore[attr-defined]
-    model.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    run_inside(model, serving)
 
 
 def _begin(cache: Any, room: CacheRoom) -> None:

@@ -14,6 +14,8 @@ element-wise primitives work on the parts, and only a consumer of the whole make
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from gdp.errors import InputError
 from gdp.models.jax import primitive_costs as costs
 from gdp.models.jax.equations import (
@@ -139,12 +141,7 @@ class JaxprRecorder:
         is_repeated = name in ("broadcast_in_dim", "iota") and not is_view
         if is_view or is_repeated or self._is_folded(name, is_elementwise, inputs, outputs):
             return [self._lazy(primitive, params, inputs, outputs[0], is_repeated, scopes)]
-        record = JaxOp(
-            name,
-            module=self._module(scopes),
-            phase="backward" if ("transpose", True) in scopes else "forward",
-            dtype=costs.dtype_name(name, avals, outputs),
-        )
+        record = self._new_op(name, scopes, costs.dtype_name(name, avals, outputs))
         bytes_read: list[int] = []
         for position, value in enumerate(inputs):
             bytes_read.append(self._read(record, value, costs.keeps_operand_whole(name, position), scopes))
@@ -198,15 +195,10 @@ class JaxprRecorder:
 
     def _materialise(self, value: JaxValue, scopes: list[Scope]) -> None:
         """Makes a lazy value an op."""
-        record = JaxOp(
-            value.equations[-1].primitive.name,
-            module=self._module(scopes),
-            phase="backward" if ("transpose", True) in scopes else "forward",
-            dtype=costs.dtype_name("", (), (value.aval,)),
-            bytes_accessed=costs.num_bytes(value.aval) + (costs.num_bytes(value.base.aval) if value.base else 0),
-            how=MOVEMENT,
-        )
-        record.equations = dict.fromkeys(value.equations)
+        name, dtype = value.equations[-1].primitive.name, costs.dtype_name("", (), (value.aval,))
+        record = self._new_op(name, scopes, dtype)
+        record.bytes_accessed = costs.num_bytes(value.aval) + (costs.num_bytes(value.base.aval) if value.base else 0)
+        record.how, record.equations = MOVEMENT, dict.fromkeys(value.equations)
         if value.base is not None:
             record.reads[value.base] = None
         self._made_by(record, value)
@@ -235,7 +227,7 @@ class JaxprRecorder:
         if parts:
             value.parts = tuple(parts)
         else:  # no iteration: nothing
-            value.constant = Constant(_zeros(aval))
+            value.constant = Constant(np.zeros(aval.shape, aval.dtype))
         return value
 
     def _parts(self, value: JaxValue, length: int, scopes: list[Scope]) -> list[JaxValue]:
@@ -308,6 +300,10 @@ class JaxprRecorder:
         self._num_values += 1
         return JaxValue(self._num_values - 1, aval)
 
+    def _new_op(self, kind: str, scopes: list[Scope], dtype: str) -> JaxOp:
+        phase = "backward" if ("transpose", True) in scopes else "forward"
+        return JaxOp(kind, self._module(scopes), phase, dtype=dtype)
+
     def _made_by(self, record: JaxOp, value: JaxValue, append: bool = True) -> JaxValue:
         value.op = record
         record.outputs.append(value)
@@ -378,9 +374,3 @@ class JaxprRecorder:
 
 
 _NO_MODULES = ("", "checkpoint", "rematted_computation")
-
-
-def _zeros(aval: Any) -> Any:
-    import numpy as np
-
-    return np.zeros(aval.shape, aval.dtype)

@@ -290,21 +290,6 @@ def _fourier(params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> i
     return flops if all(str(side.dtype).startswith("complex") for side in sides) else flops // 2
 
 
-def _cholesky(params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-    """n^3 / 3 of each matrix (Golub and Van Loan, Matrix Computations, section 4.2)."""
-    return num_elements(inputs[0]) * int(inputs[0].shape[-1]) // 3
-
-
-def _lu(params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-    """2 n^3 / 3 of each square matrix (ibid., section 3.2)."""
-    return 2 * num_elements(inputs[0]) * int(min(inputs[0].shape[-2:])) // 3
-
-
-def _triangular_solve(params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-    """n^2 for each right-hand side (ibid., section 3.1)."""
-    return num_elements(inputs[1]) * int(inputs[0].shape[-1])
-
-
 def _per_input(position: int) -> Formula:
     return lambda params, inputs, outputs: num_elements(inputs[position])
 
@@ -321,7 +306,9 @@ _FORMULAS: dict[str, Formula] = {
     ),
     "sort": _sort,
     "fft": _fourier,
-    "cholesky": _cholesky,
-    "lu": _lu,
-    "triangular_solve": _triangular_solve,
+    # Golub and Van Loan, Matrix Computations: n^3 / 3 of each matrix, section 4.2; 2 n^3 / 3 of each square one, 3.2;
+    # n^2 for each right-hand side, 3.1
+    "cholesky": lambda params, inputs, outputs: num_elements(inputs[0]) * int(inputs[0].shape[-1]) // 3,
+    "lu": lambda params, inputs, outputs: 2 * num_elements(inputs[0]) * int(min(inputs[0].shape[-2:])) // 3,
+    "triangular_solve": lambda params, inputs, outputs: num_elements(inputs[1]) * int(inputs[0].shape[-1]),
 }

@@ -1,7 +1,7 @@
 """ONNX nodes that contain graphs: If, Loop and Scan are one op each, with the summed costs of their bodies."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from onnx import GraphProto, NodeProto
@@ -37,9 +37,9 @@ def control_flow_outputs(
     label = f"node {node.name or node.output[0] if node.output else node.name!r} ({call.kind})"
     try:
         results, cost = reader(node, call, scope, label)
-    except (LookupError, TypeError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
+    except InputError:
+        raise
+    except (LookupError, TypeError, ValueError):
         raise InputError(f"{label}: its graph and its inputs do not fit together; export it again") from None
     if len(results.values) != len(node.output):
         raise InputError(f"{label}: its graph has not as many outputs as the node; export it again")
@@ -59,25 +59,20 @@ def _if(node: NodeProto, call: OnnxCall, scope: "GraphScope", label: str) -> tup
     names = ["then_branch", "else_branch"]
     if condition is not None and scope.is_constant(node.input[0]):
         names = names[:1] if condition.any() else names[1:]
-    branches = []
-    context = scope.context
+    context, runs = scope.context, []
     before = context.unknown, context.open_loops
-    counts = []
     for name in names:
         context.unknown, context.open_loops = Counter(), Counter()
         inner = scope.inner(_body(node, name))
         inner.run({})
-        branches.append((inner, _cost(inner)))
-        counts.append((context.unknown, context.open_loops))
-    best = max(range(len(names)), key=lambda place: (branches[place][1].flops, branches[place][1].num_bytes))
-    context.unknown, context.open_loops = (old + new for old, new in zip(before, counts[best], strict=True))
-    inner, cost = branches[best]
-    # the other branch's weights are there too
-    resident = sum(other.resident_bytes for _, other in branches)
+        runs.append((inner, _cost(inner), (context.unknown, context.open_loops)))
+    inner, cost, counts = max(runs, key=lambda run: (run[1].flops, run[1].num_bytes))
+    context.unknown, context.open_loops = (old + new for old, new in zip(before, counts, strict=True))
+    if len(runs) > 1:
+        context.notes.append(f"{label}: which branch is taken is unknown; the one of more FLOPs is counted")
     values = tuple(inner.values[item.name] for item in inner.graph.output)
-    if len(branches) > 1:
-        scope.context.notes.append(f"{label}: which branch is taken is unknown; the one of more FLOPs is counted")
-    return NodeOutputs(values), ExecutionCost(cost.flops, cost.num_bytes, resident, cost.dtype)
+    resident = sum(cost.resident_bytes for _, cost, _ in runs)  # the other branch's weights are there too
+    return NodeOutputs(values), replace(cost, resident_bytes=resident)
 
 
 def _loop(node: NodeProto, call: OnnxCall, scope: "GraphScope", label: str) -> tuple[NodeOutputs, ExecutionCost]:
@@ -149,4 +144,4 @@ def _cost(inner: "GraphScope") -> ExecutionCost:
 
 def _times(cost: ExecutionCost, trips: int) -> ExecutionCost:
     trips = max(0, trips)
-    return ExecutionCost(cost.flops * trips, cost.num_bytes * trips, cost.resident_bytes, cost.dtype)
+    return replace(cost, flops=cost.flops * trips, num_bytes=cost.num_bytes * trips)

@@ -13,7 +13,7 @@ from typing import Any
 
 from gdp.arrays import Content
 from gdp.models.experts import share_hit
-from gdp.models.names import names
+from gdp.models.names import by_name, names
 from gdp.models.onnx.onnx_file import DEFAULT_DOMAINS, TensorInfo
 from gdp.models.pytorch.flops import FORMULA, MOVEMENT, POINTWISE, UNKNOWN
 
@@ -66,10 +66,8 @@ def table_name(kind: str) -> str:
     return kind.removeprefix("com.microsoft::")
 
 
-def count_flops(call: OnnxCall, formulas: Mapping[str, Formula]) -> tuple[int, str]:
-    """Returns (FLOPs, how they were found); `formulas` take precedence."""
-    if call.kind in formulas:
-        return int(formulas[call.kind](call)), FORMULA
+def count_flops(call: OnnxCall) -> tuple[int, str]:
+    """Returns (FLOPs, how they were found)."""
     # `com.microsoft::Attention` is another operator than `Attention`
     name = call.kind if call.kind in _FORMULAS else table_name(call.kind)
     if name in _FORMULAS:
@@ -315,73 +313,73 @@ def _out(count: int) -> Formula:
     return lambda call: count * call.out.numel
 
 
-_FORMULAS: dict[str, Formula] = {
-    **dict.fromkeys(("MatMul", "MatMulInteger", "QLinearMatMul", "FusedMatMul", "TransposeMatMul"), _product),
-    **dict.fromkeys(("DynamicQuantizeMatMul", "MatMulIntegerToFloat"), _product),
-    "Gemm": _gemm,
-    "FusedGemm": lambda call: _gemm(call) + call.out.numel,
-    **dict.fromkeys(("MatMulNBits", "MatMulBnb4"), _product_of_blocks),
-    "QGemm": _quantised_gemm,
-    "QAttention": lambda call: _attention_with_projection(call, 8),
-    **dict.fromkeys(("MoE", "QMoE"), _experts),
-    **dict.fromkeys(("Conv", "ConvTranspose"), _convolution),
-    "FusedConv": lambda call: _convolution(call) + call.out.numel * (1 + call.has(3)),  # a sum, an activation
-    "ConvInteger": lambda call: _product_of_weights(call, 1, 99),  # inputs 2 and 3 are zero points
-    "QLinearConv": lambda call: _product_of_weights(call, 3, 8),
-    "DeformConv": _deformed_convolution,
-    "CausalConvWithState": _convolution,
-    **dict.fromkeys(("LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"), _recurrence),
-    "Attention": _attention,
-    "com.microsoft::Attention": _attention_with_projection,
-    "MultiHeadAttention": _multi_head_attention,
-    "GroupQueryAttention": _grouped_query_attention,
-    "Einsum": _einsum,
-    **dict.fromkeys(("MaxPool", "AveragePool", "QLinearAveragePool"), _pool),
-    "LpPool": lambda call: 2 * _pool(call),
-    **dict.fromkeys(("GlobalAveragePool", "GlobalMaxPool", "QLinearGlobalAveragePool"), _read(1)),
-    "GlobalLpPool": _read(2),
-    # max, subtract, exp, sum, divide
-    **dict.fromkeys(("Softmax", "LogSoftmax", "QLinearSoftmax"), _out(5)),
-    "BiasSoftmax": _out(6),
-    "Hardmax": _read(1),
-    "SoftmaxCrossEntropyLoss": _read(5),
-    "NegativeLogLikelihoodLoss": _read(1, 1),
-    # sum; subtract, square, sum; subtract, times 1 / deviation; scale, shift
-    **dict.fromkeys(
-        ("BatchNormalization", "InstanceNormalization", "GroupNormalization", "LayerNormalization"), _out(8)
-    ),
-    "MeanVarianceNormalization": _out(6),
-    # square, sum; times 1 / root, scale
-    **dict.fromkeys(("RMSNormalization", "SimplifiedLayerNormalization"), _out(4)),
-    "SkipLayerNormalization": _skip_norm(8),
-    "SkipSimplifiedLayerNormalization": _skip_norm(4),
-    "EmbedLayerNormalization": lambda call: (8 + 1 + call.has(4)) * call.out.numel,  # two or three tables added
-    "LpNormalization": _out(3),
-    "LRN": lambda call: (
-        (2 * int(call.attributes["size"]) + 4) * call.out.numel
-    ),  # squares, sums; scale, add, pow, divide
-    "RotaryEmbedding": _out(3),
-    "SwiGLU": _out(2),
-    **dict.fromkeys(("BiasGelu", "BiasAdd"), _out(2)),
-    "BiasSplitGelu": _out(4),  # both halves and their bias, GELU of one, a product
-    "GroupNorm": lambda call: (8 + bool(call.attributes.get("activation", 0))) * call.out.numel,
-    **dict.fromkeys(("QLinearConcat", "QLinearWhere", "GatherBlockQuantized"), _out(1)),  # to another scale
-    # add; the approximation by tanh is one function
-    "FastGelu": lambda call: (1 + call.has(1)) * call.out.numel,
-    **dict.fromkeys(("Max", "Min", "Sum"), _variadic),
-    "Mean": lambda call: _variadic(call) + call.out.numel,
-    **dict.fromkeys(("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1"), _read(1)),
-    **dict.fromkeys(("ArgMax", "ArgMin", "CumSum", "CumProd", "TopK", "NonZero", "Col2Im"), _read(1)),
-    **dict.fromkeys(("ReduceL2", "ReduceSumSquare", "ReduceLogSum"), _read(2)),
-    "ReduceLogSumExp": _read(4),
-    "DynamicQuantizeLinear": _read(3),  # least, greatest, scale
-    "Unique": _sort,
-    "Det": lambda call: 2 * call.input(0).numel * call.input(0).shape[-1] // 3,
-    "DFT": _fourier,
-    **dict.fromkeys(("Resize", "Upsample"), _resize),
-    **dict.fromkeys(("ScatterElements", "ScatterND", "Scatter"), _scatter),
-    "Dropout": _out(3),  # draw, times mask, scale
-}
+_FORMULAS: dict[str, Formula] = by_name(
+    {
+        "MatMul MatMulInteger QLinearMatMul FusedMatMul TransposeMatMul": _product,
+        "DynamicQuantizeMatMul MatMulIntegerToFloat": _product,
+        "Gemm": _gemm,
+        "FusedGemm": lambda call: _gemm(call) + call.out.numel,
+        "MatMulNBits MatMulBnb4": _product_of_blocks,
+        "QGemm": _quantised_gemm,
+        "QAttention": lambda call: _attention_with_projection(call, 8),
+        "MoE QMoE": _experts,
+        "Conv ConvTranspose": _convolution,
+        "FusedConv": lambda call: _convolution(call) + call.out.numel * (1 + call.has(3)),  # a sum, an activation
+        "ConvInteger": lambda call: _product_of_weights(call, 1, 99),  # inputs 2 and 3 are zero points
+        "QLinearConv": lambda call: _product_of_weights(call, 3, 8),
+        "DeformConv": _deformed_convolution,
+        "CausalConvWithState": _convolution,
+        "LSTM GRU RNN DynamicQuantizeLSTM": _recurrence,
+        "Attention": _attention,
+        "com.microsoft::Attention": _attention_with_projection,
+        "MultiHeadAttention": _multi_head_attention,
+        "GroupQueryAttention": _grouped_query_attention,
+        "Einsum": _einsum,
+        "MaxPool AveragePool QLinearAveragePool": _pool,
+        "LpPool": lambda call: 2 * _pool(call),
+        "GlobalAveragePool GlobalMaxPool QLinearGlobalAveragePool": _read(1),
+        "GlobalLpPool": _read(2),
+        # max, subtract, exp, sum, divide
+        "Softmax LogSoftmax QLinearSoftmax": _out(5),
+        "BiasSoftmax": _out(6),
+        "Hardmax": _read(1),
+        "SoftmaxCrossEntropyLoss": _read(5),
+        "NegativeLogLikelihoodLoss": _read(1, 1),
+        # sum; subtract, square, sum; subtract, times 1 / deviation; scale, shift
+        "BatchNormalization InstanceNormalization GroupNormalization LayerNormalization": _out(8),
+        "MeanVarianceNormalization": _out(6),
+        # square, sum; times 1 / root, scale
+        "RMSNormalization SimplifiedLayerNormalization": _out(4),
+        "SkipLayerNormalization": _skip_norm(8),
+        "SkipSimplifiedLayerNormalization": _skip_norm(4),
+        "EmbedLayerNormalization": lambda call: (8 + 1 + call.has(4)) * call.out.numel,  # two or three tables added
+        "LpNormalization": _out(3),
+        "LRN": lambda call: (
+            (2 * int(call.attributes["size"]) + 4) * call.out.numel
+        ),  # squares, sums; scale, add, pow, divide
+        "RotaryEmbedding": _out(3),
+        "SwiGLU": _out(2),
+        "BiasGelu BiasAdd": _out(2),
+        "BiasSplitGelu": _out(4),  # both halves and their bias, GELU of one, a product
+        "GroupNorm": lambda call: (8 + bool(call.attributes.get("activation", 0))) * call.out.numel,
+        **dict.fromkeys(("QLinearConcat", "QLinearWhere", "GatherBlockQuantized"), _out(1)),  # to another scale
+        # add; the approximation by tanh is one function
+        "FastGelu": lambda call: (1 + call.has(1)) * call.out.numel,
+        "Max Min Sum": _variadic,
+        "Mean": lambda call: _variadic(call) + call.out.numel,
+        "ReduceSum ReduceMean ReduceMax ReduceMin ReduceProd ReduceL1": _read(1),
+        "ArgMax ArgMin CumSum CumProd TopK NonZero Col2Im": _read(1),
+        "ReduceL2 ReduceSumSquare ReduceLogSum": _read(2),
+        "ReduceLogSumExp": _read(4),
+        "DynamicQuantizeLinear": _read(3),  # least, greatest, scale
+        "Unique": _sort,
+        "Det": lambda call: 2 * call.input(0).numel * call.input(0).shape[-1] // 3,
+        "DFT": _fourier,
+        "Resize Upsample": _resize,
+        "ScatterElements ScatterND Scatter": _scatter,
+        "Dropout": _out(3),  # draw, times mask, scale
+    }
+)
 
 POINTWISE_KINDS = names(
     """

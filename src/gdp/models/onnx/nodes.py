@@ -13,7 +13,7 @@ from gdp.arrays import Content
 from gdp.errors import InputError, first_line
 from gdp.graph.topological_order import topological_order
 from gdp.models.onnx.control_flow import ExecutionCost, control_flow_outputs
-from gdp.models.onnx.node_costs import Formula, OnnxCall, count_bytes, count_flops, dtype_of, kind_of
+from gdp.models.onnx.node_costs import OnnxCall, count_bytes, count_flops, dtype_of, kind_of
 from gdp.models.onnx.onnx_file import BOOL, DEFAULT_DOMAINS, INT32, INT64, SMALL, TensorInfo, captured, reads, subgraphs
 from gdp.models.onnx.runtime_shapes import RUNTIME_KINDS
 from gdp.models.onnx.shapes import Dims, NodeOutputs, checked, fold, infer, is_constant
@@ -44,12 +44,11 @@ class OnnxOp:
 
 @dataclass(eq=False)
 class ModelContext:
-    """The context of all nodes of a model: versions, dimensions, formulas, and notes taken on the way."""
+    """The context of all nodes of a model: versions, dimensions, and notes taken on the way."""
 
     opsets: Mapping[str, int]
     ir_version: int
     dims: Dims
-    flops: Mapping[str, Formula]
     unknown: Counter[str] = field(default_factory=Counter)  # by kind
     open_loops: Counter[str] = field(default_factory=Counter)  # by kind, loops counted once
     estimated: list[str] = field(default_factory=list)  # ops with results of a guessed shape
@@ -91,14 +90,8 @@ class GraphScope:
     steps: list[OnnxOp] = field(default_factory=list)
 
     def inner(self, graph: GraphProto) -> "GraphScope":
-        return GraphScope(
-            self.context,
-            graph,
-            self.values.new_child(),
-            self.contents.new_child(),
-            self.constants.new_child(),
-            self.roots.new_child(),
-        )
+        names: Any = (self.values, self.contents, self.constants, self.roots)
+        return GraphScope(self.context, graph, *(known.new_child() for known in names))
 
     def run(self, inputs: Mapping[str, TensorInfo]) -> None:
         """Records the nodes of the graph, with these inputs."""
@@ -165,16 +158,9 @@ class GraphScope:
         contents = tuple(self.contents.get(name) if name else None for name in node.input)
         call = OnnxCall(kind, inputs, (), attributes, contents)
         _check_numbers(node, call, label)
+        context, reads_guesses = self.context, not self.guessed.isdisjoint(node.input)
         results, cost = control_flow_outputs(node, call, self) or (
-            infer(
-                node,
-                call,
-                self.context.opsets,
-                self.context.ir_version,
-                self.declared,
-                self.context.dims,
-                not self.guessed.isdisjoint(node.input),
-            ),
+            infer(node, call, context.opsets, context.ir_version, self.declared, context.dims, reads_guesses),
             None,
         )
         if cost is None and self._fold(node, call, results):
@@ -205,9 +191,9 @@ class GraphScope:
         return bool(arrays)
 
     def _is_alias(self, node: NodeProto, call: OnnxCall) -> bool:
-        if call.kind == "Dropout":
-            training = call.contents[2] if call.has(2) else None
-            if (training is not None and bool(training.any())) or (call.has(2) and training is None):
+        if call.kind == "Dropout" and call.has(2):
+            is_training = call.contents[2]
+            if is_training is None or is_training.any():
                 return False
         return not any(name in self.used for name in node.output[1:])
 
@@ -239,7 +225,7 @@ class GraphScope:
         distinct = list(dict.fromkeys(names))
         whole = OnnxCall(call.kind, call.inputs, results.values, call.attributes, call.contents)
         if cost is None:
-            flops, how = count_flops(whole, self.context.flops)
+            flops, how = count_flops(whole)
             if how == UNKNOWN:
                 self.context.unknown[call.kind] += 1
             read = list(dict.fromkeys(name for name in node.input if name))

@@ -77,9 +77,11 @@ def read_model(path: Path) -> tuple[ModelProto, bool]:
     opset, newest = default_opset(model), onnx.defs.onnx_opset_version()
     if not 1 <= opset <= newest:
         raise InputError(f"has opset {opset}, onnx here knows 1 to {newest}; {remedy}")
-    _check_text(model)
+    for message in _messages(model):
+        _check_text(message)
     directory = path.parent  # of a link its own, as for ONNX Runtime and onnx.load
-    is_alone = not [tensor for tensor in _tensors(model) if _keep_small(tensor, directory)]
+    tensors = (message for message in _messages(model) if isinstance(message, TensorProto))
+    is_alone = not [tensor for tensor in tensors if _keep_small(tensor, directory)]
     if model.functions:
         try:
             model = inline_local_functions(model)
@@ -182,43 +184,21 @@ def _as_varint(value: int) -> bytes:
     return bytes([*encoded, value])
 
 
+def _messages(message: Any) -> Iterator[Any]:
+    """Yields a message and all messages in it."""
+    yield message
+    for field, value in message.ListFields():
+        if field.type == field.TYPE_MESSAGE:
+            for item in [value] if hasattr(value, "ListFields") else value:
+                yield from _messages(item)
+
+
 def _check_text(message: Any) -> None:
     """Raises InputError if a name is not text, which protobuf allows."""
     for field, value in message.ListFields():
-        if field.type == field.TYPE_STRING:
-            if any(isinstance(item, bytes) for item in ([value] if isinstance(value, (str, bytes)) else value)):
-                raise InputError(f"has a damaged name ({field.name}, {value!r:.80}); export or copy it again")
-        elif field.type == field.TYPE_MESSAGE:
-            for item in [value] if hasattr(value, "ListFields") else value:
-                _check_text(item)
-
-
-# All tensors of a model
-
-
-def _tensors(model: ModelProto) -> Iterator[TensorProto]:
-    yield from _graph_tensors(model.graph)
-    for function in model.functions:
-        yield from _node_tensors(function.node)
-
-
-def _graph_tensors(graph: GraphProto) -> Iterator[TensorProto]:
-    yield from graph.initializer
-    for sparse in graph.sparse_initializer:
-        yield from (sparse.values, sparse.indices)
-    yield from _node_tensors(graph.node)
-
-
-def _node_tensors(nodes: Any) -> Iterator[TensorProto]:
-    for node in nodes:
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            yield from attribute.tensors
-            if attribute.HasField("sparse_tensor"):
-                yield from (attribute.sparse_tensor.values, attribute.sparse_tensor.indices)
-            for graph in subgraphs(attribute):
-                yield from _graph_tensors(graph)
+        texts = ([value] if isinstance(value, (str, bytes)) else value) if field.type == field.TYPE_STRING else ()
+        if any(isinstance(text, bytes) for text in texts):
+            raise InputError(f"has a damaged name ({field.name}, {value!r:.80}); export or copy it again")
 
 
 def subgraphs(holder: Any) -> list[GraphProto]:

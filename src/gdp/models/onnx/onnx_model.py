@@ -2,7 +2,7 @@
 
 import ast
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +12,6 @@ from onnx import ModelProto, NodeProto, ValueInfoProto
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.unique_names import UniqueNames
-from gdp.models.onnx.node_costs import OnnxCall
 from gdp.models.onnx.nodes import GraphScope, ModelContext, OnnxOp
 from gdp.models.onnx.onnx_file import DEFAULT_DOMAINS, FLOAT, TensorInfo, read_model
 from gdp.models.onnx.quantised import fuse_quantised
@@ -33,18 +32,10 @@ class OnnxModel:
     is_alone: bool  # whether all this follows from the file, without the external data beside it
 
 
-def read_onnx(
-    path: str | Path,
-    dims: Mapping[str, int] = MappingProxyType({}),
-    *,
-    name: str | None = None,
-    flops: Mapping[str, Callable[[OnnxCall], int]] = MappingProxyType({}),
-) -> OnnxModel:
+def read_onnx(path: str | Path, dims: Mapping[str, int] = MappingProxyType({})) -> OnnxModel:
     """Returns the graph of one inference of the model in `path`; its weights are not read.
 
     dims: sizes of all symbolic dimensions of the inputs, by name. A dimension without a name is called `input[axis]`.
-    name: of the graph; default: the file's name without `.onnx`.
-    flops: by kind (`Conv`, `my.domain::Op`), functions from an `OnnxCall` to its FLOPs, before every formula here.
 
     InputError, one line, for a file that is damaged, too new for the installed `onnx`, or refers to data outside of its
     directory, for a node that is not valid, for a symbolic dimension without a size, and for names in `dims` that the
@@ -52,16 +43,16 @@ def read_onnx(
     """
     path = Path(path)
     try:
-        return _read(path, dims, path.stem if name is None else name, flops)
+        return _read(path, dims)
     except InputError as error:
         raise InputError(f"{path}: {' '.join(str(error).split())}") from None  # names may hold line breaks
 
 
-def _read(path: Path, dims: Mapping[str, int], name: str, flops: Mapping[str, Callable[[OnnxCall], int]]) -> OnnxModel:
+def _read(path: Path, dims: Mapping[str, int]) -> OnnxModel:
     model, is_alone = read_model(path)
     opsets = {"" if item.domain in DEFAULT_DOMAINS else item.domain: item.version for item in model.opset_import}
     symbols, notes = Dims(dims), list[str]()
-    context = ModelContext({"": 1, **opsets}, model.ir_version, symbols, flops)
+    context = ModelContext({"": 1, **opsets}, model.ir_version, symbols)
     initialized = {tensor.name for tensor in model.graph.initializer}
     inputs = {item.name: _input(item, symbols, notes) for item in model.graph.input if item.name not in initialized}
     symbols.check_names()
@@ -81,7 +72,7 @@ def _read(path: Path, dims: Mapping[str, int], name: str, flops: Mapping[str, Ca
         notes.append(
             f"shapes of the results of {_listed(context.estimated)} are not known from shapes alone; estimated"
         )
-    graph = _assemble(model, scope, inputs, name)
+    graph = _assemble(model, scope, inputs, path.stem)
     return OnnxModel(
         graph,
         MappingProxyType(dict(context.unknown)),

@@ -29,7 +29,6 @@ _OTHERS = names(
     Resize Transpose Slice Split Gather Pad Expand DepthToSpace SpaceToDepth Max Min ReduceMean
     """
 )
-_EIGHT_BITS = frozenset({"int8", "uint8"})
 _DEQUANTIZE, _QUANTIZE = "DequantizeLinear", "QuantizeLinear"
 
 
@@ -57,15 +56,14 @@ def fuse_quantised(steps: list[OnnxOp], kept: Collection[str]) -> tuple[list[Onn
         if not wide or number in gone:
             continue
         chain = _chain_to_quantise(steps, number, readers, kept)
-        is_whole = all(_is_dequantised_or_small(name, sources) for name in step.inputs)
+        # all operands are dequantised, or parameters: biases, which a kernel adds in 32 bits
+        is_whole = wide.keys() == sources.keys()
         eight_bits = is_whole and {_dequantised_bits(source) for source in wide.values()} <= {8, 32}
-        if eight_bits and kind in _PRODUCTS and _num_operands(step, wide) >= 2:
+        is_product = kind in _PRODUCTS and _num_operands(step, wide) >= 2
+        if eight_bits and (is_product or (kind in _OTHERS and chain)):
             fused[number] = replace(_joined(_absorbed(step, wide), steps, chain), dtype="int8")
             gone.update(chain)
-            num_products += 1
-        elif eight_bits and kind in _OTHERS and chain:
-            fused[number] = replace(_joined(_absorbed(step, wide), steps, chain), dtype="int8")
-            gone.update(chain)
+            num_products += is_product
         elif kind in _PRODUCTS:
             narrow = {name: source for name, source in wide.items() if _dequantised_bits(source) <= 4}
             if narrow:
@@ -79,22 +77,13 @@ def _dequantised_bits(step: OnnxOp) -> int:
     """Returns the bits of the input of a DequantizeLinear; biases have 32; 0 for any other op."""
     if table_name(step.kind) != _DEQUANTIZE or not step.inputs:
         return 0
-    dtype = step.read_dtype
-    if dtype in _EIGHT_BITS or dtype == "int32":
-        return element_bits(dtype) or 0
-    bits = element_bits(dtype) or 0
-    return bits if bits <= 4 else 0
-
-
-def _is_dequantised_or_small(name: str, sources: dict[str, OnnxOp]) -> bool:
-    """Returns whether an operand is dequantised, or a parameter (a bias, which a kernel adds in 32 bits)."""
-    return name not in sources or _dequantised_bits(sources[name]) > 0
+    bits = element_bits(step.read_dtype) or 0
+    return bits if bits <= 4 or step.read_dtype in ("int8", "uint8", "int32") else 0
 
 
 def _num_operands(step: OnnxOp, wide: dict[str, OnnxOp]) -> int:
     """Returns the number of 8-bit operands; a product of a tensor with itself has two."""
-    places = [name for name in step.operands[:2] if name in wide and _dequantised_bits(wide[name]) == 8]
-    return len(places)
+    return sum(name in wide and _dequantised_bits(wide[name]) == 8 for name in step.operands[:2])
 
 
 def _chain_to_quantise(

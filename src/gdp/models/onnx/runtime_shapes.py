@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, defs
 
+from gdp.models.names import by_name
 from gdp.models.onnx.node_costs import OnnxCall, table_name
 from gdp.models.onnx.onnx_file import FLOAT, INT32
 
@@ -59,13 +60,6 @@ def _global_pool_shape(call: OnnxCall) -> _Shapes:
     return [[shape[0], *ones, shape[-1]] if call.attributes.get("channels_last", 0) else [*shape[:2], *ones]]
 
 
-def _quantised_attention_shapes(call: OnnxCall) -> _Shapes:
-    """input, weights [width, 3 * hidden], bias, scales, mask, zero points, past [2, batch, heads, length, width]."""
-    (batch, length, _), hidden, heads = call.input(0).shape, call.input(1).shape[1] // 3, call.attributes["num_heads"]
-    past = call.input(8).shape[3] if call.has(8) else 0
-    return [(batch, length, hidden), (2, batch, heads, past + length, hidden // heads)]
-
-
 def _quantised_lstm_shapes(call: OnnxCall) -> _Shapes:
     """X [length, batch, width], W [directions, width, 4 * hidden]."""
     (length, batch, _), (directions, _, gates) = call.input(0).shape, call.input(1).shape
@@ -103,11 +97,12 @@ def _embed_shapes(call: OnnxCall) -> _Shapes:
     return [hidden, ids[:1], hidden]
 
 
-def _attention_shapes(call: OnnxCall) -> _Shapes:
+def _attention_shapes(call: OnnxCall, past_place: int = 4) -> _Shapes:
+    """input, weights [width, 3 * hidden], bias, mask, past [2, batch, heads, length, width]; QAttention has scales."""
     batch, length, _ = call.input(0).shape
     hidden = (call.attributes.get("qkv_hidden_sizes") or [call.input(1).shape[1] // 3])[-1]
     heads = int(call.attributes["num_heads"])
-    past = call.input(4).shape[3] if call.has(4) else 0
+    past = call.input(past_place).shape[3] if call.has(past_place) else 0
     return [(batch, length, hidden), (2, batch, heads, past + length, hidden // heads)]
 
 
@@ -134,29 +129,29 @@ def _grouped_query_shapes(call: OnnxCall) -> _Shapes:
     return [(batch, length, heads * size), present, present]
 
 
-_RULES: dict[str, Callable[[OnnxCall], _Shapes]] = {
-    **dict.fromkeys(
-        ("FusedMatMul", "TransposeMatMul", "DynamicQuantizeMatMul", "MatMulIntegerToFloat"), _product_shape
-    ),
-    **dict.fromkeys(("MatMulNBits", "MatMulBnb4"), _blocks_shape),
-    "QGemm": _quantised_gemm_shape,
-    "QLinearConcat": _quantised_concat_shape,
-    "QLinearWhere": _quantised_where_shape,
-    "QLinearGlobalAveragePool": _global_pool_shape,
-    "QAttention": _quantised_attention_shapes,
-    "DynamicQuantizeLSTM": _quantised_lstm_shapes,
-    "GatherBlockQuantized": _gathered_blocks_shape,
-    "BiasSplitGelu": _half,
-    "CausalConvWithState": _convolution_with_state_shapes,
-    **dict.fromkeys(("QLinearSoftmax", "BiasSoftmax", "BiasAdd", "MoE", "QMoE", "GroupNorm", "Inverse"), _like),
-    **dict.fromkeys(("Gelu", "BiasGelu", "FastGelu", "QuickGelu", "SimplifiedLayerNormalization"), _like),
-    **dict.fromkeys(("LayerNormalization", "RotaryEmbedding"), _like),
-    **dict.fromkeys(("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), _skip_norm_shapes),
-    "EmbedLayerNormalization": _embed_shapes,
-    "Attention": _attention_shapes,
-    "MultiHeadAttention": _multi_head_shapes,
-    "GroupQueryAttention": _grouped_query_shapes,
-}
+_RULES: dict[str, Callable[[OnnxCall], _Shapes]] = by_name(
+    {
+        "FusedMatMul TransposeMatMul DynamicQuantizeMatMul MatMulIntegerToFloat": _product_shape,
+        "MatMulNBits MatMulBnb4": _blocks_shape,
+        "QGemm": _quantised_gemm_shape,
+        "QLinearConcat": _quantised_concat_shape,
+        "QLinearWhere": _quantised_where_shape,
+        "QLinearGlobalAveragePool": _global_pool_shape,
+        "QAttention": lambda call: _attention_shapes(call, 8),
+        "DynamicQuantizeLSTM": _quantised_lstm_shapes,
+        "GatherBlockQuantized": _gathered_blocks_shape,
+        "BiasSplitGelu": _half,
+        "CausalConvWithState": _convolution_with_state_shapes,
+        "QLinearSoftmax BiasSoftmax BiasAdd MoE QMoE GroupNorm Inverse": _like,
+        "Gelu BiasGelu FastGelu QuickGelu SimplifiedLayerNormalization": _like,
+        "LayerNormalization RotaryEmbedding": _like,
+        "SkipLayerNormalization SkipSimplifiedLayerNormalization": _skip_norm_shapes,
+        "EmbedLayerNormalization": _embed_shapes,
+        "Attention": _attention_shapes,
+        "MultiHeadAttention": _multi_head_shapes,
+        "GroupQueryAttention": _grouped_query_shapes,
+    }
+)
 EQUIVALENTS = {
     f"com.microsoft::{kind}": equivalent
     for kind, equivalent in (

@@ -11,8 +11,6 @@ from torch.nn import functional
 from gdp.models.papers.base import Example, check_config
 from gdp.models.papers.vision import Classifier, random_images
 
-AUXILIARY_WEIGHT = 0.4  # TensorFlow-Slim, train_image_classifier
-
 
 @dataclass(frozen=True, slots=True)
 class InceptionConfig:
@@ -23,7 +21,6 @@ class InceptionConfig:
     num_classes: int = 1000
     width_divisor: int = 1
     dropout: float = 0.5
-    auxiliary: bool = False
 
     def __post_init__(self) -> None:
         check_config(self)
@@ -151,20 +148,6 @@ def mixed_8(inputs: int, divisor: int) -> Mixed:
     )
 
 
-class AuxiliaryClassifier(nn.Module):
-    """The side head on the last 17 x 17 features (figure 8)."""
-
-    def __init__(self, inputs: int, num_classes: int, divisor: int) -> None:
-        super().__init__()
-        self.reduce = Convolution(inputs, 128 // divisor, 1)
-        self.convolution = Convolution(128 // divisor, 768 // divisor, 5)
-        self.classifier = Classifier(768 // divisor, num_classes, dropout=0.0)
-
-    def forward(self, features: Tensor, labels: Tensor) -> Tensor:
-        pooled = functional.avg_pool2d(features, 5, 3)
-        return self.classifier(self.convolution(self.reduce(pooled)), labels)
-
-
 class Inception(nn.Module):
     """Images [batch, 3, size, size] and labels [batch] -> mean cross-entropy."""
 
@@ -186,14 +169,12 @@ class Inception(nn.Module):
         )
         c768 = 768 // d
         self.blocks_17 = nn.Sequential(*(mixed_17(c768, inner, d) for inner in (128, 160, 160, 192)))
-        self.auxiliary = AuxiliaryClassifier(c768, config.num_classes, d) if config.auxiliary else None
         self.blocks_8 = nn.Sequential(reduction_17(c768, d), mixed_8(1280 // d, d), mixed_8(2048 // d, d))
         self.classifier = Classifier(2048 // d, config.num_classes, config.dropout)
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        features = self.blocks_17(self.blocks_35(self.stem(images)))
-        loss: Tensor = self.classifier(self.blocks_8(features), labels)
-        return loss if self.auxiliary is None else loss + AUXILIARY_WEIGHT * self.auxiliary(features, labels)
+        features = self.blocks_8(self.blocks_17(self.blocks_35(self.stem(images))))
+        return self.classifier(features, labels)
 
 
 def build(config: InceptionConfig) -> Example:

@@ -11,12 +11,14 @@ the installed PyTorch, which has a kernel for each, and a name in no list here i
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 
 from gdp.models.names import names
 
@@ -53,25 +55,34 @@ _weights: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}  # a cache: 
 @contextlib.contextmanager
 def cuda_autocast_on_cpu() -> Iterator[None]:
     """Makes `torch.autocast("cuda")` cast tensors on the CPU; the process has one such region at a time."""
-    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     clear = torch.clear_autocast_cache
 
     def clear_all() -> None:
         _weights.clear()
         clear()
 
+    operators = (*torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"), _LSTM)
     with contextlib.ExitStack() as undo:
-        undo.callback(library._destroy)
-        undo.callback(setattr, torch, "clear_autocast_cache", clear)
         undo.callback(_weights.clear)
-        torch.clear_autocast_cache = clear_all
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-            for name in (*torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"), _LSTM):
-                library.impl(name.removeprefix("aten::"), _kernel(name), "AutocastCUDA")
+        undo.enter_context(patch.object(torch, "clear_autocast_cache", clear_all))
+        undo.enter_context(kernels([(name, _kernel(name), "AutocastCUDA") for name in operators]))
         # every call looks for these kernels, but none finds them outside of `torch.autocast("cuda")`
         undo.enter_context(torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.AutocastCUDA))
         yield
+
+
+@contextlib.contextmanager
+def kernels(functions: Iterable[tuple[str, Callable[..., Any], str]]) -> Iterator[None]:
+    """Makes functions the kernels of operators, each for a dispatch key, in place of others."""
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+            for name, function, key in functions:
+                library.impl(name.removeprefix("aten::"), function, key)
+        yield
+    finally:
+        library._destroy()
 
 
 def _kernel(name: str) -> Callable[..., Any]:
@@ -137,7 +148,7 @@ def _float32_by(typed: OpOverload) -> Callable[..., Any]:
 
 
 def _in_widest(func: OpOverload, args: Any, kwargs: Any) -> Any:
-    types = [tensor.dtype for tensor in _tensors((args, tuple(kwargs.values()))) if _is_eligible(tensor)]
+    types = [leaf.dtype for leaf in tree_leaves((args, kwargs)) if _is_eligible(leaf)]
     widest = torch.float32 if torch.float32 in types else torch.get_autocast_dtype("cuda")
     return func(*_cast(args, widest), **_cast(kwargs, widest))
 
@@ -156,14 +167,6 @@ def _is_eligible(item: Any) -> bool:
         and item.dtype is not torch.float64
         and item.device.type != "meta"
     )
-
-
-def _tensors(item: Any) -> Iterator[Tensor]:
-    if isinstance(item, Tensor):
-        yield item
-    elif isinstance(item, (tuple, list)):
-        for part in item:
-            yield from _tensors(part)
 
 
 def _cast(item: Any, dtype: torch.dtype) -> Any:

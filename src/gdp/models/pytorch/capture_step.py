@@ -4,7 +4,7 @@ import contextlib
 import copy
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
@@ -23,12 +22,12 @@ from gdp.models.pytorch.cards import NO_GRADIENT, OnCpu, as_if_on_a_card
 from gdp.models.pytorch.explained import explained
 from gdp.models.pytorch.fake_copies import fake_memories
 from gdp.models.pytorch.loss import Loss, pick_loss
+from gdp.models.pytorch.notes import notes_of
 from gdp.models.pytorch.optimizers import HALF, OPTIMIZERS, UpdateRule, named_rule, rules_of
-from gdp.models.pytorch.own_step import Step, has_own_step, record_module_step, record_own_step
+from gdp.models.pytorch.own_step import Step, has_own_step, record_own_step
 from gdp.models.pytorch.program import Program, named_inputs, named_state, named_tensors
 from gdp.models.pytorch.recorded_calls import Ref
 from gdp.models.pytorch.recorder import Recorder
-from gdp.models.pytorch.replacements import LSTM
 from gdp.models.pytorch.step_calls import building
 from gdp.models.stored_weights import stored_weights
 
@@ -327,11 +326,8 @@ def _record_own(
         raise InputError(f"{name}: is a training step of your own, which has its optimizers in it; leave others out")
     explain = partial(explained, name)
     try:
-        if isinstance(model, nn.Module):
-            model = getattr(model, "_orig_mod", model)
-            recorder, outputs, calls = record_module_step(model, args, kwargs, mode, explain)
-        else:
-            recorder, outputs, calls = record_own_step(model, args, kwargs, mode, built, explain)
+        model = getattr(model, "_orig_mod", model) if isinstance(model, nn.Module) else model
+        recorder, outputs, calls = record_own_step(model, args, kwargs, mode, built, explain)
     except InputError as error:
         raise error if str(error).startswith(name) else InputError(f"{name}: {error}") from error
     graph, program = assemble(recorder, name, outputs, None, {})
@@ -391,36 +387,3 @@ def _isolated(default: torch.dtype | None = None, *, has_card: bool = False) -> 
             yield on_cpu
     finally:
         torch.set_default_dtype(dtype)
-
-
-COMPILED = "fusion under torch.compile is not modelled: each operator is a kernel of its own, with its launch"
-DATA_PARALLEL = "nn.DataParallel is left out: the plain module is captured, with the whole batch"
-LSTM_LAYERS = "an nn.LSTM layer is one op, oneDNN's of CPUs; its time on a GPU, where cuDNN runs it, is an estimate"
-
-_LSTM_KIND = LSTM._schema.name.replace("::", ".")
-
-
-def notes_of(model: nn.Module, kinds: Iterable[str]) -> list[str]:
-    """Returns notes on a captured `model`, whose ops are of these kinds."""
-    notes = [COMPILED] if _is_compiled(model) else []
-    notes += [DATA_PARALLEL] if any(isinstance(part, nn.DataParallel) for part in model.modules()) else []
-    return notes + ([LSTM_LAYERS] if _LSTM_KIND in kinds else [])
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    """Returns whether torch.compile was applied to a part of `model`, or to a function that its code may call."""
-    for part in model.modules():
-        if isinstance(part, OptimizedModule) or getattr(part, "_compiled_call_impl", None) is not None:
-            return True
-        if any(hasattr(value, "_torchdynamo_orig_callable") for value in _reachable(part)):
-            return True
-    return False
-
-
-def _reachable(part: nn.Module) -> Iterator[Any]:
-    """Yields the attributes of a module and of its class, and the globals that the class's functions name."""
-    yield from vars(part).values()
-    for value in vars(type(part)).values():
-        yield value
-        code, globals_ = getattr(value, "__code__", None), getattr(value, "__globals__", {})
-        yield from (globals_[name] for name in (code.co_names if code else ()) if name in globals_)

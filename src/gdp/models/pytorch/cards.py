@@ -7,7 +7,8 @@ depend on the place where it was captured. Once the code has named a card, `torc
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -66,6 +67,7 @@ def as_if_on_a_card(*, has_card: bool = False) -> Iterator["OnCpu"]:
         (autocast, "__init__", init_autocast_as_on_a_card),
         (DeviceContext, "__init__", init_device_context_on_cpu),
         (checkpoint, "_get_autocast_kwargs", autocast_options_of_checkpoint),
+        (checkpoint, "check_backward_validity", partial(_check_and_note, checkpoint.check_backward_validity)),
         (checkpoint.DefaultDeviceType, "_default_device_type", "cuda"),
         (torch.utils, "swap_tensors", _swap_tensors),
         (torch.cuda, "is_bf16_supported", lambda *args, **options: True),
@@ -76,7 +78,6 @@ def as_if_on_a_card(*, has_card: bool = False) -> Iterator["OnCpu"]:
         undo.enter_context(cuda_autocast_on_cpu())
         undo.enter_context(flex_attention_as_operators())
         undo.enter_context(attention_as_on_a_card())
-        undo.enter_context(noting_cut_gradients())
         for owner, name, replacement in replacements:
             undo.enter_context(patch.object(owner, name, replacement))
         undo.callback(_restore_default_device, _default_device())
@@ -153,16 +154,9 @@ NO_GRADIENT = (
 )
 
 
-@contextlib.contextmanager
-def noting_cut_gradients() -> Iterator[None]:
-    """Makes a capture note a warning of PyTorch's: a checkpoint without an input that requires a gradient."""
-    check = checkpoint.check_backward_validity
-
-    def check_and_note(inputs: Any) -> None:
-        if not recorders():
-            check(inputs)
-        elif not any(isinstance(item, Tensor) and item.requires_grad for item in inputs):
-            note(NO_GRADIENT)
-
-    with patch.object(checkpoint, "check_backward_validity", check_and_note):
-        yield
+def _check_and_note(check: Callable[[Any], None], inputs: Any) -> None:
+    """Notes a checkpoint without an input that requires a gradient, of which PyTorch warns outside of captures."""
+    if not recorders():
+        check(inputs)
+    elif not any(isinstance(item, Tensor) and item.requires_grad for item in inputs):
+        note(NO_GRADIENT)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.flop_counter import flop_registry
 
-from gdp.models.names import names
+from gdp.models.names import by_name, names
 
 Args = Sequence[Any]
 Formula = Callable[[Args, Mapping[str, Any], list[Tensor]], int]
@@ -80,22 +80,15 @@ _classes: dict[OpOverload, tuple[str, Formula | None]] = {}  # a cache of `_clas
 def _classify(func: OpOverload) -> tuple[str, Formula | None]:
     entry = _classes.get(func)
     if entry is None:
-        namespace, _, name = func._schema.name.partition("::")
-        base = name[:-1] if name.endswith("_") else name
+        name = func._schema.name.removeprefix("aten::").removesuffix("_")
         entry = (UNKNOWN, None)
-        if base in _FOREACH:  # of one tensor, see `Recorder`
-            entry = _FOREACH[base]
-        elif base.startswith("_foreach_"):
-            entry = (POINTWISE, None)
-        elif namespace == "aten" and base in _FORMULAS:
-            entry = (FORMULA, _FORMULAS[base])
-        elif func._schema.name in _LIBRARY_FORMULAS:
-            entry = (FORMULA, _LIBRARY_FORMULAS[func._schema.name])
-        elif namespace == "aten" and base in _MOVEMENT:
+        if name in _FORMULAS:
+            entry = (FORMULA, _FORMULAS[name])
+        elif name in _MOVEMENT:
             entry = (MOVEMENT, None)
         elif func.overloadpacket in flop_registry:
             entry = (FORMULA, None)
-        elif torch.Tag.pointwise in func.tags or (namespace == "aten" and base in _POINTWISE):
+        elif torch.Tag.pointwise in func.tags or name in _POINTWISE or name.startswith("_foreach_"):
             entry = (POINTWISE, None)
         _classes[func] = entry
     return entry
@@ -117,11 +110,6 @@ def _grouped_product(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor
     a, b = args[0], args[1]
     rows, inner = int(a.shape[-2]), int(a.shape[-1])
     return 2 * rows * inner * int(b.shape[-1]) * (int(a.shape[0]) if a.dim() == b.dim() == 3 else 1)
-
-
-def _grouped_product_backward(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
-    """a [rows, inner], b [groups, inner, columns]: the gradient of each is a product as large as the forward one."""
-    return 2 * _grouped_product(args, kwargs, outputs)
 
 
 def _convolution(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
@@ -167,15 +155,6 @@ def _rnn_layer(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> 
     return int(2 * steps * (args[1].numel() + args[2].numel()))
 
 
-def _triangular_solve(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
-    """a [.., n, n], b [.., n, m]: a product and a sum for each element of the triangle and column of b."""
-    return int(outputs[0].numel() * args[0].shape[-1])
-
-
-def _pairwise_distance(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
-    return 3 * outputs[0].numel() * int(args[0].shape[-1])
-
-
 def _scatter(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
     """One addition per element scattered: the last tensor among the arguments."""
     return int(next(item for item in reversed(list(args)) if isinstance(item, Tensor)).numel())
@@ -195,28 +174,14 @@ def _fourier(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> in
     return int(flops) if all(side.is_complex() for side in sides) else int(flops) // 2
 
 
-def _embedding_bag(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
-    """table, indices: one addition per element looked up."""
-    return int(args[1].numel() * args[0].shape[1])
+def _read(count: int, argument: int = 0) -> Formula:
+    """Counts per element of an argument."""
+    return lambda args, kwargs, outputs: count * int(args[argument].numel())
 
 
-def _foreach_reduction(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
-    """One tensor in a list: square and sum, or compare."""
-    return 2 * sum(int(tensor.numel()) for tensor in args[0])
-
-
-def _per_input(count: int, argument: int = 0) -> Formula:
-    def formula(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
-        return count * int(args[argument].numel())
-
-    return formula
-
-
-def _per_output(count: int) -> Formula:
-    def formula(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
-        return count * outputs[0].numel()
-
-    return formula
+def _out(count: int) -> Formula:
+    """Counts per element of the result."""
+    return lambda args, kwargs, outputs: count * outputs[0].numel()
 
 
 def _pool(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
@@ -231,102 +196,94 @@ def _pool(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
     return int(outputs[0].numel() * math.prod(min(size, side) for size, side in zip(sizes, sides, strict=True)))
 
 
-def _constant_table() -> dict[str, Formula]:
-    """Formulas with a constant per element of the result (`out`), or of the first or the given argument (`read`)."""
-    out, read = _per_output, _per_input
-    formulas = {
+_REDUCTIONS = """
+    sum mean amax amin max min aminmax argmax argmin prod any all nansum cumsum cumprod cummax topk
+    count_nonzero bincount histc _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d
+"""
+
+# by name without namespace `aten` and final underscore
+_FORMULAS: dict[str, Formula] = by_name(
+    {
+        "mm bmm mv _int_mm linear": _product,
+        "addmm baddbmm addmv _addmm_activation": _added_product,
+        "_grouped_mm _scaled_grouped_mm": _grouped_product,
+        "convolution": _convolution,
+        "convolution_backward": _convolution_backward,
+        "_scaled_dot_product_flash_attention_for_cpu": _attention,
+        "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+        "mkldnn_rnn_layer": _rnn_layer,
+        "mkldnn_rnn_layer_backward": lambda args, kwargs, outputs: 2 * _rnn_layer(args, kwargs, outputs),
+        "scatter_add scatter_reduce index_add index_put _index_put_impl": _scatter,
+        "_cdist_forward": lambda args, kwargs, outputs: 3 * outputs[0].numel() * int(args[0].shape[-1]),
+        # a [.., n, n], b [.., n, m]: a product and a sum for each element of the triangle and column of b
+        "linalg_solve_triangular": lambda args, kwargs, outputs: int(outputs[0].numel() * args[0].shape[-1]),
+        "sort argsort": _sort,
+        "_fft_r2c _fft_c2r _fft_c2c": _fourier,
+        # table, indices: one addition per element looked up
+        "_embedding_bag _embedding_bag_forward_only": lambda args, kwargs, outputs: int(
+            args[1].numel() * args[0].shape[1]
+        ),
+        "max_pool1d max_pool2d_with_indices max_pool3d_with_indices": _pool,
+        "avg_pool1d avg_pool2d avg_pool3d": _pool,
+        # one tensor in a list, see `Recorder`: square and sum, or compare
+        "_foreach_norm _foreach_max": lambda args, kwargs, outputs: 2 * sum(int(one.numel()) for one in args[0]),
+        # Transformers' grouped product for types without a fake implementation in PyTorch: a, b, ends of groups; the
+        # gradient of each is a product as large as the forward one
+        "transformers::grouped_mm_fallback": _grouped_product,
+        "transformers::grouped_mm_fallback_backward": lambda args, kwargs, outputs: (
+            2 * _grouped_product(args, kwargs, outputs)
+        ),
         # max, subtract, exp, sum, divide; backward: y g, sum, subtract, multiply
-        "_softmax _log_softmax _safe_softmax": out(5),
-        "_softmax_backward_data _log_softmax_backward_data": out(4),
-        "logsumexp": read(4),
+        "_softmax _log_softmax _safe_softmax": _out(5),
+        "_softmax_backward_data _log_softmax_backward_data": _out(4),
+        "logsumexp": _read(4),
         # sum; subtract, square, sum; subtract, times 1 / deviation; scale, shift
-        "native_layer_norm native_group_norm native_batch_norm cudnn_batch_norm": out(8),
-        "_native_batch_norm_legit _batch_norm_with_update": out(8),
+        "native_layer_norm native_group_norm native_batch_norm cudnn_batch_norm": _out(8),
+        "_native_batch_norm_legit _batch_norm_with_update": _out(8),
         # g scale, sum; normalise 2, times g, sum; dx = (g - a - x b) c 4; gradients of scale 2 and shift 1
-        "native_layer_norm_backward native_group_norm_backward native_batch_norm_backward": read(13),
-        "batch_norm_backward cudnn_batch_norm_backward": read(13),
+        "native_layer_norm_backward native_group_norm_backward native_batch_norm_backward": _read(13),
+        "batch_norm_backward cudnn_batch_norm_backward": _read(13),
         # square, sum; times 1 / root, scale
-        "_fused_rms_norm": out(4),
+        "_fused_rms_norm": _out(4),
         # g scale, times x, sum; x a, subtract, times 1 / root; gradient of scale: normalise, times, sum
-        "_fused_rms_norm_backward": read(9),
+        "_fused_rms_norm_backward": _read(9),
         # sum; subtract, square, sum
-        "var std var_mean std_mean": read(4),
-        "linalg_vector_norm norm": read(2),
+        "var std var_mean std_mean": _read(4),
+        "linalg_vector_norm norm": _read(2),
         # subtract, square or absolute value, sum; backward: subtract, times g, times 2 / n
-        "mse_loss smooth_l1_loss huber_loss l1_loss": read(3),
-        "mse_loss_backward smooth_l1_loss_backward huber_loss_backward": out(3),
+        "mse_loss smooth_l1_loss huber_loss l1_loss": _read(3),
+        "mse_loss_backward smooth_l1_loss_backward huber_loss_backward": _out(3),
         # two logarithms, 1 - x, two products, sum
-        "binary_cross_entropy": read(6),
-        "binary_cross_entropy_backward": out(6),
+        "binary_cross_entropy": _read(6),
+        "binary_cross_entropy_backward": _out(6),
         # exponential, 1 + x, logarithm, product, two sums
-        "binary_cross_entropy_with_logits": read(6),
-        "nll_loss_forward nll_loss2d_forward": read(1, 1),
-        "native_dropout": out(3),  # draw, times mask, scale
-        "glu addr": out(2),
-        "glu_backward addcmul addcdiv": out(3),
-        "polar": out(4),  # cosine, sine, two products
+        "binary_cross_entropy_with_logits": _read(6),
+        "nll_loss_forward nll_loss2d_forward": _read(1, 1),
+        "native_dropout": _out(3),  # draw, times mask, scale
+        "glu addr": _out(2),
+        "glu_backward addcmul addcdiv": _out(3),
+        "polar": _out(4),  # cosine, sine, two products
         # four products, three sums
-        "upsample_bilinear2d": out(7),
-        "upsample_bilinear2d_backward": read(7),
+        "upsample_bilinear2d": _out(7),
+        "upsample_bilinear2d_backward": _read(7),
         # 16 products, 15 sums; backward: 16 products, 16 sums
-        "upsample_bicubic2d": out(31),
-        "upsample_bicubic2d_backward": read(32),
+        "upsample_bicubic2d": _out(31),
+        "upsample_bicubic2d_backward": _read(32),
         # bilinear; backward: 4 products and sums for the input, 8 products and 6 sums for both coordinates
-        "grid_sampler_2d": out(7),
-        "grid_sampler_2d_backward": read(22),
-        "upsample_linear1d": out(3),
-        "upsample_linear1d_backward": read(3),  # two products, a sum
-        "avg_pool2d_backward avg_pool3d_backward upsample_nearest2d_backward": read(1),
-        "max_pool2d_with_indices_backward max_pool3d_with_indices_backward embedding_dense_backward": read(1),
-        "_adaptive_avg_pool2d_backward _embedding_bag_backward": out(1),
-        "dot vdot": read(2),
+        "grid_sampler_2d": _out(7),
+        "grid_sampler_2d_backward": _read(22),
+        "upsample_linear1d": _out(3),
+        "upsample_linear1d_backward": _read(3),  # two products, a sum
+        "avg_pool2d_backward avg_pool3d_backward upsample_nearest2d_backward": _read(1),
+        "max_pool2d_with_indices_backward max_pool3d_with_indices_backward embedding_dense_backward": _read(1),
+        "_adaptive_avg_pool2d_backward _embedding_bag_backward": _out(1),
+        "dot vdot": _read(2),
         # square, sum, times g / norm; backward: times v, sum, v times that, subtract, scale
-        "_weight_norm_interface": read(3),
-        "_weight_norm_interface_backward": read(5),
+        "_weight_norm_interface": _read(3),
+        "_weight_norm_interface_backward": _read(5),
+        _REDUCTIONS: _read(1),
     }
-    reductions = names(
-        """
-        sum mean amax amin max min aminmax argmax argmin prod any all nansum cumsum cumprod cummax topk
-        count_nonzero bincount histc _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d
-        """
-    )
-    by_name = {name: formula for kinds, formula in formulas.items() for name in names(kinds)}
-    return by_name | dict.fromkeys(reductions, read(1))
-
-
-_FORMULAS: dict[str, Formula] = {
-    **dict.fromkeys(("mm", "bmm", "mv", "_int_mm", "linear"), _product),
-    **dict.fromkeys(("addmm", "baddbmm", "addmv", "_addmm_activation"), _added_product),
-    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm"), _grouped_product),
-    "convolution": _convolution,
-    "convolution_backward": _convolution_backward,
-    "_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-    "mkldnn_rnn_layer": _rnn_layer,
-    "mkldnn_rnn_layer_backward": lambda args, kwargs, outputs: 2 * _rnn_layer(args, kwargs, outputs),
-    **dict.fromkeys(("scatter_add", "scatter_reduce", "index_add", "index_put", "_index_put_impl"), _scatter),
-    "_cdist_forward": _pairwise_distance,
-    "linalg_solve_triangular": _triangular_solve,
-    **dict.fromkeys(("sort", "argsort"), _sort),
-    **dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), _fourier),
-    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _embedding_bag),
-    **dict.fromkeys(("max_pool1d", "max_pool2d_with_indices", "max_pool3d_with_indices"), _pool),
-    **dict.fromkeys(("avg_pool1d", "avg_pool2d", "avg_pool3d"), _pool),
-    **_constant_table(),
-}
-
-_LIBRARY_FORMULAS: dict[str, Formula] = {
-    # Transformers' grouped product for types without a fake implementation in PyTorch: a, b, ends of groups
-    "transformers::grouped_mm_fallback": _grouped_product,
-    "transformers::grouped_mm_fallback_backward": _grouped_product_backward,
-}
-
-_FOREACH: dict[str, tuple[str, Formula | None]] = {
-    "_foreach_norm": (FORMULA, _foreach_reduction),
-    "_foreach_max": (FORMULA, _foreach_reduction),
-    "_foreach_copy": (MOVEMENT, None),
-    "_foreach_zero": (MOVEMENT, None),
-}
+)
 
 _POINTWISE = names(
     """
@@ -335,7 +292,7 @@ _POINTWISE = names(
     rrelu_with_noise rrelu_with_noise_backward softshrink_backward hardshrink_backward tril triu bernoulli uniform
     normal random exponential geometric rand randn randint rand_like randn_like randperm arange linspace
     nll_loss_backward nll_loss2d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
-    adaptive_max_pool2d_backward celu selu gelu silu clamp_min clamp_max _conj_physical _foreach_add _foreach_mul
+    adaptive_max_pool2d_backward celu selu gelu silu clamp_min clamp_max _conj_physical
     floor_divide polar
     """
 )
@@ -349,6 +306,6 @@ _MOVEMENT = names(
     reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d flip roll repeat repeat_interleave
     upsample_nearest1d upsample_nearest2d upsample_nearest3d pixel_shuffle pixel_unshuffle channel_shuffle im2col
     _reshape_copy split_with_sizes_copy view_copy expand_copy permute_copy tril_indices triu_indices set resize
-    nonzero_static index_fill masked_scatter masked_scatter_backward contiguous
+    nonzero_static index_fill masked_scatter masked_scatter_backward contiguous _foreach_copy _foreach_zero
     """
 )

@@ -13,7 +13,6 @@ float32 those of the latter, which the former does not take. Both draw dropout.
 """
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import flex_attention as module
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from gdp.models.pytorch.autocast import kernels
 from gdp.models.pytorch.replacements import ATTENTION, is_plain
 
 MASK_NOTE = (
@@ -42,17 +42,11 @@ _HALF = (torch.bfloat16, torch.float16)
 _WIDTH_MULTIPLE = {torch.bfloat16: 8, torch.float16: 8, torch.float32: 4}
 
 
-@contextlib.contextmanager
-def attention_as_on_a_card() -> Iterator[None]:
+def attention_as_on_a_card() -> contextlib.AbstractContextManager[None]:
     """Makes attention the fused operator where cards have it; the process has one such region at a time."""
-    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    with contextlib.ExitStack() as undo:
-        undo.callback(library._destroy)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-            library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
-            library.impl(ATTENTION._schema.name.removeprefix("aten::"), _shapes, "Meta")
-        yield
+    return kernels(
+        [("scaled_dot_product_attention", _attention, "AutogradCPU"), (ATTENTION._schema.name, _shapes, "Meta")]
+    )
 
 
 def _attention(

@@ -1,6 +1,8 @@
 """The loss that a training step takes of a model's output."""
 
 from collections.abc import Callable, Mapping
+from functools import reduce
+from operator import add
 from typing import Any
 
 from torch import Tensor
@@ -33,7 +35,4 @@ def _default_loss(output: Any, name: str) -> Tensor:
     scalars = [tensor for tensor in floats if tensor.dim() == 0]
     if len(scalars) == 1:
         return scalars[0]
-    total = floats[0].mean()
-    for tensor in floats[1:]:
-        total = total + tensor.mean()
-    return total
+    return reduce(add, (tensor.mean() for tensor in floats))

@@ -22,18 +22,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from gdp.models.pytorch.bytes_accessed import StoredMemories
-from gdp.models.pytorch.op_records import (
-    PENDING,
-    OpRecord,
-    ValueRecord,
-    dtype_name,
-    joined,
-    layout_of,
-    maker_to_join,
-)
+from gdp.models.pytorch.op_records import PENDING, OpRecord, ValueRecord, dtype_name, layout_of
 from gdp.models.pytorch.program import named_state
 from gdp.models.pytorch.recorded_calls import Ref
 from gdp.models.pytorch.strides import StridedLayout
+from gdp.models.pytorch.traits import BLANKS
 from gdp.models.stored_weights import StoredWeight
 
 
@@ -172,7 +165,7 @@ class Memories:
         """Appends `record`, or joins it with the maker of the memory that it writes (see the module's docstring)."""
         layouts = {tensor.untyped_storage()._cdata: layout_of(tensor) for tensor in written}
         overwritten = list(layouts)
-        maker = maker_to_join(self.values, record, [self._held[address].value for address in overwritten])
+        maker = self._maker_to_join(record, [self._held[address].value for address in overwritten])
         new_values: list[tuple[int, int]] = []
         for address in overwritten:
             memory = self._held[address]
@@ -191,7 +184,7 @@ class Memories:
         if new_values:
             record.calls[-1] = replace(record.calls[-1], writes=tuple(new_values))
         if maker is not None:
-            record = joined(self.values, self.records, maker, record)
+            record = self._joined(maker, record)
         else:
             self.records.append(record)
         for value in record.outputs:
@@ -200,6 +193,40 @@ class Memories:
             readers = self.values[value].readers
             if not readers or readers[-1] is not record:
                 readers.append(record)
+
+    def _maker_to_join(self, record: OpRecord, overwritten: list[int]) -> OpRecord | None:
+        """Returns the op that `record`, which overwrites these values, becomes a call of; None: an op of its own."""
+        if len(overwritten) != 1 or record.outputs or record.phase == "update":
+            return None
+        old = self.values[overwritten[0]]
+        maker = old.producer
+        if old.owner is not None or maker.source or old.readers or maker.phase != record.phase:
+            return None
+        can_wait = not maker.reads and maker.outputs == overwritten
+        return maker if can_wait or self._is_available(record, maker) else None
+
+    def _is_available(self, record: OpRecord, maker: OpRecord) -> bool:
+        """Returns whether `record` could run at the place of `maker`: all that it reads is made there or before."""
+        return all(self.values[value].producer.position <= maker.position for value in record.reads)
+
+    def _joined(self, maker: OpRecord, writer: OpRecord) -> OpRecord:
+        """Joins two ops into one, at the maker's place, or at the writer's if that reads values made in between."""
+        whole = maker
+        old = writer.calls[-1].writes[0][0]
+        if not self._is_available(writer, maker):
+            whole = replace(maker, position=writer.position, reads={})
+            maker.outputs, maker.calls = [], []
+            self.records.append(whole)
+        if maker.kind in BLANKS:
+            whole.kind, whole.module, whole.dtype = writer.kind, writer.module, writer.dtype
+        whole.calls += writer.calls
+        whole.outputs = [value for value in whole.outputs if value != old] + writer.outputs
+        whole.flops += writer.flops
+        whole.bytes_accessed += writer.bytes_accessed
+        for value, layouts in writer.reads.items():
+            if self.values[value].producer is not maker:
+                whole.reads.setdefault(value, {}).update(layouts)
+        return whole
 
 
 def _has_real(item: Any) -> bool:

@@ -38,31 +38,25 @@ def has_own_step(model: Any) -> bool:
 
 
 def record_own_step(
-    step: Step,
+    model: Step | nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     mode: FakeTensorMode,
     built: Sequence[Optimizer],
     explained: Explain,
 ) -> tuple[Recorder, dict[str, Any], StepCalls]:
-    """Records a call of `step`; returns the recording, the call's results by name, and its intercepted calls.
+    """Records a step; returns the recording, the results by name, and the intercepted calls.
 
-    `built` are optimizers that the step may use, `explained` turns errors into InputErrors. Real tensors of modules and
-    optimizers are replaced by fake ones meanwhile.
+    `model` is the step, or a module with `training_step` and `configure_optimizers`; `built` are optimizers that the
+    step may use, `explained` turns errors into InputErrors. Real tensors of modules and optimizers are replaced by fake
+    ones meanwhile.
     """
-    parts = StepParts.of(step, built)
+    parts = StepParts({"": model}) if isinstance(model, nn.Module) else StepParts.of(model, built)
     with _faked(parts, args, kwargs, mode) as (fake_args, fake_kwargs):
-        return _recorded(step, parts, fake_args, fake_kwargs, mode, explained)
-
-
-def record_module_step(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mode: FakeTensorMode, explained: Explain
-) -> tuple[Recorder, dict[str, Any], StepCalls]:
-    """Records a step of a module with `training_step` and `configure_optimizers`; see `record_own_step`."""
-    parts = StepParts({"": module})
-    with _faked(parts, args, kwargs, mode) as (fake_args, fake_kwargs):
-        with mode, explained():
-            step, parts.optimizers = _module_step(module)
+        step: Step = model
+        if isinstance(model, nn.Module):
+            with mode, explained():
+                step, parts.optimizers = _module_step(model)
         return _recorded(step, parts, fake_args, fake_kwargs, mode, explained)
 
 
@@ -188,7 +182,7 @@ def _faked(
                     _replaced_values(group, {id(group["params"]): [fakes.get(id(p), p) for p in group["params"]]})
                 )
             undo.enter_context(patch.object(optimizer, "state", defaultdict(dict)))
-        yield _mapped(tuple(args), fakes), _mapped(dict(kwargs), fakes)
+        yield copy.deepcopy(tuple(args), dict(fakes)), copy.deepcopy(dict(kwargs), dict(fakes))
 
 
 @contextlib.contextmanager
@@ -199,8 +193,3 @@ def _replaced_values(held: dict[str, Any], by_identity: Mapping[int, Any]) -> It
         yield
     finally:
         held.update(before)
-
-
-def _mapped(item: Any, fakes: Mapping[int, Any]) -> Any:
-    """Returns a copy of arguments with fake tensors."""
-    return copy.deepcopy(item, dict(fakes))
