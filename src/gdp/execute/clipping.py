@@ -28,11 +28,11 @@ from gdp.errors import InputError
 from gdp.execute.layouts.step_program import StepProgram, micro_batch_of
 from gdp.execute.layouts.updates import UpdateOfPiece, refs
 from gdp.graph import Graph
+from gdp.graph.builder import GraphBuilder
 from gdp.models.pytorch import Program
 from gdp.models.pytorch.optimizers import HALF
 from gdp.models.pytorch.recorded_calls import Call, Ref
 from gdp.models.pytorch.strides import StridedLayout
-from gdp.parallel.graph_builder import GraphBuilder
 
 aten = torch.ops.aten
 _EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
@@ -178,10 +178,8 @@ class Clipping:
         return {int(self.number[op]): item for op, item in by_op.items()}
 
     def _graph(self, dtypes: Sequence[torch.dtype], num_results: int) -> Graph:
-        graph, builder = self.program.graph, GraphBuilder()
-        ops = builder.copy_ops(graph, np.arange(graph.num_ops), graph.op_names, graph.groups)
-        builder.copy_origins(graph, ops)
-        builder.copy_tensors(graph, ops)
+        graph = self.program.graph
+        builder = GraphBuilder.of(graph)
         norms = builder.add_ops([f"{graph.op_names[gradient.update]}.norm" for gradient in self._counted], _NORM)
         scale = builder.add_ops(["clip_norm"], _NORM)
         sizes = [dtype.itemsize for dtype in dtypes]

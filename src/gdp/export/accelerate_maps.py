@@ -19,9 +19,9 @@ from gdp.errors import InputError
 from gdp.export.export_target import is_cpu
 from gdp.export.export_units import grouped_ops
 from gdp.export.modules import STATE_KINDS, enclosing
+from gdp.graph.builder import GraphBuilder
 from gdp.models.source import ModelSource
 from gdp.models.stored_weights import stored_weights
-from gdp.parallel.graph_builder import GraphBuilder
 from gdp.search.candidate import Figures
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
@@ -188,10 +188,7 @@ def fetching_late(problem: Problem, placement: Placement) -> tuple[Problem, Plac
     rank[fetched] = first[fetched] - 0.5  # just before its first reader
     old = np.argsort(rank, kind="stable")
     place = np.searchsorted(computes, first[fetched]) - 1  # of the op before
-    builder = GraphBuilder()
-    ops = builder.copy_ops(graph, np.arange(graph.num_ops), graph.op_names, graph.groups)
-    builder.copy_origins(graph, ops)
-    builder.copy_tensors(graph, ops)
+    builder = GraphBuilder.of(graph)
     builder.add_edges(builder.add_tensors(computes[place[place >= 0]], 0), fetched[place >= 0])
     changed = replace(
         problem,

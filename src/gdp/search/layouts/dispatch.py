@@ -24,8 +24,8 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.budget import Clock, has_time
 from gdp.graph import Graph
+from gdp.graph.builder import with_controls
 from gdp.graph.copies import ACCUMULATE
-from gdp.parallel.graph_builder import with_controls
 from gdp.parallel.step import Step
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.settings import DEFAULTS, LargeSteps
