@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from benchmarks.models import (
 )
 from gdp.models.papers import amoebanet, gnmt, inception, rnnlm, transformer_xl, wavenet
 from gdp.models.papers.base import Example
+from gdp.models.pytorch import Capture, capture
 
 CONFIGS: dict[str, tuple[Callable[[Any], Example], Any]] = {
     "rnnlm": (rnnlm.build, rnnlm.RNNLMConfig(2, 2, num_steps=3, hidden=8, vocabulary=11)),
@@ -137,3 +138,9 @@ class _Lstm(nn.Module):
 
 EXECUTED: dict[str, Callable[[], Example]] = {**TINY, "lstm": lambda: (_Lstm(), (torch.randn(5, 2, 6),), {})}
 """Those and one more, whose operators keep what no other device can read."""
+
+
+@cache
+def captured(name: str) -> Capture:
+    """Returns the training step of a model of `EXECUTED`, which many tests run: it is captured once."""
+    return capture(*EXECUTED[name](), name=name)

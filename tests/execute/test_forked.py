@@ -23,8 +23,8 @@ from gdp.execute.measurement import one_device_order
 from gdp.execute.targets import CPU, Target
 from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import ExecutionError
-from gdp.models.pytorch import Replay, capture
-from tiny_models import EXECUTED
+from gdp.models.pytorch import Replay
+from tiny_models import EXECUTED, captured
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux")
 
@@ -47,7 +47,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 10.0) -> None:
 def test_threads_and_processes_give_the_same_bits(name: str) -> None:
     """Three steps of a random placement, by threads and by processes, end alike in all they leave."""
     model, args, kwargs = EXECUTED[name]()
-    found = capture(model, args, kwargs, name=name)
+    found = captured(name)
     content, order = found.program.bind(model, args, kwargs), randomly_placed(found, 3, 1).order
 
     def trained(kind: type[ThreadExecutor | ForkedExecutor]) -> tuple[Replay, dict[int, dict[int, Tensor]]]:

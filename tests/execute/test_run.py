@@ -28,7 +28,7 @@ from gdp.models.measured_times import MeasuredTimes
 from gdp.models.pytorch import Replay, capture
 from gdp.search.batch_parts import Parts
 from run_cases import CLUSTER, MODEL
-from tiny_models import TINY
+from tiny_models import TINY, captured
 
 CLUSTER_OF_TWO = gdp.Cluster.parse("2xcpu-16core")
 ON = ["--on", "cpu,cpu"]  # also where there is one core only
@@ -173,8 +173,7 @@ def test_programs_compute_what_pytorch_does(name: str) -> None:
 
 def test_random_numbers_of_the_comparison() -> None:
     """Random numbers to compare with are drawn on the same type of device."""
-    model, args, kwargs = TINY["gnmt"]()
-    program = capture(model, args, kwargs, name="gnmt").program
+    program = captured("gnmt").program
     num_ops = program.graph.num_ops
     order = [np.arange(0, num_ops, 2), np.arange(1, num_ops, 2)]
     gpu, cpu = Target("cuda0", torch.device("cuda", 0)), Target("cpu0", CPU)
@@ -192,7 +191,7 @@ def test_other_kernels_are_as_right(name: str) -> None:
     """oneDNN's kernels and PyTorch's own differ as those of two devices do."""
     torch.manual_seed(0)
     model, args, kwargs = TINY[name]()
-    executable = Executable(capture(model, args, kwargs, name=name), model, args, kwargs)
+    executable = Executable(captured(name), model, args, kwargs)
     program, content, targets = executable.capture.program, executable.content(), [Target("cpus", CPU, (0, 1))]
     order = one_device_order(program.graph.num_ops, 0, 1)
     with torch.backends.mkldnn.flags(enabled=False):
@@ -213,7 +212,7 @@ def test_full_precision() -> None:
 def test_predictions_add_up() -> None:
     """The parts of a prediction add up."""
     model, args, kwargs = TINY["gnmt"]()
-    found = capture(model, args, kwargs, name="gnmt")
+    found = captured("gnmt")
     cluster = Cluster.parse("2xp100-pcie-16g")
     problem = Problem.build(found.graph, cluster)
     groups = found.graph.groups

@@ -14,15 +14,14 @@ from gdp.execute.measurement import measure_in_turn, one_device_order
 from gdp.execute.script import scripts
 from gdp.execute.targets import CPU, Target, find_targets
 from gdp.execute.threads import ThreadExecutor
-from gdp.models.pytorch import capture
-from tiny_models import EXECUTED, TINY
+from tiny_models import EXECUTED, TINY, captured
 
 
 @pytest.mark.parametrize("name", EXECUTED)
 def test_random_placements(name: str) -> None:
     """Random placements give the bits of the unplaced step."""
     model, args, kwargs = EXECUTED[name]()
-    found = capture(model, args, kwargs, name=name)
+    found = captured(name)
     expected = found.program.replay(model, args, kwargs)
     content = found.program.bind(model, args, kwargs)
     for seed in range(3):
@@ -37,8 +36,7 @@ def test_random_placements(name: str) -> None:
 @pytest.mark.parametrize("name", ["rnnlm", "transformer_xl", "amoebanet"])
 def test_memory_of_a_script(name: str) -> None:
     """On one device a script holds the tensors that the machine model counts."""
-    model, args, kwargs = TINY[name]()
-    graph = (found := capture(model, args, kwargs, name=name)).graph
+    graph = (found := captured(name)).graph
     simulation = simulate(Problem.build(graph, CLUSTER), np.zeros(graph.num_ops, np.int64))
     script, *others = scripts(found.program, simulation.order)
     own = np.where(graph.is_resident | (graph.view_of >= 0), 0, graph.tensor_bytes)
@@ -62,8 +60,7 @@ def test_memory_of_a_script(name: str) -> None:
 
 def test_scripts() -> None:
     """A script awaits, sends and drops each tensor once."""
-    model, args, kwargs = TINY["gnmt"]()
-    found = capture(model, args, kwargs, name="gnmt")
+    found = captured("gnmt")
     simulation = randomly_placed(found, 4, 1)
     made = scripts(found.program, simulation.order)
     sent = sorted((tensor, to) for script in made for task in script for to, tensor in task.sends)
@@ -119,7 +116,7 @@ def test_places_by_name() -> None:
 def test_measurements_in_turn() -> None:
     """Placements are measured in turn, and every op is timed."""
     model, args, kwargs = TINY["transformer_xl"]()
-    found = capture(model, args, kwargs, name="txl")
+    found = captured("transformer_xl")
     simulation = randomly_placed(found, 2, 0)
     num_ops = found.graph.num_ops
     orders = {"placed": simulation.order[:2], "alone": one_device_order(num_ops, 1, 2)}
@@ -138,8 +135,7 @@ def test_measurements_in_turn() -> None:
 
 def test_threads_end() -> None:
     """No thread outlives its executor."""
-    model, args, kwargs = TINY["vit"]()
-    found = capture(model, args, kwargs, name="vit")
+    found = captured("vit")
 
     def workers() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("gdp-")]
