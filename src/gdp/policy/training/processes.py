@@ -33,11 +33,8 @@ class Processes:
 
         They exchange through NCCL if each process of a host has a GPU of its own, else through gloo.
         """
-        rank, count, local_rank, num_local = (
-            int(os.environ.get(name, default))
-            for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
-        )
-        return cls(rank, count, local_rank, num_local)
+        defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        return cls(*(int(os.environ.get(name, default)) for name, default in defaults.items()))
 
     def __enter__(self) -> "Processes":
         return self

@@ -147,12 +147,8 @@ def _even(machine: DeviceSpeeds, devices: list[int], batch_size: int, is_fixed: 
         if batch_size % data or len(devices) // data > machine.settings.most_places:
             continue
         for groups in _groups(machine, devices, data):
-            counts = (
-                [batch_size // data]
-                if is_fixed
-                else _microbatches(len(groups[0]), batch_size // data, machine.settings)
-            )
-            for microbatches in counts:
+            samples = batch_size // data
+            for microbatches in [samples] if is_fixed else _microbatches(len(groups[0]), samples, machine.settings):
                 if data * microbatches > 1:
                     yield Arrangement(Layout((microbatches,) * data), groups)
 

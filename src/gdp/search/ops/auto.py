@@ -121,29 +121,25 @@ def run_classical(question: Question, clock: Clock, *, before_policy: bool = Fal
 
     Before a policy, and without micro-batches, few of the quick ones count as such once a plan fits.
     """
-    problem, is_hurried = question.problem, hurries(question, clock)
+    problem, settings, is_hurried = question.problem, question.settings.ops, hurries(question, clock)
     classical = ClassicalRuns(question, Few.of_large(question), is_hurried)
     if problem.cluster.is_large:  # others keep tables of ops times devices
-        classical.run(ON_MANY, clock.part(question.settings.ops.quick_share))
+        classical.run(ON_MANY, clock.part(settings.quick_share))
         return classical
     quick = _with_stages(problem, QUICK)
     if is_hurried:
         clock = clock.before(REPLAYED * question.simulation_s)
-        clock = (
-            clock.part(question.settings.ops.hurried_share)
-            if question.has_time(clock, question.settings.ops.searched)
-            else clock
-        )
+        if question.has_time(clock, settings.searched):
+            clock = clock.part(settings.hurried_share)
         classical.run(BY_WORTH, clock)
     else:
         if before_policy and problem.microbatch.max() < 1:
             classical.run(QUICKEST, clock)
             if classical.best is not None and classical.best.fits:
                 quick = ("contiguous",)
-        classical.run(
-            [name for name in quick if name not in classical.baselines], clock.part(question.settings.ops.quick_share)
-        )
-        clock = clock.until(question.settings.ops.slow_share)
+        quick = [name for name in quick if name not in classical.baselines]
+        classical.run(quick, clock.part(settings.quick_share))
+        clock = clock.until(settings.slow_share)
     slow = [name for name in (*QUICK, *SLOW) if name not in classical.baselines]
     classical.run(slow, clock, all_of_them=False)
     return classical
@@ -167,13 +163,11 @@ def streamed(question: Question, clock: Clock, rival: Candidate | None) -> list[
 
     Where all are far slower than `rival`, few are tried.
     """
+    if question.problem.microbatch.max() >= 1:
+        return []
     fastest: Simulation | None = None
     rival_ns = rival.step_time_ns if rival is not None and rival.fits else NEVER
-    for simulation in (
-        stream_weights(question.problem, rival_ns, question.settings.streaming)
-        if question.problem.microbatch.max() < 1
-        else ()
-    ):
+    for simulation in stream_weights(question.problem, rival_ns, question.settings.streaming):
         clock.spend(1)
         if simulation.feasible and (fastest is None or simulation.step_time_ns < fastest.step_time_ns):
             fastest = simulation
@@ -219,8 +213,8 @@ def search_from(
     It looks at few micro-batches, at all, without some devices, and last under noise, until the budget is spent. It
     makes up to `num_more` further starts itself. None where there is no time to prepare it.
     """
-    problem, noise = question.reduction.problem, question.noise
-    if question.is_large and not question.has_time(clock, question.settings.ops.searched):
+    problem, noise, settings = question.reduction.problem, question.noise, question.settings.ops
+    if question.is_large and not question.has_time(clock, settings.searched):
         return None
     if clock.seconds_left is not None:
         clock = clock.before(REPLAYED * question.simulation_s)
@@ -229,16 +223,12 @@ def search_from(
     further = [*interleaved_stages(problem), *call_grids(problem)] if question.has_time(clock, PREPARED) else []
     starts = [Candidate(placement) for placement in [*placements, *further]]
     given = [_reduced(question, start) for start in question.starts]
-    if (few := Few.of(problem, question.settings.ops.few_microbatches)) is None:
-        search.start([*starts, *given], num_more=num_more)
-    else:
-        search.start(
-            [*best_of_few(few, search, starts, question.settings.ops.few_microbatches_share), *starts, *given],
-            num_more=0,
-        )
+    if (few := Few.of(problem, settings.few_microbatches)) is not None:
+        starts, num_more = [*best_of_few(few, search, starts, settings.few_microbatches_share), *starts], 0
+    search.start([*starts, *given], num_more=num_more)
     last = 1.0 if noise is None else 1.0 - question.settings.noise.last_share
-    search.run(last - question.settings.ops.fewer_devices_share)
-    search_without(search, question.settings.ops.fewer_devices_share / 2, last)
+    search.run(last - settings.fewer_devices_share)
+    search_without(search, settings.fewer_devices_share / 2, last)
     until = 1.0
     if noise is not None:
         search.run(last)

@@ -43,12 +43,9 @@ class ClassicalRuns:
                 return
             is_late = clock.seconds_left == 0.0
             fits = self.best is not None and self.best.fits
-            is_long = (
-                all_of_them
-                and fits
-                and not self.question.has_time(least, self.question.settings.ops.fewest_placer_simulations)
-            )
-            if is_long or (is_late and not all_of_them):
+            fewest = self.question.settings.ops.fewest_placer_simulations
+            is_long = fits and not self.question.has_time(least, fewest)
+            if is_long if all_of_them else is_late:
                 self.baselines[name] = Baseline("skipped", None, 0.0)
                 continue
             began = time.perf_counter()

@@ -29,11 +29,8 @@ def in_good_order(question: Question, clock: Clock) -> Question:
     """
     if clock.stop.is_set():
         return question
-    judge, part, problem = (
-        replace(question, noise=None),
-        clock.until(question.settings.ops.order_share),
-        question.problem,
-    )
+    problem, judge = question.problem, replace(question, noise=None)
+    part = clock.until(question.settings.ops.order_share)
     of_replicas = next(replicated_stages(problem), None)
     if of_replicas is not None and (best := judge.try_orders(of_replicas[0].place(of_replicas[1]), clock=part)).fits:
         ordered = question.in_order(best.order)
@@ -47,26 +44,22 @@ def in_good_order(question: Question, clock: Clock) -> Question:
 
 
 def _is_better_by_call(question: Question, clock: Clock) -> bool:
-    problem, left = question.problem, clock.simulations_left
-    is_short = (
-        left < question.settings.ops.order_simulations
-        if left is not None
-        else not question.has_time(clock, question.settings.ops.order_simulations)
-    )
+    problem, settings, left = question.problem, question.settings.ops, clock.simulations_left
+    needed = settings.order_simulations
+    is_short = left < needed if left is not None else not question.has_time(clock, needed)
     if problem.num_devices < 2 or question.is_large or is_short:
         return False
     if any(each.simulator.order_traits.call is None for each in (problem, question.reduction.problem)):
         return False
-    judge, part = replace(question, noise=None), clock.until(question.settings.ops.order_share)
+    judge, part = replace(question, noise=None), clock.until(settings.order_share)
     tried = [
         [judge.try_orders(placement, (order,), part).step_time_ns + 1 for order in (B_LEVEL, BY_CALL)]
         for placement in _tried(question, part)
     ]
     clock.spend(2 * len(tried))
     by_level, by_call = np.array(tried, np.float64).T
-    return bool(
-        np.log(by_call / by_level).mean() < np.log(question.settings.ops.order_gain) and by_call.min() <= by_level.min()
-    )
+    gain = np.log(by_call / by_level).mean()
+    return bool(gain < np.log(settings.order_gain) and by_call.min() <= by_level.min())
 
 
 def _tried(question: Question, clock: Clock) -> Iterator[Placement]:

@@ -64,22 +64,14 @@ class DrawnCellPlan:
 
 
 class DrawnCell(nn.Module):
-    """A cell: images of `widths` channels, halved as `halvings` says to be alike -> [batch, outputs, ...]."""
+    """A cell: images, as `inputs` (channels, halvings to be alike) -> [batch, outputs, ...]."""
 
     def __init__(
-        self,
-        plan: DrawnCellPlan,
-        style: ImageStyle,
-        widths: Sequence[int],
-        halvings: Sequence[int],
-        channels: int,
-        stride: int,
+        self, plan: DrawnCellPlan, style: ImageStyle, inputs: Sequence[tuple[int, int]], channels: int, stride: int
     ) -> None:
         super().__init__()
         self.plan, self.stride = plan, stride
-        self.inputs = nn.ModuleList(
-            Resize(width, channels, count, "conv") for width, count in zip(widths, halvings, strict=True)
-        )
+        self.inputs = nn.ModuleList(Resize(width, channels, halvings, "conv") for width, halvings in inputs)
         self.edges = nn.ModuleList(
             nn.ModuleList(self._operation(style, edge, channels) for edge in edges) for _, edges in plan.nodes
         )
@@ -139,14 +131,9 @@ class CellNetwork(nn.Module):
                 is_reduction = stage > 0 and position == 0
                 channels = channels * 2 if is_reduction else channels
                 recent = [max(len(widths) - 1 - back, 0) for back in range(num_inputs)]
-                cell = DrawnCell(
-                    reduction if is_reduction else plans[stage % len(plans)],
-                    style,
-                    [widths[number] for number in recent],
-                    [halvings[-1] - halvings[number] for number in recent],
-                    channels,
-                    2 if is_reduction else 1,
-                )
+                plan = reduction if is_reduction else plans[stage % len(plans)]
+                inputs = [(widths[number], halvings[-1] - halvings[number]) for number in recent]
+                cell = DrawnCell(plan, style, inputs, channels, 2 if is_reduction else 1)
                 self.cells.append(cell)
                 widths.append(cell.outputs)
                 halvings.append(halvings[-1] + is_reduction)

@@ -94,10 +94,8 @@ class ValueLoss(nn.Module):
         self.is_smooth = is_smooth
 
     def forward(self, states: Tensor, values: Tensor) -> Tensor:
-        predicted = self.projection(states)
-        return (
-            functional.smooth_l1_loss(predicted, values) if self.is_smooth else functional.mse_loss(predicted, values)
-        )
+        measure = functional.smooth_l1_loss if self.is_smooth else functional.mse_loss
+        return measure(self.projection(states), values)
 
 
 class WeightedSum(nn.Module):
