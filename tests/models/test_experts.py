@@ -117,7 +117,7 @@ def test_shares_by_hand() -> None:
 
 
 def test_mixtral_reads_two_experts_of_eight(tmp_path: Path) -> None:
-    """25.5 GB of 93.4: docs/models-transformers.md has the sum; bfloat16, 2 bytes a weight."""
+    """25.5 GB of 93.4, in bfloat16, 2 bytes a weight."""
     # attention: query and output 4096 x 4096, key and value 4096 x 1024; experts: three matrices 4096 x 14336
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 8 * 4096 + 2 * 3 * 4096 * 14336
     expected = 2 * (32 * layer + 4096 * 32000)
