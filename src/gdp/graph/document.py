@@ -109,9 +109,9 @@ def _explain(content: Mapping[str, Any], op_fields: Mapping[str, Callable[[objec
     raise AssertionError("a column fails its check, and each of its records passes")
 
 
-def _are(kind: type) -> Callable[[list[Any]], bool]:
-    """Returns a check that all values are of exactly this type."""
-    return lambda values: set(map(type, values)) <= {kind}
+def _are(kind: type, check: Callable[[Any], bool] | None = None) -> Callable[[list[Any]], bool]:
+    """Returns a check that all values are of exactly this type, and pass `check`."""
+    return lambda values: set(map(type, values)) <= {kind} and (check is None or all(map(check, values)))
 
 
 def _are_integers(lowest: int) -> Callable[[list[Any]], bool]:
@@ -119,18 +119,6 @@ def _are_integers(lowest: int) -> Callable[[list[Any]], bool]:
     return lambda values: (
         set(map(type, values)) <= {int} and min(values, default=lowest) >= lowest and max(values, default=0) < 2**63
     )
-
-
-def _are_phases(values: list[Any]) -> bool:
-    return _are(str)(values) and set(values) <= set(PHASES)
-
-
-def _are_times(values: list[Any]) -> bool:
-    return _are(dict)(values) and all(is_times(value) for value in values if value)
-
-
-def _are_number_lists(values: list[Any]) -> bool:
-    return _are(list)(values) and all(map(files.is_number_list, values))
 
 
 def is_times(value: object) -> bool:
@@ -182,8 +170,8 @@ _COLUMN_CHECKS: Mapping[Callable[[object], bool], Callable[[list[Any]], bool]] =
     files.is_flag: _are(bool),
     files.is_size: _are_integers(0),
     files.is_index: _are_integers(-1),
-    files.is_number_list: _are_number_lists,
-    _is_phase: _are_phases,
-    is_times: _are_times,
+    files.is_number_list: _are(list, files.is_number_list),
+    _is_phase: _are(str, _is_phase),
+    is_times: _are(dict, is_times),
 }
 _TENSOR_CHECKS = {name: _COLUMN_CHECKS[check] for name, check in TENSOR_FIELDS.items()}

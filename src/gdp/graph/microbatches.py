@@ -44,11 +44,15 @@ def shared_ops(graph: Graph) -> tuple[Bool, Bool]:
     is_kind = np.array([kind in _SOURCE_KINDS for kind in graph.kinds], np.bool_)
     is_idle = (graph.flops == 0) & (graph.bytes_accessed == 0) & np.array([not times for times in graph.times_ns])
     is_source = ~has_inputs & (is_kind | ((graph.resident_bytes > 0) & is_idle))
-    is_update = graph.is_in_phase("update")
-    sources = graph.producers[graph.edge_tensors]
+    is_update = reached(graph.is_in_phase("update"), graph.producers[graph.edge_tensors], graph.consumers)
+    return is_source & ~is_update, is_update
+
+
+def reached(chosen: Bool, sources: I64, targets: I64) -> Bool:
+    """Returns [N] the `chosen` ops and those that edges lead to from them."""
     while True:
-        more = is_update.copy()
-        more[graph.consumers[is_update[sources]]] = True
-        if (more == is_update).all():
-            return is_source & ~is_update, is_update
-        is_update = more
+        more = chosen.copy()
+        more[targets[chosen[sources]]] = True
+        if (more == chosen).all():
+            return chosen
+        chosen = more

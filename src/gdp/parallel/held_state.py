@@ -3,6 +3,7 @@
 N ops and T tensors of one replica, R replicas.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,7 +14,7 @@ import numpy as np
 from gdp.arrays import I64, Bool
 from gdp.graph import Graph
 from gdp.graph.builder import GraphBuilder
-from gdp.graph.microbatches import shared_ops
+from gdp.graph.microbatches import reached, shared_ops
 
 _NO_PARAMETERS = ("buffer", "constant", "input")  # kinds of sources
 
@@ -36,14 +37,9 @@ class HeldState:
     def of(cls, graph: Graph) -> "HeldState":
         """Finds the state of `graph`, a step of one replica."""
         is_source, is_late = shared_ops(graph)
-        is_update = graph.is_in_phase("update")
         sources, targets = graph.producers[graph.edge_tensors], graph.consumers
-        while True:
-            more = is_update.copy()
-            more[sources[is_update[targets] & is_late[sources]]] = True
-            if (more == is_update).all():
-                break
-            is_update = more
+        late = is_late[sources]
+        is_update = reached(graph.is_in_phase("update"), targets[late], sources[late])
         is_candidate = is_source & np.array([kind not in _NO_PARAMETERS for kind in graph.kinds], np.bool_)
         is_candidate &= graph.resident_bytes > 0
         is_read, is_updated = np.zeros((2, graph.num_ops), np.bool_)
@@ -71,15 +67,14 @@ class HeldState:
     def writers(self, graph: Graph) -> dict[int, list[int]]:
         """Returns the updates of each parameter: those in its group, else those that read it."""
         updates = np.flatnonzero(self.is_update)
-        of_group: dict[int, list[int]] = {}
+        of_group, readers = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
         for op, group in zip(updates.tolist(), graph.groups[updates].tolist(), strict=True):
             if group >= 0:
-                of_group.setdefault(group, []).append(op)
+                of_group[group].append(op)
         sources = graph.producers[graph.edge_tensors]
         is_read = self.is_parameter[sources] & self.is_update[graph.consumers]
-        readers: dict[int, list[int]] = {}
         for source, target in zip(sources[is_read].tolist(), graph.consumers[is_read].tolist(), strict=True):
-            readers.setdefault(source, []).append(target)
+            readers[source].append(target)
         found = {
             op: of_group.get(int(graph.groups[op]), readers.get(op))
             for op in np.flatnonzero(self.is_parameter).tolist()

@@ -35,7 +35,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES, load_gguf_checkpoint
     except ImportError:
         raise InputError(f"{path}: needs Transformers; pip install 'gdp-placement[hf,gguf]'") from None
-    architecture = _text(reader, "general.architecture")
+    architecture = _content(reader, "general.architecture")
     if not architecture:
         raise InputError(f"{path}: has no general.architecture; name the first file of a split model")
     try:
@@ -48,9 +48,9 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
             "give its config.json as hf:DIR?weights=FORMAT"
         ) from None
     config.pop("_model_name_or_path", None)
-    num_experts = _number(reader, f"{architecture}.expert_count")
+    num_experts = int(_content(reader, f"{architecture}.expert_count") or 0)
     if architecture == "llama" and num_experts:
-        used = _number(reader, "llama.expert_used_count")
+        used = int(_content(reader, "llama.expert_used_count") or 0)
         config |= {"model_type": "mixtral", "num_local_experts": num_experts, "num_experts_per_tok": used}
     embedding = gguf_tensors(path).get("token_embd.weight")
     if embedding is not None:
@@ -98,11 +98,7 @@ def _reader(path: Path) -> Any:
         ) from None
 
 
-def _text(reader: Any, key: str) -> str:
+def _content(reader: Any, key: str) -> Any:
+    """Returns the value of a key; None if the file does not have it."""
     field = reader.get_field(key)
-    return "" if field is None else str(field.contents())
-
-
-def _number(reader: Any, key: str) -> int:
-    field = reader.get_field(key)
-    return 0 if field is None else int(field.contents())
+    return None if field is None else field.contents()

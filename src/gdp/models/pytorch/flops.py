@@ -8,6 +8,7 @@ definition per element; moving data counts nothing. An operator that is in no ta
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -74,24 +75,18 @@ def count_flops(func: OpOverload, args: Args, kwargs: Mapping[str, Any], outputs
     return sum(output.numel() for output in outputs), kind
 
 
-_classes: dict[OpOverload, tuple[str, Formula | None]] = {}  # a cache of `_classify`
-
-
+@cache
 def _classify(func: OpOverload) -> tuple[str, Formula | None]:
-    entry = _classes.get(func)
-    if entry is None:
-        name = func._schema.name.removeprefix("aten::").removesuffix("_")
-        entry = (UNKNOWN, None)
-        if name in _FORMULAS:
-            entry = (FORMULA, _FORMULAS[name])
-        elif name in _MOVEMENT:
-            entry = (MOVEMENT, None)
-        elif func.overloadpacket in flop_registry:
-            entry = (FORMULA, None)
-        elif torch.Tag.pointwise in func.tags or name in _POINTWISE or name.startswith("_foreach_"):
-            entry = (POINTWISE, None)
-        _classes[func] = entry
-    return entry
+    name = func._schema.name.removeprefix("aten::").removesuffix("_")
+    if name in _FORMULAS:
+        return FORMULA, _FORMULAS[name]
+    if name in _MOVEMENT:
+        return MOVEMENT, None
+    if func.overloadpacket in flop_registry:
+        return FORMULA, None
+    if torch.Tag.pointwise in func.tags or name in _POINTWISE or name.startswith("_foreach_"):
+        return POINTWISE, None
+    return UNKNOWN, None
 
 
 def _product(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:

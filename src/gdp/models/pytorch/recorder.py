@@ -113,7 +113,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.state_parts: dict[int, tuple[str, Ref | None]] = {}  # by value: key, the parameter that it starts as
         self._update_states: dict[tuple[int, str], list[int]] = {}  # by parameter and optimizer: values
         self._randomness = Randomness()
-        self._traits: dict[OpOverload, Traits] = {}
 
     def add_gradient(self, parameter: Tensor) -> None:
         """Notes that the memory of a parameter's gradient belongs to the update of the parameter."""
@@ -139,9 +138,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._one_by_one(func, types, args, kwargs)
         self.phases.find(func, args)
         func = MATERIALISED.get(func, func)
-        traits = self._traits.get(func)
-        if traits is None:
-            traits = self._traits[func] = traits_of(func)
+        traits = traits_of(func)
         args = self.memories.faked(args)
         if kwargs:
             kwargs = dict(zip(kwargs, self.memories.faked(tuple(kwargs.values())), strict=True))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ class Traits:
         return bool(args[self.dropout] if self.dropout < len(args) else kwargs.get("dropout_p"))
 
 
+@cache
 def traits_of(func: OpOverload) -> Traits:
     """The traits of `func`."""
     name, arguments = func._schema.name, func._schema.arguments
