@@ -95,12 +95,13 @@ _CALLS = names(
 )
 UNSHARDED = "shardings are left out: the graph is the unsharded program, with the arrays' whole sizes"
 
-_IDENTITIES = names(
+IDENTITIES = names(
     """
     stop_gradient name optimization_barrier sharding_constraint pvary pbroadcast device_put layout_constraint
     reshard mesh_cast copy_to_host_async
     """
 )
+"""Primitives whose results are their operands."""
 
 
 def called_jaxpr(name: str, params: Mapping[str, Any]) -> Any:
@@ -130,8 +131,3 @@ def has_sharding(name: str, params: Mapping[str, Any]) -> bool:
 def is_sharded(sharding: Any) -> bool:
     """Returns whether a JAX sharding, or None, splits an array over devices."""
     return any(axis is not None for axis in getattr(sharding, "spec", None) or ())
-
-
-def is_identity(name: str) -> bool:
-    """Returns whether the results of a primitive are its operands."""
-    return name in _IDENTITIES

@@ -19,6 +19,7 @@ import numpy as np
 from gdp.errors import InputError
 from gdp.models.jax import primitive_costs as costs
 from gdp.models.jax.equations import (
+    IDENTITIES,
     UNSHARDED,
     Constant,
     Equation,
@@ -27,7 +28,6 @@ from gdp.models.jax.equations import (
     Scope,
     called_jaxpr,
     has_sharding,
-    is_identity,
     opened,
 )
 from gdp.models.jax.loops import known_number
@@ -45,7 +45,6 @@ class JaxprRecorder:
         self._num_values = 0
         self._constants: dict[int, JaxValue] = {}  # by identity, so that each is there once
         self._kept_alive: list[Any] = []
-        self._helpers: dict[Any, Any] = {}
 
     def add_source(self, kind: str, name: str, aval: Any, origin: tuple[int, int], split: bool) -> JaxValue:
         """Adds a parameter, input or constant; with `split`, one op for each part along the first dimension."""
@@ -99,7 +98,7 @@ class JaxprRecorder:
             self.note(UNSHARDED)
         if name == "shard_map":
             self.note("a shard_map (or pmap) is one op with the costs of all its shards")
-        if is_identity(name) and len(inputs) == len(outputs):
+        if name in IDENTITIES and len(inputs) == len(outputs):
             return inputs
         callee = called_jaxpr(name, params)
         if callee is not None:
@@ -235,8 +234,9 @@ class JaxprRecorder:
         if value.parts is not None:
             return list(value.parts)
         if value.op is None and value.is_repeated:
-            return [self._lazy_part(value, index, length) for index in range(length)]
-        return [self._helper(("index", index, length), value.aval, [value], scopes) for index in range(length)]
+            return [self._lazy_part(value, index) for index in range(length)]
+        jaxprs = [index_jaxpr(value.aval.shape, value.aval.dtype, index) for index in range(length)]
+        return [self.run(jaxpr, (), [value], scopes)[0] for jaxpr in jaxprs]
 
     def _matching_parts(self, inputs: Sequence[JaxValue], aval: Any) -> list[list[JaxValue]] | None:
         """Returns the inputs by parts, if one is a stack of the result's shape and all others are too, or are lazy."""
@@ -250,16 +250,15 @@ class JaxprRecorder:
             elif value.aval.shape == ():
                 columns.append([value] * length)
             elif value.op is None and value.is_repeated and value.aval.shape == aval.shape:
-                columns.append([self._lazy_part(value, index, length) for index in range(length)])
+                columns.append([self._lazy_part(value, index) for index in range(length)])
             else:
                 return None
         return columns
 
-    def _lazy_part(self, value: JaxValue, index: int, length: int) -> JaxValue:
+    def _lazy_part(self, value: JaxValue, index: int) -> JaxValue:
         """Returns a part of a repeated value, itself repeated."""
-        jaxpr = self._helper_jaxpr(("index", index, length), value.aval, 1)
         current = value
-        for equation in jaxpr.eqns:
+        for equation in index_jaxpr(value.aval.shape, value.aval.dtype, index).eqns:
             current = self._lazy(equation.primitive, equation.params, [current], equation.outvars[0].aval, True, [])
         return current
 
@@ -267,20 +266,10 @@ class JaxprRecorder:
         """Joins the parts of a stack, for a consumer of the whole."""
         if value.parts is None or value.base is not None or value.equations:
             return
-        whole = self._helper(("stack", len(value.parts)), value.parts[0].aval, value.parts, scopes)
+        part = value.parts[0].aval
+        whole = self.run(stack_jaxpr(part.shape, part.dtype, len(value.parts)), (), value.parts, scopes)[0]
         value.base, value.equations, value.number = whole.source, whole.equations, whole.number
         value.is_repeated = whole.is_repeated
-
-    def _helper(self, key: tuple[Any, ...], aval: Any, inputs: Sequence[JaxValue], scopes: list[Scope]) -> JaxValue:
-        """Records the ops of a small function of the recorder's own."""
-        jaxpr = self._helper_jaxpr(key, aval, len(inputs))
-        return self.run(jaxpr, (), inputs, scopes)[0]
-
-    def _helper_jaxpr(self, key: tuple[Any, ...], aval: Any, num_inputs: int) -> Any:
-        signature = (*key, aval.shape, aval.dtype, num_inputs)
-        if signature not in self._helpers:
-            self._helpers[signature] = index_jaxpr(aval, key[1]) if key[0] == "index" else stack_jaxpr(aval, num_inputs)
-        return self._helpers[signature]
 
     # -- parts of the above ----------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gdp.models.jax.equations import called_jaxpr, is_identity, opened
+from gdp.models.jax.equations import IDENTITIES, called_jaxpr, opened
 
 _RELATIONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
@@ -123,5 +123,5 @@ def _applied(name: str, inputs: Sequence[_Known], aval: Any) -> _Known:
             return _Term(left.place, left.number - right.number)
         return None
     is_integer = getattr(getattr(aval, "dtype", None), "kind", "") in ("i", "u")
-    is_same = is_identity(name) or name in ("copy", "copy_p") or (name == "convert_element_type" and is_integer)
+    is_same = name in IDENTITIES or name in ("copy", "copy_p") or (name == "convert_element_type" and is_integer)
     return inputs[0] if is_same and inputs else None

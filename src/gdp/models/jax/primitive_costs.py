@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gdp.models.experts import share_hit
-from gdp.models.jax.equations import called_jaxpr, is_identity
+from gdp.models.jax.equations import IDENTITIES, called_jaxpr
 from gdp.models.jax.loops import known_number, trip_count
 from gdp.models.names import names
 from gdp.models.pytorch.flops import FORMULA, MOVEMENT, POINTWISE, UNKNOWN, registered_formula
@@ -193,7 +193,7 @@ def body_costs(closed: Any) -> Costs:
             continue
         inputs = [variable.aval for variable in equation.invars]
         outputs = [variable.aval for variable in equation.outvars]
-        if is_identity(name) or name == "broadcast_in_dim" or is_view(name, params, inputs, outputs):
+        if name in IDENTITIES or name == "broadcast_in_dim" or is_view(name, params, inputs, outputs):
             continue
         numbers = [known_number(variable.val) if hasattr(variable, "val") else None for variable in equation.invars]
         parts.append(costs_of(name, params, inputs, outputs, list(map(num_bytes, inputs)), numbers))

@@ -1,9 +1,10 @@
 """Stacks, the arrays that unrolled scans read part by part: the arguments that are stacks, and their parts."""
 
+from functools import cache
 from typing import Any
 
 from gdp.models.jax import primitive_costs as costs
-from gdp.models.jax.equations import called_jaxpr, is_identity, opened
+from gdp.models.jax.equations import IDENTITIES, called_jaxpr, opened
 
 
 def part_aval(aval: Any) -> Any:
@@ -42,7 +43,7 @@ def stacked_arguments(jaxpr: Any, unroll_limit: int) -> list[bool]:
                 visit(opened(params["jaxpr"])[0])
                 stacked.extend(equation.invars[params["num_consts"] + params["num_carry"] :])
                 stacked.extend(equation.outvars[params["num_carry"] :])
-            elif name in costs.POINTWISE_PRIMITIVES or name in costs.CONVERSIONS or is_identity(name):
+            elif name in costs.POINTWISE_PRIMITIVES or name in costs.CONVERSIONS or name in IDENTITIES:
                 for item in equation.invars:
                     if item.aval.shape == equation.outvars[0].aval.shape and item.aval.shape:
                         join(item, equation.outvars[0])
@@ -52,24 +53,21 @@ def stacked_arguments(jaxpr: Any, unroll_limit: int) -> list[bool]:
     return [bool(argument.aval.shape) and find(argument) in classes for argument in jaxpr.invars]
 
 
-def index_jaxpr(aval: Any, index: int) -> Any:
+@cache
+def index_jaxpr(shape: tuple[int, ...], dtype: Any, index: int) -> Any:
     """Returns the jaxpr of a function that takes part `index` of an array."""
-    from jax import lax, make_jaxpr
+    from jax import ShapeDtypeStruct, lax, make_jaxpr
 
-    return make_jaxpr(lambda x: lax.index_in_dim(x, index, keepdims=False))(_example(aval)).jaxpr
+    example = ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
+    return make_jaxpr(lambda x: lax.index_in_dim(x, index, keepdims=False))(example).jaxpr
 
 
-def stack_jaxpr(aval: Any, count: int) -> Any:
+@cache
+def stack_jaxpr(shape: tuple[int, ...], dtype: Any, count: int) -> Any:
     """Returns the jaxpr of a function that joins `count` parts into one array."""
-    from jax import lax, make_jaxpr, numpy
+    from jax import ShapeDtypeStruct, lax, make_jaxpr, numpy
 
     def stack(*xs: Any) -> Any:
         return lax.concatenate([numpy.expand_dims(x, 0) for x in xs], 0)
 
-    return make_jaxpr(stack)(*[_example(aval)] * count).jaxpr
-
-
-def _example(aval: Any) -> Any:
-    import jax
-
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)  # type: ignore[no-untyped-call]
+    return make_jaxpr(stack)(*[ShapeDtypeStruct(shape, dtype)] * count).jaxpr  # type: ignore[no-untyped-call]
