@@ -2,7 +2,7 @@
 
 Minimises the step time under the default priority over all placements that obey groups, allowed devices and memory.
 Units (groups, and each other op for itself) get their devices one after the other, in the order of their first ops. A
-partial placement is bounded as in `bounds.py`, with every placed op on its device only, and given up where a device
+partial placement is bounded as by `lower_bound`, with every placed op on its device only, and given up where a device
 holds too much already; a full one is simulated. Of devices whose exchange changes nothing but names one is tried; as
 the machine model sends to the lower device first, exchanged placements are simulated too where that order can matter.
 

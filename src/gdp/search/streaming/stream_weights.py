@@ -3,7 +3,7 @@
 A weight is ready at time 0, so the host would send all of them at once and fill the memory of the computing device. A
 plan's order prevents it: `stream_layout.py` has the order and a picture. Several devices take turns, window by window:
 while one computes, the links of the others are in use, and the memories of all hold weights that are not sent at all.
-Their shares of the work follow from speed, memory and links; a linear programme (`stream_shares.py`) gives them.
+Their shares of the work follow from speed, memory and links; a linear programme (`stream_starts.py`) gives them.
 
 Stages that fill memories, with nothing sent (`filled_stages.py`), come first: where links are slow they are best.
 Layouts with several numbers of windows are tried next, each with the least that has to be streamed: the most promising
