@@ -8,6 +8,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from gdp.notebook import digits, format_gib
+from gdp.report.layouts import copies_in_words
 from gdp.report.tables import format_ms, new_table
 from gdp.search.batches.place_batches import USUAL, is_pipeline, throughput_of
 from gdp.search.candidate import Candidate
@@ -19,11 +20,8 @@ _MOST_ROWS = 12  # of the table; all are in --json
 
 def layout_in_words(candidate: Candidate) -> str:
     """Returns `2 replicas of the model on 2 devices in stages each`."""
-    data, places = len(candidate.devices), len(candidate.devices[0])
-    copies = "one copy of the model" if data == 1 else f"{data} replicas of the model"
-    where = "one device" if places == 1 else f"{places} devices"
-    stages = " in stages" if places > 1 and is_pipeline(candidate) else ""
-    return f"{copies} on {where}{stages}{' each' if data > 1 else ''}"
+    num_places = candidate.way.num_places
+    return copies_in_words(len(candidate.devices), num_places, in_stages=num_places > 1 and is_pipeline(candidate))
 
 
 def of_throughput(figures: Throughput, samples: int | None = None) -> str:

@@ -28,10 +28,7 @@ def in_words(layout: Layout, num_places: int) -> str:
     counts = layout.microbatches
     if layout.is_whole:
         return "one copy of the model, its ops placed one by one"
-    parts = ["one copy of the model" if layout.data == 1 else f"{layout.data} replicas of the model"]
-    where = "one device" if num_places == 1 else f"{num_places} devices"
-    where += " in stages" if layout.stages is not None and num_places > 1 else ""
-    parts.append(f"on {where}{' each' if layout.data > 1 else ''}")
+    parts = [copies_in_words(layout.data, num_places, in_stages=layout.stages is not None)]
     if max(counts) > 1:
         each = " each" if layout.data > 1 and layout.is_even else ""
         numbers = str(counts[0]) if layout.is_even else ", ".join(map(str, counts))
@@ -44,6 +41,14 @@ def in_words(layout: Layout, num_places: int) -> str:
     if layout.offload != NONE:
         text += f", activations of {_blocks(layout.offload)} on the CPU until then"
     return text
+
+
+def copies_in_words(num_replicas: int, num_places: int, *, in_stages: bool) -> str:
+    """Returns `2 replicas of the model on 2 devices in stages each`."""
+    copies = "one copy of the model" if num_replicas == 1 else f"{num_replicas} replicas of the model"
+    where = "one device" if num_places == 1 else f"{num_places} devices"
+    stages = " in stages" if in_stages and num_places > 1 else ""
+    return f"{copies} on {where}{stages}{' each' if num_replicas > 1 else ''}"
 
 
 def _blocks(modules: str | tuple[str, ...]) -> str:
