@@ -62,8 +62,6 @@ def with_clipping(
     are whole and of one type, to rounding of the norm where they are in pieces, or of several types, whose order is
     PyTorch's own. InputError where an update reads several gradients.
     """
-    if not 0 < max_norm < float("inf"):
-        raise InputError(f"clip_norm is {max_norm}; a number above 0 is expected")
     return Clipping(program, gradients_of_updates(program, "clip_norm"), max_norm, None).build(order)
 
 

@@ -48,6 +48,8 @@ from gdp.parallel.layout import MAX_REPLICAS
 
 Make = Callable[[torch.device | None], OpRoutine]
 """Makes the routine of an op for a device; None: the CPU."""
+ReplicaExchange = AllReduce | ReduceScatter | WeightGather | ParameterGather
+"""One exchange of a replica and micro-batch."""
 
 
 class Exchanges:
@@ -62,7 +64,7 @@ class Exchanges:
         self._overwritten = _overwritten_gradients(tensors.program)
         outputs = {ref.value for ref in tensors.program.outputs.values()}
         self._kept_values = outputs | _overwritten_early(tensors.program)
-        self._known: dict[tuple[int, int, int], AllReduce | ReduceScatter | WeightGather | ParameterGather] = {}
+        self._known: dict[tuple[int, int, int], ReplicaExchange] = {}
         self._exchange = exchange_of(tensors.step).tolist()
         self._turn = turn_in_exchange(tensors.step).tolist()
         self._is_hop = tensors.step.is_in_role(*HOPS).tolist()
@@ -86,7 +88,7 @@ class Exchanges:
             taken = tensor, self._chunks(op)
         return made(partial(exchange.hop, taken, role in (RING_SUM, HOST_RING_SUM), sent))
 
-    def _begin(self, kind: str, op: int, replica: int) -> AllReduce | ReduceScatter | WeightGather | ParameterGather:
+    def _begin(self, kind: str, op: int, replica: int) -> ReplicaExchange:
         number, own = -1 - len(self._known), self.places.owned(replica)
         if kind == "all_gather":
             return self._gather(number, op, replica, own)

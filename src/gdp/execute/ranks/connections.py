@@ -18,6 +18,7 @@ awaits them; so they come, and the op runs.
 import contextlib
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -143,7 +144,7 @@ class Groups(NamedTuple):
     nccl: dist.ProcessGroup | None  # of the two ranks alone
 
 
-class _Connection(threading.Thread):
+class _Connection(threading.Thread, ABC):
     """One direction of the connection with a rank. With NCCL it has a stream and a group of its own."""
 
     def __init__(self, transfers: TransferState, peer: int, groups: Groups, name: str) -> None:
@@ -171,8 +172,9 @@ class _Connection(threading.Thread):
         if self._groups.nccl is not None:
             self._groups.nccl.abort()
 
+    @abstractmethod
     def _run(self) -> None:
-        raise NotImplementedError
+        """Moves messages until it is told to end."""
 
     def _post(self, post: Callable[..., Any], wire: Tensor, tag: int) -> Any:
         """Starts to send or to receive. Between two ranks NCCL knows the order only, no tags."""
