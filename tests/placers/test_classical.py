@@ -262,6 +262,19 @@ def test_expert_cuts_layers_equally() -> None:
     assert placement.tolist() == devices.tolist()
 
 
+def test_expert_takes_stages_where_layers_are_unequal() -> None:
+    """Stages of equal time beat equal numbers of layers where the first layer takes half of the time."""
+    ops = [Op(f"op{n}", module=f"blocks.{n}", time_ns={"test-device": MS * (3 if n == 0 else 1)}) for n in range(4)]
+    ops += [Op("skip", module="skip", time_ns={"test-device": 0})]
+    edges = [Tensor(0, (4,), 1), *(Tensor(n, (4,), 1) for n in range(1, 4))]  # layers side by side
+    problem = Problem.build(Graph.build("tower", ops, edges), cluster_of(2))
+    ranges = layer_ranges(problem, 2)
+    assert ranges is not None
+    placement = CLASSICAL["expert"](problem, 0)
+    assert placement is not None
+    assert simulate(problem, placement).step_time_ns < simulate(problem, ranges).step_time_ns
+
+
 def test_backward_joins_forward() -> None:
     """Backward ops join the forward ops whose results they use."""
     problem = Problem.build(training_graph(2, branches=1), cluster_of(2))

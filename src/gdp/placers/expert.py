@@ -4,19 +4,20 @@ It never splits the batch, as many would today.
 
 Recurrent and transformer models: one layer per device in turn, embeddings with the first layer, attention and softmax
 with the last; other models: contiguous stages of about equal time (Zhou et al., arXiv 1910.01578, section 4.1). For
-models that are not built in, the list of repeated layers is found in the module paths and cut into equal contiguous
-ranges.
+models that are not built in, it is the faster of those stages and of equal contiguous ranges of the repeated layers
+that module paths show.
 """
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 
 import numpy as np
 
 from gdp.arrays import I64
 from gdp.budget import Clock
-from gdp.models.papers import PAPERS
-from gdp.placers.base import allowed_work, inherit
+from gdp.models.papers import PAPERS, Workload
+from gdp.placers.base import allowed_work, best_of, inherit
 from gdp.placers.contiguous import module_chain, stages
 from gdp.placers.memory_repair import fit_memory
 from gdp.placers.settings import EXPERT
@@ -32,27 +33,30 @@ def expert(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Place
     mean_ns = work_ns / np.maximum(num_allowed, 1)
     mean_ns[num_allowed == 0] = np.inf
     devices = np.flatnonzero(mean_ns <= EXPERT.slowest * mean_ns.min())
-    positions = _layer_devices(problem, len(devices))
-    if positions is None:
-        chosen = stages(problem, units, module_chain(problem, units, whole_layers=True), devices)
-    else:
-        chosen = devices[positions[units.first_op]]
-    return fit_memory(problem, units.place_allowed(chosen), clock)
+
+    def cuts() -> Iterator[Placement]:
+        workload = PAPERS.find(problem.graph.name) if any(problem.graph.modules) else None
+        ranges = layer_ranges(problem, len(devices)) if workload is None else _by_rule(problem, workload, len(devices))
+        if ranges is not None:
+            yield units.place_allowed(devices[ranges[units.first_op]])
+        if ranges is None or workload is None:
+            chain = module_chain(problem, units, whole_layers=True)
+            yield units.place_allowed(stages(problem, units, chain, devices))
+
+    candidates = list(cuts())
+    return (
+        fit_memory(problem, candidates[0], clock) if len(candidates) == 1 else best_of(problem, candidates, clock=clock)
+    )
 
 
-def _layer_devices(problem: Problem, num_devices: int) -> I64 | None:
+def _by_rule(problem: Problem, workload: Workload, num_devices: int) -> I64 | None:
     """Returns the device number [N] of each op by its layer; None where the expert cuts contiguous stages."""
-    modules = problem.graph.modules
-    if not any(modules):
+    rule = workload.expert
+    if rule is None:
         return None
-    workload = PAPERS.find(problem.graph.name)
-    if workload is not None:
-        rule = workload.expert
-        if rule is None:
-            return None
-        layers = {module: rule(module) if module else -1 for module in set(modules)}
-        return inherit(problem, [layers[module] for module in modules]) % num_devices
-    return layer_ranges(problem, num_devices)
+    modules = problem.graph.modules
+    layers = {module: rule(module) if module else -1 for module in set(modules)}
+    return inherit(problem, [layers[module] for module in modules]) % num_devices
 
 
 def layer_ranges(problem: Problem, num_devices: int) -> I64 | None:
