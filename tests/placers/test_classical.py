@@ -264,9 +264,9 @@ def test_expert_cuts_layers_equally() -> None:
 
 def test_expert_takes_stages_where_layers_are_unequal() -> None:
     """Stages of equal time beat equal numbers of layers where the first layer takes half of the time."""
-    ops = [Op(f"op{n}", module=f"blocks.{n}", time_ns={"test-device": MS * (3 if n == 0 else 1)}) for n in range(4)]
-    ops += [Op("skip", module="skip", time_ns={"test-device": 0})]
-    edges = [Tensor(0, (4,), 1), *(Tensor(n, (4,), 1) for n in range(1, 4))]  # layers side by side
+    layers = [Op(f"op{n}", module=f"blocks.{n}", time_ns={"test-device": MS * (3 if n == 0 else 1)}) for n in range(4)]
+    ops = [Op("input", time_ns={"test-device": 0}), *layers, Op("sum", module="sum", time_ns={"test-device": 0})]
+    edges = [Tensor(0, (1, 2, 3, 4), 1), *(Tensor(n, (5,), 1) for n in range(1, 5))]  # layers side by side
     problem = Problem.build(Graph.build("tower", ops, edges), cluster_of(2))
     ranges = layer_ranges(problem, 2)
     assert ranges is not None
