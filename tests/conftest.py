@@ -10,6 +10,9 @@ from hypothesis import settings
 # one worker a core: more threads would wait for each other, most of them in the many small models of these tests
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# as the command does; else a third of the time to collect tests, and more of captures, goes to looking for garbage
+gc.set_threshold(100_000, 50, 1000)
+
 # a shell in the background leaves Ctrl-C ignored, and so would what tests start
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
