@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from gdp.execute import backends, threads
+from gdp.execute import backends, threads, worker
 from gdp.execute.backends import CpuBackend, CudaBackend
 from gdp.models.pytorch import replacements
 
@@ -235,7 +235,8 @@ class FakeCuda:
         monkeypatch.setattr(Tensor, "copy_", copy_)
         monkeypatch.setattr(Tensor, "flip", lambda tensor, dim: torch.ops.aten.flip.default(tensor, [dim]))
         monkeypatch.setattr(replacements, "_gradients", gradients)
-        monkeypatch.setattr(threads, "SimpleQueue", Queue)
+        for module in (threads, worker):
+            monkeypatch.setattr(module, "SimpleQueue", Queue)
         monkeypatch.setattr(backends, "CudaBackend", watched(CudaBackend))
         monkeypatch.setattr(backends, "CpuBackend", watched(CpuBackend))
 
