@@ -124,7 +124,7 @@ def test_a_plan_is_simulated_shown_exported_and_run(
     Path("elsewhere").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir("elsewhere")
-        patch.setattr(sys, "modules", {name: module for name, module in sys.modules.items() if name != "models"})
+        patch.delitem(sys.modules, "models", raising=False)
         assert main(["simulate", plan, "--costs", "costs.npz"]) == 0
         assert np.load("costs.npz")["op_time_ns"].shape == (len(Plan.load(plan).placement), 2)
         assert main(["report", plan, "--trace", "trace.json"]) == 0
