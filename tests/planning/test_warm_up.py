@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gdp.planning.warm_up import warm_up
+from gdp.planning import warm_up
 from gdp.search.ops.v_cycle import Island
 
 
@@ -23,5 +23,6 @@ def test_an_interrupt_while_kernels_are_loaded_is_not_lost(monkeypatch: pytest.M
         return cycle(self, *args)
 
     monkeypatch.setattr(Island, "cycle", interrupted)
+    warm_up._run_kernels.cache_clear()
     with pytest.raises(KeyboardInterrupt):
-        warm_up()
+        warm_up.warm_up()

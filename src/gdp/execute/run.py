@@ -200,7 +200,8 @@ def run_on_host(
             if not error.is_out_of_memory or ONE_DEVICE not in programs:
                 raise
             del programs[ONE_DEVICE]
-        gc.collect()  # of tensors that the error holds
+        if not measured:
+            gc.collect()  # of tensors that the error holds
     placed = _result(executable, plan, targets, results, check, simulation, measured[PLACED])
     return replace(placed, one_device=measured.get(ONE_DEVICE), one_device_name=targets[fastest].name, notes=notes)
 

@@ -1,6 +1,7 @@
 """Compiles before a clock starts: on a new machine no budget pays for what Numba takes."""
 
 from collections.abc import Callable, Collection, Iterable
+from functools import cache
 from importlib import import_module
 
 import numpy as np
@@ -58,20 +59,7 @@ def warm_up(
         *(_EXACT if is_exact else ()),
     )
     with event.install_listener("numba:compile", _Counter(kernels_of(modules), on_kernel)):
-        cluster = Cluster.parse("2xp100-pcie-16g")
-        problem = Problem.build(_step(_NUM_OPS), cluster)
-        evaluate(problem, np.zeros(problem.num_ops, np.int64))
-        lower_bound(problem)
-        if placers:
-            _place(_step(_NUM_OPS), cluster, 80)
-            _place(_step(_NUM_OPS), cluster, 80, "gdp-zero-shot")
-        if is_many:
-            many = Cluster.parse(f"{WORD_DEVICES + 1}xp100-pcie-16g")
-            evaluate(Problem.build(_step(_NUM_OPS), many), np.zeros(_NUM_OPS, np.int64))
-            if placers:
-                _place(_step(8 * WORD_DEVICES), many, 400)
-        if is_exact:
-            _place(_step(4), cluster, 20, "exact")
+        _run_kernels(len(placers) > 0, is_many=is_many, is_exact=is_exact)
 
 
 def is_small(problem: Problem) -> bool:
@@ -97,6 +85,25 @@ class _Counter(event.Listener):
     def on_end(self, event: event.Event) -> None:
         if self.on_kernel is not None and event.data["dispatcher"] in self.kernels:
             self.on_kernel(sum(bool(kernel.signatures) for kernel in self.kernels), len(self.kernels))
+
+
+@cache
+def _run_kernels(has_placers: bool, *, is_many: bool, is_exact: bool) -> None:
+    """Runs the kernels once in a process, which has them from then on."""
+    cluster = Cluster.parse("2xp100-pcie-16g")
+    problem = Problem.build(_step(_NUM_OPS), cluster)
+    evaluate(problem, np.zeros(problem.num_ops, np.int64))
+    lower_bound(problem)
+    if has_placers:
+        _place(_step(_NUM_OPS), cluster, 80)
+        _place(_step(_NUM_OPS), cluster, 80, "gdp-zero-shot")
+    if is_many:
+        many = Cluster.parse(f"{WORD_DEVICES + 1}xp100-pcie-16g")
+        evaluate(Problem.build(_step(_NUM_OPS), many), np.zeros(_NUM_OPS, np.int64))
+        if has_placers:
+            _place(_step(8 * WORD_DEVICES), many, 400)
+    if is_exact:
+        _place(_step(4), cluster, 20, "exact")
 
 
 def _place(graph: Graph, cluster: Cluster, simulations: int, placer: str = "auto") -> None:
