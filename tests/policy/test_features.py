@@ -12,7 +12,7 @@ from gdp.policy.features import FEATURES, INITIAL_WEIGHTS, NUM_FEATURES, NUMBERS
 from gdp.policy.rollout import roll_out
 from gdp.policy.rollout_arrays import RolloutArrays, RolloutRecord
 from gdp.policy.sampling import draw_style, options_of
-from gdp.policy.unit_graph import UnitGraph, UnitSource
+from gdp.policy.unit_source import UnitSource
 from gdp.simulator.problem import Problem
 from strategies import Instance, instances
 
@@ -20,23 +20,27 @@ from strategies import Instance, instances
 class PlainRollout:
     """The state of a roll-out in plain Python, and the features of devices in that state."""
 
-    def __init__(self, problem: Problem, units: UnitGraph, most: int) -> None:
-        self.units, self.most, self.num_devices = units, most, problem.num_devices
+    def __init__(self, source: UnitSource, arrays: RolloutArrays, was: I64, most: int) -> None:
+        problem, self.arrays, self.most = source.problem, arrays, most
+        self.num_devices, self.num_units = problem.num_devices, len(arrays.work_ns)
         self.limit_bytes = np.maximum(problem.memory_limit_bytes, 1)
         self.cluster = problem.cluster
-        count = units.num_units
-        sent = np.zeros((count, count))
-        np.add.at(sent, (units.sources, units.targets), np.maximum(units.sent_ns, 1e-9))
+        self.targets = np.repeat(np.arange(self.num_units), np.diff(arrays.offsets))
+        sent = np.zeros((self.num_units, self.num_units))
+        sent_ns = arrays.sent_bytes * source.ns_per_byte + source.latency_ns
+        np.add.at(sent, (arrays.senders, self.targets), np.maximum(sent_ns, 1e-9))
         self.near = row_shares(sent + sent.T)
         two_steps = self.near @ self.near
         np.fill_diagonal(two_steps, 0.0)
-        self.second, self.similar = row_shares(two_steps), units.similar.toarray()
-        runs = units.time_ns >= 0
-        times_ns, works_ns = (np.where(runs, ns, 0.0) + 1.0 for ns in (units.time_ns, units.work_ns[:, None]))
+        self.second, self.similar = row_shares(two_steps), np.zeros_like(sent)
+        rows = np.repeat(np.arange(self.num_units), np.diff(arrays.similar.offsets))
+        self.similar[rows, arrays.similar.units] = arrays.similar.shares
+        runs = arrays.time_ns >= 0
+        times_ns, works_ns = (np.where(runs, ns, 0.0) + 1.0 for ns in (arrays.time_ns, arrays.work_ns[:, None]))
         speed = 1.0 / (times_ns.sum(axis=0) / works_ns.sum(axis=0))
         self.speed = speed / speed.sum()
         self.device: dict[int, int] = {}  # of each unit that has one
-        self.was: I64 = units.incumbent
+        self.was = was
         self.finish_ns: dict[int, float] = {}
         self.begin_pass()
 
@@ -51,45 +55,45 @@ class PlainRollout:
         self.before = device
 
     def transfer_ns(self, pair: int, device: int) -> float:
-        home = self.device[self.units.sources[pair]]
+        home = self.device[self.arrays.senders[pair]]
         if home == device:
             return 0.0
         rate = self.cluster.bytes_per_second[home, device]
-        return float(self.units.sent_bytes[pair] * 1e9 / rate + self.cluster.latency_ns[home, device])
+        return float(self.arrays.sent_bytes[pair] * 1e9 / rate + self.cluster.latency_ns[home, device])
 
     def features(self, unit: int, device_before: int, candidates: list[int]) -> tuple[dict[str, F64], F64]:
         """(values [D] of each feature, ends [D]) for a unit that has no device, meaningful at `candidates`."""
-        units, shape = self.units, self.num_devices
-        home = np.array([self.device.get(other, -1) for other in range(units.num_units)])
+        arrays, shape = self.arrays, self.num_devices
+        home = np.array([self.device.get(other, -1) for other in range(self.num_units)])
         here = home[:, None] == np.arange(shape)  # [U, D]
         near, second, like = (shares[unit] @ here for shares in (self.near, self.second, self.similar))
-        load = np.where(here, units.time_ns, 0.0).sum(axis=0)
-        busy = np.stack([units.slices[here[:, device]].sum(axis=0) for device in range(shape)])
-        held = ((units.resident_bytes + units.alive_bytes)[:, None] * here).sum(axis=0)
+        load = np.where(here, arrays.time_ns, 0.0).sum(axis=0)
+        busy = np.stack([arrays.slices[here[:, device]].sum(axis=0) for device in range(shape)])
+        held = (arrays.held_bytes[:, None] * here).sum(axis=0)
         is_empty = ~here.any(axis=0)
-        arriving = [pair for pair in np.flatnonzero(units.targets == unit) if home[units.sources[pair]] >= 0]
+        arriving = [pair for pair in np.flatnonzero(self.targets == unit) if home[arrays.senders[pair]] >= 0]
         inputs, ready = np.zeros(shape), np.zeros(shape)
         for device in candidates:
             sent = {pair: self.transfer_ns(pair, device) for pair in arriving}
             inputs[device] = sum(sent.values())
             ready[device] = max(
                 (
-                    self.finish_ns[units.sources[pair]] + transfer
+                    self.finish_ns[arrays.senders[pair]] + transfer
                     for pair, transfer in sent.items()
-                    if units.sources[pair] < unit
+                    if arrays.senders[pair] < unit
                 ),
                 default=0.0,
             )
         start = np.maximum(ready, self.free_ns)
-        time_ns = np.maximum(units.time_ns[unit], 0.0)  # forbidden devices are no candidates
+        time_ns = np.maximum(arrays.time_ns[unit], 0.0)  # forbidden devices are no candidates
         end = start + time_ns
-        own_ns = max(units.work_ns[unit], 1.0)
-        all_slices = np.maximum(units.slices.sum(axis=0), 1e-9)
-        meanwhile = (units.slices[unit] * busy / all_slices).sum(axis=1) / self.speed / own_ns
-        share = self.speed * max(units.work_ns.sum(), 1.0)
+        own_ns = max(arrays.work_ns[unit], 1.0)
+        all_slices = np.maximum(arrays.slices.sum(axis=0), 1e-9)
+        meanwhile = (arrays.slices[unit] * busy / all_slices).sum(axis=1) / self.speed / own_ns
+        share = self.speed * max(arrays.work_ns.sum(), 1.0)
         fair = share * max(shape / max(self.most, 1), 1.0)
         after = load + time_ns
-        memory = (held + units.resident_bytes[unit] + units.alive_bytes[unit]) / self.limit_bytes
+        memory = (held + arrays.held_bytes[unit]) / self.limit_bytes
         is_before = np.arange(shape) == self.before
         all_near, all_like = max(near.sum(), 1e-9), max(like.sum(), 1e-9)
 
@@ -149,21 +153,22 @@ def test_columns_are_rows_of_the_table(instance: Instance, refines: bool, most: 
     incumbent = problem.allowed.argmax(axis=1) if refines else None
     units = source.draw(8, rng, incumbent=incumbent)
     shape = 1, units.num_units
-    fixed = np.where(rng.random(shape) < 0.5, units.incumbent, -1)
+    devices = np.full(units.num_units, -1) if incumbent is None else incumbent[units.first_op]
+    fixed = np.where(rng.random(shape) < 0.5, devices, -1)
     style = replace(draw_style(rng), scale=np.ones((2, NUM_FEATURES), np.float32), passes=num_passes, most=most)
     options = options_of([replace(style, temperature=1.0)], problem.num_devices, refines=refines)
     weights = rng.normal(size=(2, NUM_FEATURES)).astype(np.float32)
     record, chosen = RolloutRecord.empty(1, num_passes, units.num_units, problem.num_devices), np.zeros(shape, np.int64)
-    arrays = RolloutArrays.of(problem, units, source.equal_before)
+    arrays = RolloutArrays.of(source, units)
     uniforms = rng.random((1, num_passes, units.num_units))
-    roll_out(arrays, weights, options, fixed, units.incumbent, uniforms, chosen, record)
+    roll_out(arrays, weights, options, fixed, devices, uniforms, chosen, record)
 
-    plain = PlainRollout(problem, units, int(options.most[0]))
+    plain = PlainRollout(source, arrays, devices, int(options.most[0]))
     plain.device = {unit: int(device) for unit, device in enumerate(fixed[0]) if device >= 0}
     for turn in range(num_passes):
         plain.begin_pass()
         for unit in range(units.num_units):
-            before = plain.device.get(unit, int(units.incumbent[unit]))
+            before = plain.device.get(unit, int(devices[unit]))
             if fixed[0, unit] < 0:
                 plain.device.pop(unit, None)
             candidates = np.flatnonzero(record.masks[0, turn, unit]).tolist()

@@ -17,7 +17,7 @@ from gdp.policy.rollout import roll_out
 from gdp.policy.rollout_arrays import RolloutArrays, RolloutRecord
 from gdp.policy.sampling import draw_refinement, draw_style, options_of, vary
 from gdp.policy.scheduler import SchedulerPolicy
-from gdp.policy.unit_graph import UnitSource
+from gdp.policy.unit_source import UnitSource
 from gdp.search.ops.fine_tune import FineTuneConfig, fine_tune
 from gdp.search.ops.zero_shot import Evaluator, ZeroShotConfig, zero_shot
 from gdp.search.question import Question
@@ -100,7 +100,7 @@ def test_forbidden_devices_are_never_drawn() -> None:
     view = policy.constructor.grouped(problem, 24, rng())
     rollouts = policy.sample(view, 50, rng())
     assert (rollouts.placements[:, 8:12] == 1).all()
-    pinned = np.unique(view.units.units.index[8:12])
+    pinned = np.unique(view.units.index[8:12])
     log_prob = rollouts.log_prob.reshape(50, -1, view.units.num_units)
     assert (log_prob[:, :, pinned] == 0).all()  # one device is left: log 1
 
@@ -110,9 +110,10 @@ def test_forbidden_devices_are_never_drawn() -> None:
 def test_renamed_devices_keep_their_features(names: list[int], passes: int) -> None:
     """Features belong to a device, whatever its number is."""
     problem = layered(num_devices=4)
-    units = UnitSource.of(problem).draw(24, rng(1))
     alone = np.full(4, -1)  # without the rule on empty devices, which goes by number
-    arrays = RolloutArrays.of(problem, units, alone)
+    source = replace(UnitSource.of(problem), equal_before=alone)
+    units = source.draw(24, rng(1))
+    arrays = RolloutArrays.of(source, units)
     fixed = rng(2).integers(0, 4, (1, units.num_units))
     fixed[0, -1] = -1
     weights = rng(3).normal(size=(2, NUM_FEATURES)).astype(np.float32)
@@ -131,8 +132,9 @@ def test_renamed_devices_keep_their_features(names: list[int], passes: int) -> N
 def test_devices_hold_what_is_counted_anew() -> None:
     """After six passes the features of a unit are those of the units where they are."""
     problem = layered(num_devices=3)
-    units = UnitSource.of(problem).draw(24, rng(1))
-    arrays = RolloutArrays.of(problem, units, np.full(3, -1))
+    source = replace(UnitSource.of(problem), equal_before=np.full(3, -1))
+    units = source.draw(24, rng(1))
+    arrays = RolloutArrays.of(source, units)
     weights = rng(3).normal(size=(2, NUM_FEATURES)).astype(np.float32)
     style = replace(draw_style(rng(5)), temperature=2.0, passes=6, slack=1e9, most=1.0)
     chosen, record = np.zeros((1, units.num_units), np.int64), RolloutRecord.empty(1, 6, units.num_units, 3)
@@ -148,7 +150,7 @@ def test_devices_hold_what_is_counted_anew() -> None:
         row = slice(arrays.near.offsets[last], arrays.near.offsets[last + 1])
         there = np.isin(arrays.near.units[row], here)
         assert seen["neighbours here, of all"] == pytest.approx(arrays.near.shares[row][there].sum(), abs=1e-5)
-        load = units.time_ns[here, device].sum() / (arrays.speed[device] * arrays.total_ns)
+        load = arrays.time_ns[here, device].sum() / (arrays.speed[device] * arrays.total_ns)
         assert seen["load"] == pytest.approx(min(load, 4.0), rel=1e-5)
         assert seen["empty"] == float(len(here) == 0)
 
@@ -169,7 +171,7 @@ def test_first_of_like_empty_devices() -> None:
     view = policy.constructor.grouped(layered(), 24, rng())
     styles = [replace(draw_style(rng(seed)), temperature=5.0, passes=1) for seed in range(30)]
     placements = policy.constructor.place(view, styles, rng())
-    order = [int(np.flatnonzero(view.units.units.index == unit)[0]) for unit in range(view.units.num_units)]
+    order = [int(np.flatnonzero(view.units.index == unit)[0]) for unit in range(view.units.num_units)]
     for placement in placements:
         first_uses = list(dict.fromkeys(placement[order].tolist()))
         assert first_uses == sorted(first_uses)
@@ -180,7 +182,7 @@ def test_refining_changes_freed_units_only() -> None:
     problem, policy = layered(), policy_of(SMALL)
     start = policy.sample(policy.constructor.grouped(problem, 24, rng()), 1, rng(), temperature=5.0).placements[0]
     view = policy.constructor.grouped(problem, 24, rng(), incumbent=start)
-    assert (view.units.incumbent[view.units.units.index] == start).all()
+    assert (view.incumbent[view.units.index] == start).all()
     rollouts = policy.sample(view, 40, rng(), temperature=5.0)
     changed = (rollouts.placements != start).mean(axis=1)
     assert 0 < changed.max() <= 0.6 + 1 / view.units.num_units

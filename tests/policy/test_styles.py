@@ -23,7 +23,7 @@ from gdp.policy.training import style_outcomes, style_training
 from gdp.policy.training.pretrain import TrainingProgress, TrainingRun
 from gdp.policy.training.style_outcomes import Outcomes, read_parts, try_styles, write_part
 from gdp.policy.training.style_training import StyleTrainingConfig, fit, outcomes_path, train_styles
-from gdp.policy.unit_graph import UnitSource
+from gdp.policy.unit_source import UnitSource
 from gdp.search.candidate import Figures
 from gdp.search.ops.zero_shot import StylePool
 from gdp.simulator.problem import Problem

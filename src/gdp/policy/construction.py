@@ -18,8 +18,9 @@ from gdp.policy.rollout_arrays import RolloutArrays, RolloutOptions, RolloutReco
 from gdp.policy.sampling import Style, options_of
 from gdp.policy.settings import GROUPING
 from gdp.policy.style_scorer import StyleScorer, StyleScores
-from gdp.policy.unit_graph import UnitGraph, UnitSource
+from gdp.policy.unit_source import UnitSource
 from gdp.simulator.problem import Placement, Problem
+from gdp.units.units import Units
 
 _LARGEST_WEIGHT = 1e6  # scores of larger ones could overflow; trained ones are below 10
 
@@ -50,13 +51,14 @@ class Instance:
 class UnitInstance(Instance):
     """A problem in units."""
 
-    units: UnitGraph
+    units: Units
     arrays: RolloutArrays
+    incumbent: I64  # [U] device of each unit in the placement to refine, -1 without one
 
     @property
     def refines(self) -> bool:
         """True if there is an incumbent."""
-        return int(self.units.incumbent[0]) >= 0
+        return int(self.incumbent[0]) >= 0
 
 
 @dataclass(eq=False)
@@ -122,7 +124,8 @@ class Constructor:
         """Draws about `num_units` units, to place or, with `incumbent` [N], to refine; see `UnitSource.draw`."""
         source = self.source(problem)
         units = source.draw(num_units, rng, following=following, incumbent=incumbent)
-        return UnitInstance(problem, units, RolloutArrays.of(problem, units, source.equal_before))
+        devices = np.full(units.num_units, -1) if incumbent is None else incumbent[units.first_op]
+        return UnitInstance(problem, units, RolloutArrays.of(source, units), devices)
 
     def place(self, instance: UnitInstance, styles: Sequence[Style], rng: np.random.Generator) -> I64:
         """Returns a placement [S, N] in each of `styles`, in the units of `instance`, without a record for training."""
@@ -142,12 +145,12 @@ class Constructor:
             self.weights(),
             options,
             _fixed(instance, len(styles), rng),
-            instance.units.incumbent,
+            instance.incumbent,
             rng.random((len(styles), num_passes, num_units)),
             devices,
             record,
         )
-        return devices[:, instance.units.units.index], options, record
+        return devices[:, instance.units.index], options, record
 
 
 def _fixed(instance: UnitInstance, num_samples: int, rng: np.random.Generator) -> I64:
@@ -158,7 +161,7 @@ def _fixed(instance: UnitInstance, num_samples: int, rng: np.random.Generator) -
     """
     from scipy.sparse import csr_array  # a quarter of a second, which most commands never need
 
-    incumbent, near = instance.units.incumbent, instance.arrays.near
+    incumbent, near = instance.incumbent, instance.arrays.near
     num_units = len(incumbent)
     fixed = np.repeat(incumbent[None], num_samples, axis=0)
     if not instance.refines:

@@ -7,7 +7,7 @@ import numpy as np
 
 from gdp.arrays import F32
 from gdp.policy.settings import SCORER
-from gdp.policy.unit_graph import NUM_SLICES, UnitSource
+from gdp.policy.unit_source import NUM_SLICES, UnitSource
 
 NUM_PROBLEM_FEATURES = 21
 
