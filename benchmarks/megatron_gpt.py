@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from benchmarks.models.gpt2 import GPT2, GPT2Config
 from benchmarks.models.transformer import SelfAttention
-from gdp.models.papers.base import Dropout, Example, random_tokens
+from gdp.models.papers.base import Dropout, Example
 
 
 class _UnfusedAttention(SelfAttention):
@@ -49,5 +49,5 @@ class MegatronGPT(GPT2):
 def build(config: GPT2Config, dtype: torch.dtype) -> Example:
     """Returns the model in `dtype` with one micro-batch of random tokens."""
     shape = config.num_steps, config.batch_size
-    tokens, targets = (random_tokens(config.vocabulary, *shape) for _ in range(2))
+    tokens, targets = (torch.randint(config.vocabulary, shape) for _ in range(2))
     return MegatronGPT(config).to(dtype), (tokens, targets), {}

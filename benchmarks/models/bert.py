@@ -14,14 +14,14 @@ from torch.nn import functional
 
 from benchmarks.models.transformer import FeedForward, check_heads
 from gdp.errors import InputError
-from gdp.models.papers.base import Dropout, Example, WordEmbedding, check_config, random_tokens
+from gdp.models.papers.base import Dropout, Example, ModelConfig, WordEmbedding
 
 DEVIATION = 0.02
 NUM_SEGMENTS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class BERTConfig:
+class BERTConfig(ModelConfig):
     """Sizes of the model ("large": 24 layers of 1024) and of one batch, `num_masked` words a row to predict."""
 
     batch_size: int
@@ -34,7 +34,7 @@ class BERTConfig:
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        check_config(self)
+        ModelConfig.__post_init__(self)
         check_heads(type(self).__name__, self.hidden, self.num_heads)
         if self.num_masked > self.num_steps:
             raise InputError(
@@ -120,7 +120,7 @@ class BERT(nn.Module):
 def build(config: BERTConfig) -> Example:
     """The model with one batch of random sentences."""
     shape = config.batch_size, config.num_steps
-    tokens, segments = random_tokens(config.vocabulary, *shape), random_tokens(NUM_SEGMENTS, *shape)
+    tokens, segments = torch.randint(config.vocabulary, shape), torch.randint(NUM_SEGMENTS, shape)
     places = torch.rand(shape).argsort(dim=1)[:, : config.num_masked]
-    words = random_tokens(config.vocabulary, config.batch_size, config.num_masked)
-    return BERT(config), (tokens, segments, places, words, random_tokens(2, config.batch_size)), {}
+    words = torch.randint(config.vocabulary, (config.batch_size, config.num_masked))
+    return BERT(config), (tokens, segments, places, words, torch.randint(2, (config.batch_size,))), {}

@@ -12,14 +12,14 @@ from torch.nn import functional
 
 from benchmarks.models.transformer import TransformerLayer, check_heads
 from benchmarks.models.vit import Patches, check_patches
-from gdp.models.papers.base import Example, WordEmbedding, check_config, random_tokens
+from gdp.models.papers.base import Example, ModelConfig, WordEmbedding
 
 SHARPNESS = 2.6593  # ln(1 / 0.07), section 2.5
 DEVIATION = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class CLIPConfig:
+class CLIPConfig(ModelConfig):
     """Sizes of the model (ViT-B/16) and of one batch of pairs; a head is 64 wide."""
 
     batch_size: int
@@ -34,7 +34,7 @@ class CLIPConfig:
     head: int = 64
 
     def __post_init__(self) -> None:
-        check_config(self)
+        ModelConfig.__post_init__(self)
         for hidden in (self.image_hidden, self.text_hidden):
             check_heads(type(self).__name__, hidden, max(1, hidden // self.head))
         check_patches(type(self).__name__, self.image_size, self.patch_size)
@@ -98,4 +98,4 @@ class CLIP(nn.Module):
 def build(config: CLIPConfig) -> Example:
     """The model with one batch of random images and texts."""
     images = torch.randn(config.batch_size, 3, config.image_size, config.image_size)
-    return CLIP(config), (images, random_tokens(config.vocabulary, config.batch_size, config.num_steps)), {}
+    return CLIP(config), (images, torch.randint(config.vocabulary, (config.batch_size, config.num_steps))), {}

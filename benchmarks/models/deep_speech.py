@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gdp.errors import InputError
-from gdp.models.papers.base import Example, check_config
+from gdp.models.papers.base import Example, ModelConfig
 
 NUM_FREQUENCIES = 161  # of windows of 20 ms at 16 kHz
 CHANNELS, KERNELS, STRIDES = 32, ((41, 11), (21, 11)), ((2, 2), (2, 1))  # (frequency, time): table 3
@@ -23,7 +23,7 @@ NEVER = -1e30  # log-probability of an impossible state, finite so that gradient
 
 
 @dataclass(frozen=True, slots=True)
-class DeepSpeechConfig:
+class DeepSpeechConfig(ModelConfig):
     """Sizes of the model and of one batch; a step is two frames of the spectrogram, `num_letters` counts the blank."""
 
     batch_size: int
@@ -34,7 +34,7 @@ class DeepSpeechConfig:
     text_length: int = 12
 
     def __post_init__(self) -> None:
-        check_config(self)
+        ModelConfig.__post_init__(self)
         if 2 * self.text_length > self.num_steps:  # a letter and the blank before an equal one
             half = self.num_steps // 2
             raise InputError(

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from benchmarks.models.conv_norm import ConvNorm
 from gdp.errors import InputError
-from gdp.models.papers.base import Example, check_config
+from gdp.models.papers.base import Example, ModelConfig
 from gdp.models.papers.vision import Classifier, random_images
 
 LAYERS: Mapping[int, tuple[int, ...]] = MappingProxyType(
@@ -26,7 +26,7 @@ BOTTLENECK = 4  # channels of the 1 x 1 convolution per channel of growth
 
 
 @dataclass(frozen=True, slots=True)
-class DenseNetConfig:
+class DenseNetConfig(ModelConfig):
     """Sizes of the model and of one batch."""
 
     batch_size: int
@@ -36,7 +36,7 @@ class DenseNetConfig:
     num_classes: int = 1000
 
     def __post_init__(self) -> None:
-        check_config(self)
+        ModelConfig.__post_init__(self)
         if self.num_layers not in LAYERS:
             known = ", ".join(map(str, LAYERS))
             raise InputError(f"DenseNetConfig: num_layers is {self.num_layers}; one of {known} is expected")

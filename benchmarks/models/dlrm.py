@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gdp.errors import InputError
-from gdp.models.papers.base import Example, WordEmbedding, check_config
+from gdp.models.papers.base import Example, ModelConfig, WordEmbedding
 
 TABLE_ROWS = (
     *(9980333, 36084, 17217, 7378, 20134, 3, 7112, 1442, 61, 9758201, 1333352, 313829, 10),
@@ -25,7 +25,7 @@ TOP = (512, 512, 256)
 
 
 @dataclass(frozen=True, slots=True)
-class DLRMConfig:
+class DLRMConfig(ModelConfig):
     """Sizes of one batch and of the model: the first `num_tables` of TABLE_ROWS, each with at most `max_rows`."""
 
     batch_size: int
@@ -34,7 +34,7 @@ class DLRMConfig:
     max_rows: int = 10_000_000
 
     def __post_init__(self) -> None:
-        check_config(self)
+        ModelConfig.__post_init__(self)
         if self.num_tables > len(TABLE_ROWS):
             raise InputError(f"DLRMConfig: num_tables is {self.num_tables}; at most {len(TABLE_ROWS)} is expected")
 

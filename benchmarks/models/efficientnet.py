@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.models.conv_norm import ConvNorm
-from gdp.models.papers.base import Dropout, Example, check_config
+from gdp.models.papers.base import Dropout, Example, ModelConfig
 from gdp.models.papers.vision import Classifier, random_images
 
 # (expansion, kernel, stride, channels, blocks) of each stage of EfficientNet-B0
@@ -28,7 +28,7 @@ STEM, HEAD, CHANNEL_STEP = 32, 1280, 8
 
 
 @dataclass(frozen=True, slots=True)
-class EfficientNetConfig:
+class EfficientNetConfig(ModelConfig):
     """Sizes of one batch and of the model: B0 scaled to `width_percent` channels and `depth_percent` blocks.
 
     B0 is 100, 100 at 224 pixels, B4 140, 180 at 380 (section 5 and the authors' release). A block is skipped with a
@@ -42,9 +42,6 @@ class EfficientNetConfig:
     num_classes: int = 1000
     skip: float = 0.2
     dropout: float = 0.4
-
-    def __post_init__(self) -> None:
-        check_config(self)
 
     def scaled(self, channels: int) -> int:
         """Returns this model's channels for B0's `channels`: a multiple of 8, at least 90 % of the exact number."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gdp.models.papers.base import Dropout, Example, SoftmaxLoss, WordEmbedding, check_config, random_tokens
+from gdp.models.papers.base import Dropout, Example, ModelConfig, SoftmaxLoss, WordEmbedding
 
 NUM_LETTERS, LETTER_WIDTH = 262, 16
 FILTERS = ((1, 32), (2, 32), (3, 64), (4, 128), (5, 256), (6, 512), (7, 1024))  # (letters, number)
@@ -19,7 +19,7 @@ CLIP = 3.0  # of cells and outputs
 
 
 @dataclass(frozen=True, slots=True)
-class ELMoConfig:
+class ELMoConfig(ModelConfig):
     """Sizes of the model and of one batch; `filter_divisor` divides the numbers of filters."""
 
     batch_size: int
@@ -31,9 +31,6 @@ class ELMoConfig:
     vocabulary: int = 32000
     filter_divisor: int = 1
     dropout: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_config(self)
 
 
 class LetterEncoder(nn.Module):
@@ -120,6 +117,6 @@ class ELMo(nn.Module):
 def build(config: ELMoConfig) -> Example:
     """The model with one batch of random words."""
     shape = config.num_steps, config.batch_size
-    letters = random_tokens(NUM_LETTERS, *shape, config.word_length)
-    after, before = (random_tokens(config.vocabulary, *shape) for _ in range(2))
+    letters = torch.randint(NUM_LETTERS, (*shape, config.word_length))
+    after, before = (torch.randint(config.vocabulary, shape) for _ in range(2))
     return ELMo(config), (letters, after, before), {}

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.models.transformer import TransformerLayer, check_heads
-from gdp.models.papers.base import Dropout, Example, WordEmbedding, check_config, random_tokens
+from gdp.models.papers.base import Dropout, Example, ModelConfig, WordEmbedding
 
 
 @dataclass(frozen=True, slots=True)
-class GPT2Config:
+class GPT2Config(ModelConfig):
     """Sizes of the model ("large": 36 layers of 1280) and of one batch."""
 
     batch_size: int
@@ -28,7 +28,7 @@ class GPT2Config:
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        check_config(self)
+        ModelConfig.__post_init__(self)
         check_heads(type(self).__name__, self.hidden, self.num_heads)
 
 
@@ -60,5 +60,5 @@ class GPT2(nn.Module):
 def build(config: GPT2Config) -> Example:
     """The model with one batch of random tokens."""
     shape = config.batch_size, config.num_steps
-    tokens, targets = (random_tokens(config.vocabulary, *shape) for _ in range(2))
+    tokens, targets = (torch.randint(config.vocabulary, shape) for _ in range(2))
     return GPT2(config), (tokens, targets), {}

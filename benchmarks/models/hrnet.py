@@ -16,7 +16,7 @@ from torch.nn import functional
 from benchmarks.models.conv_norm import ConvNorm
 from benchmarks.models.resnet import EXPANSION, Bottleneck
 from gdp.errors import InputError
-from gdp.models.papers.base import Example, check_config
+from gdp.models.papers.base import Example, ModelConfig
 
 MODULES: Mapping[int, tuple[int, ...]] = MappingProxyType({2: (1,), 3: (1, 4), 4: (1, 4, 3)})
 """Modules of the stages with 2, 3, ... branches, by the greatest number of branches; the published models have 4."""
@@ -25,7 +25,7 @@ STEM, FIRST_BLOCKS, BLOCKS_PER_MODULE = 64, 4, 4
 
 
 @dataclass(frozen=True, slots=True)
-class HRNetConfig:
+class HRNetConfig(ModelConfig):
     """Sizes of one batch and of the model, whose branches have `width` channels, twice, four times as many, ..."""
 
     batch_size: int
@@ -36,7 +36,7 @@ class HRNetConfig:
     num_keypoints: int = 17
 
     def __post_init__(self) -> None:
-        check_config(self)
+        ModelConfig.__post_init__(self)
         if self.num_branches not in MODULES:
             known = ", ".join(map(str, MODULES))
             raise InputError(f"HRNetConfig: num_branches is {self.num_branches}; one of {known} is expected")

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gdp.errors import InputError
-from gdp.models.papers.base import Example, SoftmaxLoss, WordEmbedding, check_config, random_tokens
+from gdp.models.papers.base import Example, ModelConfig, SoftmaxLoss, WordEmbedding
 
 ROTARY_BASE = 10000.0  # Su et al. 2021, arXiv 2104.09864
 
 
 @dataclass(frozen=True, slots=True)
-class LlamaConfig:
+class LlamaConfig(ModelConfig):
     """Sizes of the model and of one batch."""
 
     batch_size: int
@@ -30,7 +30,7 @@ class LlamaConfig:
     vocabulary: int = 32000
 
     def __post_init__(self) -> None:
-        check_config(self)
+        ModelConfig.__post_init__(self)
         check_heads(type(self).__name__, self.hidden, self.num_heads, self.num_key_heads)
 
 
@@ -134,5 +134,5 @@ class Llama(nn.Module):
 def build(config: LlamaConfig) -> Example:
     """The model with one batch of random tokens."""
     shape = config.batch_size, config.num_steps
-    tokens, targets = (random_tokens(config.vocabulary, *shape) for _ in range(2))
+    tokens, targets = (torch.randint(config.vocabulary, shape) for _ in range(2))
     return Llama(config), (tokens, targets), {}

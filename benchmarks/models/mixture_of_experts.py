@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from benchmarks.models.llama import GroupedQueryAttention, Rotary, SwiGLU, check_heads
 from gdp.errors import InputError
-from gdp.models.papers.base import Example, SoftmaxLoss, WordEmbedding, check_config, random_tokens
+from gdp.models.papers.base import Example, ModelConfig, SoftmaxLoss, WordEmbedding
 
 BALANCE_WEIGHT = 0.01  # Fedus et al. 2021, section 2.2
 
 
 @dataclass(frozen=True, slots=True)
-class MixtureOfExpertsConfig:
+class MixtureOfExpertsConfig(ModelConfig):
     """Sizes of the model and of one batch. An expert takes `1 + spare_capacity` times its even share of the tokens."""
 
     batch_size: int
@@ -34,7 +34,7 @@ class MixtureOfExpertsConfig:
     vocabulary: int = 32000
 
     def __post_init__(self) -> None:
-        check_config(self)
+        ModelConfig.__post_init__(self)
         check_heads(type(self).__name__, self.hidden, self.num_heads, self.num_key_heads)
         if self.experts_per_token > self.num_experts:
             raise InputError(
@@ -135,5 +135,5 @@ class MixtureOfExperts(nn.Module):
 def build(config: MixtureOfExpertsConfig) -> Example:
     """The model with one batch of random tokens."""
     shape = config.batch_size, config.num_steps
-    tokens, targets = (random_tokens(config.vocabulary, *shape) for _ in range(2))
+    tokens, targets = (torch.randint(config.vocabulary, shape) for _ in range(2))
     return MixtureOfExperts(config), (tokens, targets), {}

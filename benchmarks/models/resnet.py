@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from benchmarks.models.conv_norm import ConvNorm
 from gdp.errors import InputError
-from gdp.models.papers.base import Example, check_config
+from gdp.models.papers.base import Example, ModelConfig
 from gdp.models.papers.vision import Classifier, random_images
 
 BLOCKS: Mapping[int, tuple[int, ...]] = MappingProxyType(
@@ -26,7 +26,7 @@ EXPANSION = 4
 
 
 @dataclass(frozen=True, slots=True)
-class ResNetConfig:
+class ResNetConfig(ModelConfig):
     """Sizes of the model and of one batch; `width` is the paper's 64."""
 
     batch_size: int
@@ -36,7 +36,7 @@ class ResNetConfig:
     num_classes: int = 1000
 
     def __post_init__(self) -> None:
-        check_config(self)
+        ModelConfig.__post_init__(self)
         check_layers(type(self).__name__, self.num_layers)
 
 

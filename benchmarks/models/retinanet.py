@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from benchmarks.models.resnet import Backbone, check_layers
 from gdp.errors import InputError
-from gdp.models.papers.base import Example, check_config
+from gdp.models.papers.base import Example, ModelConfig
 
 NUM_ANCHORS = 9  # at each place of a level: three sizes of three shapes
 HEAD_LAYERS = 4
@@ -25,7 +25,7 @@ STRIDES = (8, 16, 32, 64, 128)  # of the levels P3 to P7
 
 
 @dataclass(frozen=True, slots=True)
-class RetinaNetConfig:
+class RetinaNetConfig(ModelConfig):
     """Sizes of the model and of one batch."""
 
     batch_size: int
@@ -36,7 +36,7 @@ class RetinaNetConfig:
     num_classes: int = 80
 
     def __post_init__(self) -> None:
-        check_config(self)
+        ModelConfig.__post_init__(self)
         check_layers(type(self).__name__, self.num_layers)
         if self.image_size % STRIDES[-1]:
             raise InputError(f"RetinaNetConfig: image_size is {self.image_size}; a multiple of 128 is expected")

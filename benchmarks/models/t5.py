@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gdp.models.papers.base import Dropout, Example, WordEmbedding, check_config, random_tokens
+from gdp.models.papers.base import Dropout, Example, ModelConfig, WordEmbedding
 
 NUM_BUCKETS, MAX_DISTANCE = 32, 128  # section 2.1
 
 
 @dataclass(frozen=True, slots=True)
-class T5Config:
+class T5Config(ModelConfig):
     """Sizes of the model ("base": 12 + 12 layers of 768) and of one batch (`num_steps` in and out)."""
 
     batch_size: int
@@ -31,9 +31,6 @@ class T5Config:
     inner: int = 3072
     vocabulary: int = 32128
     dropout: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_config(self)
 
 
 class RelativeBias(nn.Module):
@@ -156,5 +153,5 @@ class T5(nn.Module):
 def build(config: T5Config) -> Example:
     """The model with one batch of random tokens."""
     shape = config.batch_size, config.num_steps
-    sources, tokens, targets = (random_tokens(config.vocabulary, *shape) for _ in range(3))
+    sources, tokens, targets = (torch.randint(config.vocabulary, shape) for _ in range(3))
     return T5(config), (sources, tokens, targets), {}

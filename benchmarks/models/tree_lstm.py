@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gdp.errors import InputError
-from gdp.models.papers.base import Dropout, Example, WordEmbedding, check_config, random_tokens
+from gdp.models.papers.base import Dropout, Example, ModelConfig, WordEmbedding
 from gdp.models.papers.lstm import State
 
 
 @dataclass(frozen=True, slots=True)
-class TreeLSTMConfig:
+class TreeLSTMConfig(ModelConfig):
     """Sizes of the model and of one batch; the paper's vectors have 300 elements, its states 150."""
 
     batch_size: int
@@ -29,7 +29,7 @@ class TreeLSTMConfig:
     dropout: float = 0.5
 
     def __post_init__(self) -> None:
-        check_config(self)
+        ModelConfig.__post_init__(self)
         if self.num_leaves & (self.num_leaves - 1):
             raise InputError(f"TreeLSTMConfig: num_leaves is {self.num_leaves}; a power of two is expected")
 
@@ -90,9 +90,9 @@ class TreeLSTM(nn.Module):
 
 def build(config: TreeLSTMConfig) -> Example:
     """The model with one batch of random sentences."""
-    words = random_tokens(config.vocabulary, config.num_leaves, config.batch_size)
+    words = torch.randint(config.vocabulary, (config.num_leaves, config.batch_size))
     return (
         TreeLSTM(config),
-        (words, random_tokens(config.num_classes, 2 * config.num_leaves - 1, config.batch_size)),
+        (words, torch.randint(config.num_classes, (2 * config.num_leaves - 1, config.batch_size))),
         {},
     )

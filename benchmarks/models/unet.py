@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gdp.errors import InputError
-from gdp.models.papers.base import Dropout, Example, check_config
+from gdp.models.papers.base import Dropout, Example, ModelConfig
 
 NUM_NOISE_LEVELS = 1000  # section 4
 
@@ -25,7 +25,7 @@ MULTIPLIERS: Mapping[int, tuple[int, ...]] = MappingProxyType({3: (1, 2, 2), 4: 
 
 
 @dataclass(frozen=True, slots=True)
-class UNetConfig:
+class UNetConfig(ModelConfig):
     """Sizes of the model and of one batch; level l has `channels` times the l-th of `MULTIPLIERS[num_levels]`."""
 
     batch_size: int
@@ -38,7 +38,7 @@ class UNetConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        check_config(self)
+        ModelConfig.__post_init__(self)
         if self.num_levels not in MULTIPLIERS:
             known = ", ".join(map(str, MULTIPLIERS))
             raise InputError(f"UNetConfig: num_levels is {self.num_levels}; one of {known} is expected")

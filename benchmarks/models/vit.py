@@ -10,12 +10,12 @@ from torch.nn import functional
 
 from benchmarks.models.transformer import TransformerLayer, check_heads
 from gdp.errors import InputError
-from gdp.models.papers.base import Dropout, Example, check_config
+from gdp.models.papers.base import Dropout, Example, ModelConfig
 from gdp.models.papers.vision import random_images
 
 
 @dataclass(frozen=True, slots=True)
-class ViTConfig:
+class ViTConfig(ModelConfig):
     """Sizes of the model (ViT-L/16: 24 layers of 1024, patches of 16 pixels) and of one batch."""
 
     batch_size: int
@@ -28,7 +28,7 @@ class ViTConfig:
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        check_config(self)
+        ModelConfig.__post_init__(self)
         check_heads(type(self).__name__, self.hidden, self.num_heads)
         check_patches(type(self).__name__, self.image_size, self.patch_size)
 

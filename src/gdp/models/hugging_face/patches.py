@@ -6,11 +6,11 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
@@ -79,26 +79,15 @@ class KnownRates(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.linspace and (kwargs or {}).get("device") == "cpu":
             with unset_fake_temporarily():
-                return _Rates(map(_Rate, func(*args, **(kwargs or {})).tolist()))
+                return np.array(func(*args, **(kwargs or {})).tolist()).view(_Rates)
         return func(*args, **(kwargs or {}))
 
 
-class _Rate(float):
-    """A number with the methods of a one-element tensor that models call."""
-
-    def item(self) -> float:
-        return float(self)
-
-
-class _Rates(list[_Rate]):
+class _Rates(np.ndarray[Any, Any]):
     """Numbers with the methods of a one-dimensional tensor that models call."""
 
-    def tolist(self) -> list[float]:
-        return list(map(float, self))
-
-    def split(self, sizes: Sequence[int]) -> "list[_Rates]":
-        ends = list(accumulate(sizes))
-        return [_Rates(self[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+    def split(self, sizes: Sequence[int]) -> list[Any]:
+        return np.split(self, np.cumsum(sizes)[:-1])
 
 
 @contextlib.contextmanager

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gdp.errors import InputError
-from gdp.models.papers.base import Example, check_config
+from gdp.models.papers.base import Example, ModelConfig
 from gdp.models.papers.vision import Classifier, random_images
 
 
 @dataclass(frozen=True, slots=True)
-class AmoebaNetConfig:
+class AmoebaNetConfig(ModelConfig):
     """Sizes of the model (the paper's N and F; N = 6, F = 190 has 86.7M parameters) and of one batch."""
 
     batch_size: int
@@ -31,7 +31,7 @@ class AmoebaNetConfig:
     dropout: float = 0.5
 
     def __post_init__(self) -> None:
-        check_config(self)
+        ModelConfig.__post_init__(self)
         if self.filters < 16:
             raise InputError(f"{type(self).__name__}: filters is {self.filters}; at least 16 is expected")
 

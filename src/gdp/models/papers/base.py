@@ -1,6 +1,6 @@
 """Parts that the model families share: checks of sizes, three modules."""
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -13,15 +13,18 @@ Example = tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]
 """A module, and the args and kwargs for which its forward returns the scalar loss."""
 
 
-def check_config(config: Any) -> None:
-    """Raises InputError unless the dataclass's integers are at least 1 and its fractions at least 0 and below 1."""
-    for item in fields(config):
-        value = getattr(config, item.name)
-        where = f"{type(config).__name__}: {item.name} is {value!r}"
-        if item.type in (int, "int") and (type(value) is not int or value < 1):
-            raise InputError(f"{where}; an integer of at least 1 is expected")
-        if item.type in (float, "float") and not (isinstance(value, float) and 0 <= value < 1):
-            raise InputError(f"{where}; a number of at least 0 and below 1 is expected")
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Sizes of a model and of one batch. Raises InputError unless integers are at least 1 and fractions from 0 to 1."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            where = f"{type(self).__name__}: {item.name} is {value!r}"
+            if item.type in (int, "int") and (type(value) is not int or value < 1):
+                raise InputError(f"{where}; an integer of at least 1 is expected")
+            if item.type in (float, "float") and not (isinstance(value, float) and 0 <= value < 1):
+                raise InputError(f"{where}; a number of at least 0 and below 1 is expected")
 
 
 class Dropout(nn.Module):
@@ -55,8 +58,3 @@ class WordEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return functional.embedding(tokens, self.weight)
-
-
-def random_tokens(vocabulary: int, *shape: int) -> Tensor:
-    """int64 tokens below `vocabulary`."""
-    return torch.randint(vocabulary, shape)

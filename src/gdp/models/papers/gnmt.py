@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gdp.models.papers.base import Example, SoftmaxLoss, check_config, random_tokens
+from gdp.models.papers.base import Example, ModelConfig, SoftmaxLoss
 from gdp.models.papers.lstm import LSTMLayer, State, StepEmbedding, unroll
 
 FIRST_RESIDUAL_LAYER = 2
 
 
 @dataclass(frozen=True, slots=True)
-class GNMTConfig:
+class GNMTConfig(ModelConfig):
     """Sizes of the model (as many decoder as encoder layers) and of one batch (targets as long as sources)."""
 
     num_layers: int
@@ -29,9 +29,6 @@ class GNMTConfig:
     hidden: int = 1024
     vocabulary: int = 32000
     dropout: float = 0.2
-
-    def __post_init__(self) -> None:
-        check_config(self)
 
 
 class BidirectionalLayer(nn.Module):
@@ -134,5 +131,5 @@ class GNMT(nn.Module):
 def build(config: GNMTConfig) -> Example:
     """The model with one batch of random sentences."""
     shape = config.num_steps, config.batch_size
-    sources, tokens, targets = (random_tokens(config.vocabulary, *shape) for _ in range(3))
+    sources, tokens, targets = (torch.randint(config.vocabulary, shape) for _ in range(3))
     return GNMT(config), (sources, tokens, targets), {}

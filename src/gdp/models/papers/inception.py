@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gdp.models.papers.base import Example, check_config
+from gdp.models.papers.base import Example, ModelConfig
 from gdp.models.papers.vision import Classifier, random_images
 
 
 @dataclass(frozen=True, slots=True)
-class InceptionConfig:
+class InceptionConfig(ModelConfig):
     """Sizes of one batch; `width_divisor` divides every number of channels (for tests)."""
 
     batch_size: int
@@ -21,9 +21,6 @@ class InceptionConfig:
     num_classes: int = 1000
     width_divisor: int = 1
     dropout: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_config(self)
 
 
 class Convolution(nn.Module):

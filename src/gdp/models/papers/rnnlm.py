@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gdp.models.papers.base import Example, SoftmaxLoss, check_config, random_tokens
+from gdp.models.papers.base import Example, ModelConfig, SoftmaxLoss
 from gdp.models.papers.lstm import LSTMLayer, State, StepEmbedding
 
 
 @dataclass(frozen=True, slots=True)
-class RNNLMConfig:
+class RNNLMConfig(ModelConfig):
     """Sizes of the model and of one batch."""
 
     num_layers: int
@@ -23,9 +23,6 @@ class RNNLMConfig:
     hidden: int = 2048
     vocabulary: int = 32000
     dropout: float = 0.25
-
-    def __post_init__(self) -> None:
-        check_config(self)
 
 
 class RNNLM(nn.Module):
@@ -52,4 +49,4 @@ class RNNLM(nn.Module):
 def build(config: RNNLMConfig) -> Example:
     """The model with one batch of random tokens."""
     shape = config.num_steps, config.batch_size
-    return RNNLM(config), (random_tokens(config.vocabulary, *shape), random_tokens(config.vocabulary, *shape)), {}
+    return RNNLM(config), (torch.randint(config.vocabulary, shape), torch.randint(config.vocabulary, shape)), {}

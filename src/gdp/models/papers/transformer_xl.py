@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gdp.errors import InputError
-from gdp.models.papers.base import Dropout, Example, SoftmaxLoss, WordEmbedding, check_config, random_tokens
+from gdp.models.papers.base import Dropout, Example, ModelConfig, SoftmaxLoss, WordEmbedding
 
 
 @dataclass(frozen=True, slots=True)
-class TransformerXLConfig:
+class TransformerXLConfig(ModelConfig):
     """Sizes of the model and of one batch; segment and memory are 384 long, as in training the large model."""
 
     num_layers: int
@@ -31,7 +31,7 @@ class TransformerXLConfig:
     dropout: float = 0.2
 
     def __post_init__(self) -> None:
-        check_config(self)
+        ModelConfig.__post_init__(self)
         if self.hidden % (2 * self.num_heads):
             raise InputError(f"TransformerXLConfig: hidden is {self.hidden}; a multiple of 2 * num_heads is expected")
 
@@ -154,5 +154,5 @@ def build(config: TransformerXLConfig) -> Example:
     """The model with one batch of random tokens and a random memory."""
     shape = config.num_segments * config.segment_steps, config.batch_size
     memory = torch.randn(config.num_layers, config.segment_steps, config.batch_size, config.hidden)
-    tokens, targets = (random_tokens(config.vocabulary, *shape) for _ in range(2))
+    tokens, targets = (torch.randint(config.vocabulary, shape) for _ in range(2))
     return TransformerXL(config), (tokens, targets, memory), {}

@@ -4,14 +4,15 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gdp.models.papers.base import Example, WordEmbedding, check_config, random_tokens
+from gdp.models.papers.base import Example, ModelConfig, WordEmbedding
 
 
 @dataclass(frozen=True, slots=True)
-class WaveNetConfig:
+class WaveNetConfig(ModelConfig):
     """Sizes of the model (its paper gives no widths) and of one batch; a stack has dilations 1, 2, 4, ..."""
 
     num_stacks: int
@@ -21,9 +22,6 @@ class WaveNetConfig:
     channels: int = 64
     skip_channels: int = 256
     quantization: int = 256
-
-    def __post_init__(self) -> None:
-        check_config(self)
 
 
 class SampleEmbedding(WordEmbedding):
@@ -94,5 +92,5 @@ class WaveNet(nn.Module):
 def build(config: WaveNetConfig) -> Example:
     """The model with one batch of random audio."""
     shape = config.batch_size, config.num_samples
-    samples, targets = (random_tokens(config.quantization, *shape) for _ in range(2))
+    samples, targets = (torch.randint(config.quantization, shape) for _ in range(2))
     return WaveNet(config), (samples, targets), {}

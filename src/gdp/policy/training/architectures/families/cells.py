@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gdp.policy.training.architectures.families.images import ConvUnit, ImageStem, ImageStyle, Resize
-from gdp.policy.training.architectures.families.parts import ClassLoss, Draws, Example, WeightedSum, random_classes
+from gdp.policy.training.architectures.families.parts import ClassLoss, Draws, Example, WeightedSum
 
 _OPS_OF: Mapping[str, int] = MappingProxyType(
     {
@@ -158,4 +158,4 @@ def build(draws: Draws, num_ops: int) -> Example:
     style = ImageStyle.draw(draws, max_channels=64)
     num_classes = draws.size(10, 1000, 1)
     network = CellNetwork(draws, style, num_ops, num_classes)
-    return network, (style.images(), random_classes(num_classes, style.batch)), {}
+    return network, (style.images(), torch.randint(num_classes, (style.batch,))), {}

@@ -14,14 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gdp.policy.training.architectures.families.images import ImageStyle
-from gdp.policy.training.architectures.families.parts import (
-    ClassLoss,
-    Draws,
-    Example,
-    PlainMLP,
-    ValueLoss,
-    random_classes,
-)
+from gdp.policy.training.architectures.families.parts import ClassLoss, Draws, Example, PlainMLP, ValueLoss
 from gdp.policy.training.architectures.families.recurrent import RecurrentStack, StackPlan
 from gdp.policy.training.architectures.families.residual import DenseTrunk, ResidualTrunk, draw_trunk
 from gdp.policy.training.architectures.families.tables import TableBag
@@ -81,7 +74,7 @@ class Source:
         inputs = draws.size(500, 30000, 100) if has_tokens else draws.size(16, 512)
         module = StepEmbeddings(inputs, width, num_steps, has_tokens=has_tokens)
         shape = batch, num_steps
-        return cls(module, random_classes(inputs, *shape) if has_tokens else torch.randn(*shape, inputs), num_steps)
+        return cls(module, torch.randint(inputs, shape) if has_tokens else torch.randn(*shape, inputs), num_steps)
 
 
 def _share_of_source(draws: Draws, kind: str) -> float:
@@ -197,7 +190,7 @@ def build_mixture(draws: Draws, num_ops: int) -> Example:
         heads.append(head)
     taps = [len(bodies) - 1, *(draws.number(0, len(bodies) - 1) for _ in heads[1:])]
     model = Mixture(source.module, bodies, heads, taps)
-    return model, (source.inputs, random_classes(num_classes, batch), torch.randn(batch, num_values)), {}
+    return model, (source.inputs, torch.randint(num_classes, (batch,)), torch.randn(batch, num_values)), {}
 
 
 class Towers(nn.Module):
@@ -256,4 +249,4 @@ def build_towers(draws: Draws, num_ops: int) -> Example:
         body = draw_body(draws, draws.one_of(*BODIES), shares[number] * (1 - share), width, source.num_steps)
         towers.append(nn.Sequential(OrderedDict(source=source.module, body=body)))
         inputs.append(source.inputs)
-    return Towers(towers, merge, width, num_classes), (random_classes(num_classes, batch), *inputs), {}
+    return Towers(towers, merge, width, num_classes), (torch.randint(num_classes, (batch,)), *inputs), {}

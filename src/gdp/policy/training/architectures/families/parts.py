@@ -134,8 +134,3 @@ class PlainMLP(nn.Module):
             y = self.act(y) if number < len(self.layers) - 1 else y
             x = x + y if self.residual and x.shape == y.shape else y
         return x
-
-
-def random_classes(num_classes: int, *shape: int) -> Tensor:
-    """Returns int64 numbers below `num_classes`."""
-    return torch.randint(num_classes, shape)

@@ -13,7 +13,6 @@ from gdp.policy.training.architectures.families.parts import (
     Example,
     RandomDropout,
     ValueLoss,
-    random_classes,
     vector_norm,
 )
 
@@ -242,7 +241,7 @@ def build(draws: Draws, num_ops: int) -> Example:
     if has_tokens:
         vocabulary = draws.size(1000, 40000, 100)
         model = RecurrentModel(draws, plan, vocabulary, vocabulary, has_tokens=True)
-        return model, (random_classes(vocabulary, num_steps, batch), random_classes(vocabulary, num_steps, batch)), {}
+        return model, (torch.randint(vocabulary, (num_steps, batch)), torch.randint(vocabulary, (num_steps, batch))), {}
     num_features, num_outputs = draws.size(16, 512), draws.size(8, 512)
     model = RecurrentModel(draws, plan, num_features, num_outputs, has_tokens=False)
     return model, (torch.randn(num_steps, batch, num_features), torch.randn(num_steps, batch, num_outputs)), {}

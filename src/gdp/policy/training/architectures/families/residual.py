@@ -15,7 +15,7 @@ from gdp.policy.training.architectures.families.images import (
     ImageStyle,
     Resize,
 )
-from gdp.policy.training.architectures.families.parts import ClassLoss, Draws, Example, random_classes
+from gdp.policy.training.architectures.families.parts import ClassLoss, Draws, Example
 
 OPS_OF_UNIT = 14  # ops of a step of a ConvUnit, on average
 
@@ -197,4 +197,4 @@ def build(draws: Draws, num_ops: int, trunk: type[ResidualTrunk] | type[DenseTru
     """Draws a network with this kind of trunk of about `num_ops` ops, with one batch."""
     style, num_classes = ImageStyle.draw(draws), draws.size(10, 1000, 1)
     model = ImageClassifier(trunk(draws, style, num_ops), num_classes)
-    return model, (style.images(), random_classes(num_classes, style.batch)), {}
+    return model, (style.images(), torch.randint(num_classes, (style.batch,))), {}

@@ -15,14 +15,7 @@ from gdp.policy.training.architectures.families.feeds import (
     ExpertPlan,
 )
 from gdp.policy.training.architectures.families.mixers import CAUSAL_MIXERS, MIXERS, WINDOWS, DrawnAttention, mixer
-from gdp.policy.training.architectures.families.parts import (
-    ClassLoss,
-    Draws,
-    Example,
-    RandomDropout,
-    random_classes,
-    vector_norm,
-)
+from gdp.policy.training.architectures.families.parts import ClassLoss, Draws, Example, RandomDropout, vector_norm
 
 CROSS, EXPERTS = "cross", "experts"
 _OPS_OF: Mapping[str, int] = MappingProxyType(
@@ -243,8 +236,8 @@ def _model(draws: Draws, plan: TransformerPlan, num_ops: int) -> Example:
     first = StepEmbeddings(inputs, plan.width, num_steps, has_tokens=has_tokens, inner=inner)
     model = StackModel(first, TransformerStack(plan, num_ops, num_steps), plan.width, num_classes)
     shape = (batch, num_steps)
-    data = random_classes(inputs, *shape) if has_tokens else torch.randn(*shape, inputs)
-    return model, (data, random_classes(num_classes, *(shape if is_stepwise else (batch,)))), {}
+    data = torch.randint(inputs, shape) if has_tokens else torch.randn(*shape, inputs)
+    return model, (data, torch.randint(num_classes, shape if is_stepwise else (batch,))), {}
 
 
 def build_stack(draws: Draws, num_ops: int, *, is_causal: bool) -> Example:
@@ -270,5 +263,5 @@ def build_encoder_decoder(draws: Draws, num_ops: int) -> Example:
     encoders = [TransformerStack(encoder, num_ops * share / num_parts, num_steps) for _ in range(num_parts)]
     decoders = [TransformerStack(decoder, num_ops * (1 - share) / num_parts, num_steps) for _ in range(num_parts)]
     model = EncoderDecoder(firsts, encoders, decoders, ClassLoss(encoder.width, vocabulary))
-    sources, tokens, targets = (random_classes(vocabulary, batch, num_steps) for _ in range(3))
+    sources, tokens, targets = (torch.randint(vocabulary, (batch, num_steps)) for _ in range(3))
     return model, (sources, tokens, targets), {}

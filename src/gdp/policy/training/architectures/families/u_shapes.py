@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gdp.policy.training.architectures.families.images import RESIZE_KINDS, ImageStyle, Resize
-from gdp.policy.training.architectures.families.parts import Draws, Example, random_classes
+from gdp.policy.training.architectures.families.parts import Draws, Example
 from gdp.policy.training.architectures.families.residual import BlockPlan, DrawnBlock
 
 
@@ -87,5 +87,5 @@ def build(draws: Draws, num_ops: int) -> Example:
     is_image, num_classes = draws.chance(0.4), draws.size(4, 40, 1)
     model = UShape(draws, style, num_ops, 3 if is_image else num_classes, is_image=is_image)
     shape = style.batch, style.size, style.size
-    targets = style.images() if is_image else random_classes(num_classes, *shape)
+    targets = style.images() if is_image else torch.randint(num_classes, shape)
     return model, (style.images(), targets), {}

@@ -5,13 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gdp.policy.training.architectures.families.parts import (
-    ClassLoss,
-    Draws,
-    Example,
-    ValueLoss,
-    random_classes,
-)
+from gdp.policy.training.architectures.families.parts import ClassLoss, Draws, Example, ValueLoss
 from gdp.policy.training.architectures.families.recurrent import CellForm, HistoryAttention, RecurrentStack, StackPlan
 
 _LAYERS = (1, 2, 2, 3, 4, 6, 8)
@@ -73,7 +67,7 @@ def build(draws: Draws, num_ops: int) -> Example:
     if has_tokens:
         vocabulary = draws.size(2000, 50000, 100)
         model = UnrolledModel(draws, plans, vocabulary, vocabulary, has_tokens=True)
-        return model, (random_classes(vocabulary, num_steps, batch), random_classes(vocabulary, num_steps, batch)), {}
+        return model, (torch.randint(vocabulary, (num_steps, batch)), torch.randint(vocabulary, (num_steps, batch))), {}
     num_features, num_outputs = draws.size(16, 1024), draws.size(64, 4096)
     model = UnrolledModel(draws, plans, num_features, num_outputs, has_tokens=False)
     return model, (torch.randn(num_steps, batch, num_features), torch.randn(num_steps, batch, num_outputs)), {}

@@ -9,14 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gdp.policy.training.architectures.families.images import CONV_KINDS, ConvUnit, ImageStem, ImageStyle, Resize
-from gdp.policy.training.architectures.families.parts import (
-    ClassLoss,
-    Draws,
-    Example,
-    PlainMLP,
-    WeightedSum,
-    random_classes,
-)
+from gdp.policy.training.architectures.families.parts import ClassLoss, Draws, Example, PlainMLP, WeightedSum
 
 
 def draw_wiring(draws: Draws, num_nodes: int) -> list[list[int]]:
@@ -121,9 +114,9 @@ def build(draws: Draws, num_ops: int) -> Example:
         style = ImageStyle.draw(draws, max_channels=64)
         return (
             WiredImages(draws, style, num_ops, num_classes),
-            (style.images(), random_classes(num_classes, style.batch)),
+            (style.images(), torch.randint(num_classes, (style.batch,))),
             {},
         )
     num_features, batch = draws.size(64, 1024), draws.size(1024, 16384)
     model = WiredVectors(draws, num_features, num_ops, num_classes)
-    return model, (torch.randn(batch, num_features), random_classes(num_classes, batch)), {}
+    return model, (torch.randn(batch, num_features), torch.randint(num_classes, (batch,))), {}
