@@ -20,12 +20,13 @@ function cards() {
   $("cards").replaceChildren(...items.map(([value, text]) => element("div", { class: "card" }, element("b", {}, value), element("span", {}, text))));
 }
 
+// a step time, a bar with a line at `mark`, and the ratio to the plan's step time
+const timeCells = (ns, longest, colour, mark, none = "–") => ns === null ? [none, "", "–"]
+  : [time(ns), bar(ns / longest, colour, mark && mark / longest), (ns / Math.max(summary.step_ns, 1)).toFixed(3)];
+
 function placers() {
   const rows = summary.placers;
-  if (rows.length < 2) {
-    $("placers-part").hidden = true;
-    return;
-  }
+  if (isAbsent("placers-part", rows.length < 2)) return;
   const longest = Math.max(...rows.map(row => row.ns ?? 0), 1);
   const shown = [...rows].sort((a, b) => (a.status !== "ok") - (b.status !== "ok") || (a.ns ?? Infinity) - (b.ns ?? Infinity));
   const colour = row => row.status !== "ok" ? NOT_FITTING : row.plan ? "var(--plan)" : "var(--bar)";
@@ -38,10 +39,7 @@ function placers() {
 
 function progress() {
   const points = summary.progress.filter(point => point[2]);
-  if (points.length < 2) {
-    $("progress-part").hidden = true;
-    return;
-  }
+  if (isAbsent("progress-part", points.length < 2)) return;
   const last = Math.max(summary.seconds ?? 0, points[points.length - 1][0]);
   const line = [...points.map(([seconds, ns]) => [seconds, ns]), [last, points[points.length - 1][1]]];
   const highest = Math.max(...line.map(point => point[1])), lowest = Math.min(summary.bound_ns || Infinity, ...line.map(point => point[1]));
@@ -69,9 +67,7 @@ function advice() {
   const { what_ifs: whatIfs, sentences } = summary.advice;
   const longest = Math.max(summary.step_ns, ...whatIfs.map(item => item.step_time_ns ?? 0), 1);
   const rows = whatIfs.map(item => ({ cells: [element("div", {}, item.change, element("div", { class: "quiet" }, middle(item.detail, 120))),
-    item.step_time_ns === null ? "does not fit" : time(item.step_time_ns),
-    item.step_time_ns === null ? "" : bar(item.step_time_ns / longest, "var(--bar)", summary.step_ns / longest),
-    item.step_time_ns === null ? "–" : (item.step_time_ns / Math.max(summary.step_ns, 1)).toFixed(3)] }));
+    ...timeCells(item.step_time_ns, longest, "var(--bar)", summary.step_ns, "does not fit")] }));
   if (rows.length) place.append(table(["change", ">step time", "", ">of the plan's"], rows));
   place.append(...sentences.map(sentence => element("p", {}, sentence)));
   if (!rows.length && !sentences.length) place.append(element("p", { class: "quiet" }, "No change of the machine was tried."));
@@ -79,10 +75,7 @@ function advice() {
 
 function measured() {
   const run = summary.run;
-  if (!run) {
-    $("run-part").hidden = true;
-    return;
-  }
+  if (isAbsent("run-part", !run)) return;
   const place = $("run");
   const spread = arm => [time(arm.step_time_ns), arm.step_time_quartiles_ns.map(ns => time(ns)).join(" to ")];
   const error = signed(run.predicted_step_time_ns / Math.max(run.step_time_ns, 1) - 1);

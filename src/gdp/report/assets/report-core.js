@@ -3,11 +3,12 @@ const $ = id => document.getElementById(id);
 const summary = JSON.parse($("summary").textContent);
 const AT_ONCE = 0, AFTER_OP = 1, AFTER_TRANSFER = 2, DEVICE_BUSY = 3, CHANNEL_BUSY = 4;
 
+// `style` is an object: the page's policy forbids the attribute
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
-    if (name === "class") made.className = value;
-    else if (name === "onclick") made.addEventListener("click", value);
+    if (name === "style") Object.assign(made.style, value);
+    else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
     else made.setAttribute(name, value);
   }
   for (const child of children) made.append(child instanceof Node ? child : String(child));
@@ -42,28 +43,32 @@ const widths = new ResizeObserver(entries => {
 
 // a bar in a cell, `share` of the cell long
 function bar(share, colour, mark = null) {
-  const made = element("div", { class: "bar" }), part = element("i");
-  part.style.width = `${100 * Math.min(Math.max(share, 0), 1)}%`;
-  part.style.background = colour;
-  made.append(part);
-  if (mark !== null) {
-    const line = element("b");
-    line.style.left = `${100 * mark}%`;
-    made.append(line);
-  }
-  return made;
+  const width = `${100 * Math.min(Math.max(share, 0), 1)}%`;
+  return element("div", { class: "bar" }, element("i", { style: { width, background: colour } }),
+    mark === null ? "" : element("b", { style: { left: `${100 * mark}%` } }));
 }
 
 // parts side by side: [{share, colour, title}]
 function splitBar(parts, label = "", kind = "") {
-  const made = element("div", { class: `split ${kind}`, ...(label ? { role: "img", "aria-label": label } : {}) });
-  for (const { share, colour, title } of parts) {
-    const part = element("i", title ? { title } : {});
-    part.style.background = colour;
-    part.style.width = `${100 * share}%`;
-    made.append(part);
-  }
-  return made;
+  return element("div", { class: `split ${kind}`, ...(label ? { role: "img", "aria-label": label } : {}) },
+    ...parts.map(({ share, colour, title }) =>
+      element("i", { ...(title ? { title } : {}), style: { background: colour, width: `${100 * share}%` } })));
+}
+
+// the colour of a device or a part, in front of its name
+const swatch = (colour, kind = "") => element("i", { class: `swatch ${kind}`, style: { background: colour } });
+
+// hides a part of the page that has nothing to show; whether it did
+function isAbsent(part, isEmpty) {
+  $(part).hidden = isEmpty;
+  return isEmpty;
+}
+
+// makes `next` the one of a group of elements that the tab key reaches, in place of `before`
+function moveFocus(before, next) {
+  before.setAttribute("tabindex", "-1");
+  next.setAttribute("tabindex", "0");
+  next.focus();
 }
 
 const middle = (text, length) =>

@@ -10,10 +10,7 @@ function layerNodes(data) {
 
 function showLayers(data, onLayers) {
   const nodes = layerNodes(data);
-  if (nodes.length < 2) {
-    $("layers-part").hidden = true;
-    return;
-  }
+  if (isAbsent("layers-part", nodes.length < 2)) return;
   const runs = []; // of the layers of one list, or one other part
   nodes.forEach((node, layer) => {
     const last = runs[runs.length - 1];
@@ -25,10 +22,9 @@ function showLayers(data, onLayers) {
   for (const run of runs) {
     const cells = element("div", { class: "cells" });
     for (let at = 0; at < run.layers.length; at += together) cells.append(layerCell(data, nodes, run.layers.slice(at, at + together), run.list, isSmall, onLayers));
-    const box = element("div", { class: "run" }, element("div", { class: "caption", title: middle(run.name, 300) }, middle(run.name, 40)), cells);
-    if (!run.list) box.style.maxWidth = "180px";
-    box.style.flex = run.list ? `${cells.childElementCount} 1 ${Math.min(Math.max(cells.childElementCount * (isSmall ? 9 : 27), 96), 560)}px` : "1 1 108px";
-    strip.append(box);
+    const width = Math.min(Math.max(cells.childElementCount * (isSmall ? 9 : 27), 96), 560);
+    const style = run.list ? { flex: `${cells.childElementCount} 1 ${width}px` } : { flex: "1 1 108px", maxWidth: "180px" };
+    strip.append(element("div", { class: "run", style }, element("div", { class: "caption", title: middle(run.name, 300) }, middle(run.name, 40)), cells));
   }
   strip.querySelector("button").setAttribute("tabindex", "0");
   strip.addEventListener("keydown", event => {
@@ -36,10 +32,7 @@ function showLayers(data, onLayers) {
     const to = { ArrowRight: at + 1, ArrowDown: at + 1, ArrowLeft: at - 1, ArrowUp: at - 1, Home: 0, End: cells.length - 1 }[event.key];
     if (at < 0 || to === undefined) return;
     event.preventDefault();
-    if (!cells[to]) return;
-    cells[at].setAttribute("tabindex", "-1");
-    cells[to].setAttribute("tabindex", "0");
-    cells[to].focus();
+    if (cells[to]) moveFocus(cells[at], cells[to]);
   });
   const devices = deviceLegend(data, nodes);
   $("layers").replaceChildren(strip, shownDevices().length > MOST_TOLD ? element("details", {}, element("summary", {}, "Layers of each device"), devices) : devices);
@@ -66,11 +59,9 @@ function layerCell(data, nodes, layers, list, isSmall, onLayers) {
   const first = data.layers[layers[0]], last = layers[layers.length - 1];
   const name = layers.length > 1 ? `${middle(first, 80)} to ${layerLabel(data, last)}` : middle(first, 120);
   const told = `${name}: ${together.told(6)} of ${time(together.ns)}; ${count(together.ops, "op")}, ${bytes(together.resident)} of parameters and state`;
-  const cell = element("button", { type: "button", class: "cell", tabindex: "-1", title: told, "aria-label": told,
+  const colour = deviceColour(together.device), background = stops.length > 2 ? `linear-gradient(to bottom, ${stops.join(", ")})` : colour;
+  return element("button", { type: "button", class: "cell", tabindex: "-1", title: told, "aria-label": told, style: { background, color: inkOn(colour) },
     onclick: () => onLayers(name, new Set(layers)) }, list && !isSmall ? layerLabel(data, layers[0]) : "");
-  cell.style.background = stops.length > 2 ? `linear-gradient(to bottom, ${stops.join(", ")})` : deviceColour(together.device);
-  cell.style.color = inkOn(deviceColour(together.device));
-  return cell;
 }
 
 // each device with the layers that it has most of: "gpu0: embed, blocks 0 to 5"

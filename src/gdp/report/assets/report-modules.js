@@ -120,12 +120,7 @@ function moduleKey(place, event) {
   const shown = [...place.querySelectorAll(".node")], at = shown.indexOf(document.activeElement);
   if (at < 0) return;
   const line = shown[at], expanded = line.getAttribute("aria-expanded");
-  const go = to => {
-    if (!to) return;
-    line.setAttribute("tabindex", "-1");
-    to.setAttribute("tabindex", "0");
-    to.focus();
-  };
+  const go = to => to && moveFocus(line, to);
   const actions = {
     ArrowDown: () => go(shown[at + 1]), ArrowUp: () => go(shown[at - 1]), Home: () => go(shown[0]), End: () => go(shown[shown.length - 1]),
     ArrowRight: () => expanded === "false" ? line.click() : expanded === "true" && go(shown[at + 1]),

@@ -122,9 +122,6 @@ function byName(data, by) {
 
 // [{name, colour, isWide}], names of at most `most` characters
 function legend(place, names, most = 40) {
-  place.replaceChildren(...names.map(({ name, colour, isWide }) => {
-    const swatch = element("i", { class: isWide ? "swatch wide" : "swatch" });
-    swatch.style.background = colour;
-    return element("span", { title: middle(name, 300) }, swatch, middle(name, most));
-  }));
+  place.replaceChildren(...names.map(({ name, colour, isWide }) =>
+    element("span", { title: middle(name, 300) }, swatch(colour, isWide ? "wide" : ""), middle(name, most))));
 }

@@ -2,37 +2,37 @@
 const SUMS_FIRST = 10, PATH_FIRST = 12, PATH_PAGE = 100;
 const HATCHED = "repeating-linear-gradient(45deg, #8d95a3 0 3px, transparent 3px 6px)"; // no device's colour
 
-// [{from, until, isTransfer, device, label, items: [...]}]
-function pathRuns(data) {
+// [{op, isTransfer, item, after, from, until}], each from the end of the one before; the op of a transfer makes its tensor
+function pathSteps(data) {
+  let from = 0;
+  return Array.from(data.path, (number, at) => {
+    const isTransfer = number < 0, item = isTransfer ? -1 - number : number;
+    const step = { op: isTransfer ? data.sentBy[item] : item, isTransfer, item, after: data.pathAfter[at], from };
+    return { ...step, until: from = isTransfer ? data.arrival[item] : data.finish[item] };
+  });
+}
+
+// the steps of one module on one device, or of one way, together: [{...the first step, until, key, items, device, to}]
+function pathRuns(data, steps) {
   const runs = [];
-  let ended = 0;
-  for (let at = 0; at < data.path.length; at++) {
-    const number = data.path[at], isTransfer = number < 0, item = isTransfer ? -1 - number : number;
-    const until = isTransfer ? data.arrival[item] : data.finish[item];
-    const op = isTransfer ? data.sentBy[item] : item;
-    const key = isTransfer ? `${data.from[item]}>${data.to[item]}` : `${data.device[op]} ${data.module[op]}`;
+  for (const step of steps) {
+    const device = data.device[step.op], to = step.isTransfer ? data.to[step.item] : -1;
+    const key = step.isTransfer ? `${device}>${to}` : `${device} ${data.module[step.op]}`;
     const last = runs[runs.length - 1];
-    if (last && last.isTransfer === isTransfer && last.key === key) {
-      last.until = until;
-      last.items.push(item);
-    } else runs.push({ from: ended, until, isTransfer, key, op, after: data.pathAfter[at], items: [item], device: isTransfer ? data.from[item] : data.device[op], to: isTransfer ? data.to[item] : -1 });
-    ended = until;
+    if (last?.key === key) {
+      last.until = step.until;
+      last.items.push(step.item);
+    } else runs.push({ ...step, key, items: [step.item], device, to });
   }
   return runs;
 }
 
 // [[name, {ns, number}]] longest first: what the path spends on ops of each name, and on transfers
-function pathSums(data, nameOf) {
+function pathSums(steps, nameOf) {
   const sums = new Map();
-  let ended = 0;
-  for (const number of data.path) {
-    const isTransfer = number < 0, item = isTransfer ? -1 - number : number;
-    const until = isTransfer ? data.arrival[item] : data.finish[item], name = isTransfer ? "transfers" : nameOf(item);
-    const entry = sums.get(name) ?? { ns: 0, number: 0 };
-    entry.ns += until - ended;
-    entry.number += 1;
-    sums.set(name, entry);
-    ended = until;
+  for (const { isTransfer, item, from, until } of steps) {
+    const name = isTransfer ? "transfers" : nameOf(item), entry = sums.get(name) ?? { ns: 0, number: 0 };
+    sums.set(name, { ns: entry.ns + until - from, number: entry.number + 1 });
   }
   return [...sums].sort((a, b) => b[1].ns - a[1].ns);
 }
@@ -46,24 +46,18 @@ function sumTable(title, sums) {
 }
 
 function showPath(data, timeline) {
-  const runs = pathRuns(data), step = Math.max(summary.step_ns, 1);
-  const shares = new Map();
-  for (const run of runs) {
-    const name = run.isTransfer ? "transfers" : summary.devices[run.device].name;
-    const entry = shares.get(name) ?? { ns: 0, colour: run.isTransfer ? HATCHED : deviceColour(run.device) };
-    entry.ns += run.until - run.from;
-    shares.set(name, entry);
-  }
-  const sorted = [...shares].sort((a, b) => b[1].ns - a[1].ns);
-  const split = splitBar(sorted.map(([, { ns, colour }]) => ({ share: ns / step, colour })));
+  const steps = pathSteps(data), runs = pathRuns(data, steps), step = Math.max(summary.step_ns, 1);
+  const shares = pathSums(steps, op => data.device[op]).map(([device, { ns }]) => ({ share: ns / step,
+    name: device === "transfers" ? device : middle(summary.devices[device].name, 30), colour: device === "transfers" ? HATCHED : deviceColour(device) }));
   const named = element("div", { class: "legend" });
-  legend(named, sorted.map(([name, { ns, colour }]) => ({ name: `${middle(name, 30)} ${percent(ns / step)}`, colour })));
-  $("path-shares").replaceChildren(split, named);
+  legend(named, shares.map(({ name, share, colour }) => ({ name: `${name} ${percent(share)}`, colour })));
+  $("path-shares").replaceChildren(splitBar(shares), named);
   const hasLayers = data.layers.length > 1;
   const partOf = hasLayers ? op => data.layers[data.layerOf[data.module[op]]] ?? "outside any layer" : op => data.modules[data.module[op]] || OUTSIDE;
-  $("path-sums").replaceChildren(sumTable(hasLayers ? "By layer" : "By module", pathSums(data, partOf)), sumTable("By kind", pathSums(data, op => data.kinds[data.kind[op]])));
-  const order = element("select", { "aria-label": "Order of the critical path" }, element("option", { value: "time" }, "as it runs"), element("option", { value: "length" }, "longest first"));
-  const list = element("div"), more = element("button", { type: "button", id: "path-more" }, "more");
+  $("path-sums").replaceChildren(sumTable(hasLayers ? "By layer" : "By module", pathSums(steps, partOf)), sumTable("By kind", pathSums(steps, op => data.kinds[data.kind[op]])));
+  const order = element("select", { "aria-label": "Order of the critical path", onchange: () => begin() },
+    element("option", { value: "time" }, "as it runs"), element("option", { value: "length" }, "longest first"));
+  const list = element("div"), more = element("button", { type: "button", id: "path-more", onclick: () => extend(PATH_PAGE) }, "more");
   const longest = [...runs].sort((a, b) => (b.until - b.from) - (a.until - a.from));
   let listed, shown;
   const extend = number => {
@@ -78,8 +72,6 @@ function showPath(data, timeline) {
     shown = 0;
     extend(PATH_FIRST);
   };
-  order.addEventListener("change", begin);
-  more.addEventListener("click", () => extend(PATH_PAGE));
   const number = `${count(data.path.length, "op or transfer", "ops and transfers")} one after the other, in ${count(runs.length, "run")} of one module or way`;
   const all = element("details", runs.length <= PATH_FIRST ? { open: "" } : {}, element("summary", {}, number), element("div", { class: "tools" }, order), list, more);
   $("path").replaceChildren(all);
@@ -92,13 +84,11 @@ function pathRow(data, run, timeline) {
   const what = run.isTransfer
     ? `${middle(summary.devices[run.device].name, 30)} → ${middle(summary.devices[run.to].name, 30)}: ${run.items.length > 1 ? `${run.items.length} transfers, first ` : ""}output of ${middle(nameOf(data, run.op), 80)}`
     : `${middle(summary.devices[run.device].name, 30)}: ${run.items.length > 1 ? `${count(run.items.length, "op")} of ${middle(data.modules[data.module[run.op]] || "no module", 80)}, first ` : ""}${middle(nameOf(data, run.op), 80)}`;
-  const show = element("button", { type: "button", title: "Show it in the timeline" }, "show");
-  show.addEventListener("click", () => {
+  const show = showButton(() => {
     showDevice(run.device);
-    timeline.zoomTo(run.from - (run.until - run.from) * 0.5, run.until + (run.until - run.from) * 0.5);
+    timeline.bringUp(run.from, run.until, 0.5);
     const row = timeline.rowOf(run.device);
     if (!run.isTransfer) timeline.choose(row, timeline.rows[row].items.indexOf(run.op), false);
-    $("timeline-section").scrollIntoView();
   });
   return element("div", { class: "path-row" }, element("span", { class: "number" }, time(run.from)), element("span", { class: "number" }, `+ ${time(run.until - run.from)}`),
     element("span", {}, what, element("span", { class: "quiet" }, ` · ${WHY[run.after]} `), show));

@@ -32,7 +32,8 @@ function replicaTools(onChange) {
   tools.hidden = summary.replicas < 2;
   if (tools.hidden) return;
   const options = [...Array(summary.replicas).keys()].map(number => element("option", { value: String(number) }, `replica ${number}`));
-  const select = element("select", { id: "replica" }, ...options, element("option", { value: "all" }, "all replicas"));
+  const select = element("select", { id: "replica", onchange: () => show(select.value === "all" ? null : Number(select.value)) },
+    ...options, element("option", { value: "all" }, "all replicas"));
   const told = element("span", { class: "quiet" });
   const tell = () => {
     select.value = shown.replica === null ? "all" : String(shown.replica);
@@ -45,7 +46,6 @@ function replicaTools(onChange) {
     tell();
     onChange();
   };
-  select.addEventListener("change", () => show(select.value === "all" ? null : Number(select.value)));
   tools.replaceChildren(element("label", {}, "Show ", select), told);
   tell();
   shown.show = show;
@@ -58,6 +58,8 @@ function showDevice(device) {
   shown.show(replica < 0 ? null : replica);
 }
 
+const showButton = onclick => element("button", { type: "button", class: "small-button", title: "Show it in the timeline", onclick }, "show");
+
 // means over the devices that are shown and take part: [share of the step under way, share of it that nothing hides]
 function exchangeShares(times) {
   const own = shownDevices().map(device => times[device]).filter(pair => pair[0]), step = Math.max(summary.step_ns, 1);
@@ -66,19 +68,14 @@ function exchangeShares(times) {
 
 function exchanges(timeline) {
   const found = summary.exchanges;
-  $("exchanges-part").hidden = !found;
-  if (!found) return;
+  if (isAbsent("exchanges-part", !found)) return;
   const hasMicrobatches = found.listed.some(row => row.microbatch);
   const headings = ["exchange", "pass", ">number", ">bytes, all devices", ">under way", ">not hidden", ""];
   const cells = (name, phase, number, size, times) => {
     const [flight, bare] = exchangeShares(times), step = summary.step_ns;
-    const both = element("div", { class: "bar", title: `${percent(flight)} of the step under way, ${percent(bare)} not hidden behind compute` });
-    for (const [share, colour] of [[flight, "var(--bar)"], [bare, "var(--bad)"]]) {
-      const part = element("i", { class: "over" });
-      part.style.width = `${100 * Math.min(share, 1)}%`;
-      part.style.background = colour;
-      both.append(part);
-    }
+    const both = element("div", { class: "bar", title: `${percent(flight)} of the step under way, ${percent(bare)} not hidden behind compute` },
+      ...[[flight, "var(--bar)"], [bare, "var(--bad)"]].map(([share, background]) =>
+        element("i", { class: "over", style: { width: `${100 * Math.min(share, 1)}%`, background } })));
     return [name, phase, number, size, `${time(flight * step, 3)}, ${percent(flight)}`, `${time(bare * step, 3)}, ${percent(bare)}`, both];
   };
   const rows = found.kinds.map(kind => ({ cells: cells(kind.name, kind.phase, kind.number.toLocaleString("en"), bytes(kind.bytes), kind.devices) }));
@@ -86,34 +83,29 @@ function exchanges(timeline) {
   const name = device => middle(summary.devices[device].name, 24);
   const rings = found.rings.filter(ring => ring.some(isShown));
   const listed = found.listed.map(row => ({ cells: [row.name, row.phase, ...(hasMicrobatches ? [String(row.microbatch)] : []), bytes(row.bytes), time(row.from), time(row.until - row.from), time(row.bare),
-    element("button", { type: "button", class: "small-button", title: "Show it in the timeline", onclick: () => {
-      const pad = (row.until - row.from) * 0.2;
-      timeline.zoomTo(row.from - pad, row.until + pad);
-      $("timeline-section").scrollIntoView();
-    } }, "show")] }));
+    showButton(() => timeline.bringUp(row.from, row.until, 0.2))] }));
   const one = element("details", {}, element("summary", {}, `One by one, the least hidden first`),
     table(["exchange", "pass", ...(hasMicrobatches ? [">micro-batch"] : []), ">bytes", ">from", ">takes",
       ">not hidden", ""], listed),
     found.more ? element("p", { class: "quiet" }, `and ${count(found.more, "more")}`) : "");
   $("exchanges").replaceChildren(table(headings, rows),
-    ...rings.slice(0, 8).map(ring => element("p", {}, "Ring: ", ...[...ring, ring[0]].map((device, at) => {
-      const swatch = element("i", { class: "swatch inline" });
-      swatch.style.background = deviceColour(device);
-      return element("span", {}, at ? " → " : "", swatch, name(device));
-    }))),
+    ...rings.slice(0, 8).map(ring => element("p", {}, "Ring: ", ...[...ring, ring[0]].map((device, at) =>
+      element("span", {}, at ? " → " : "", swatch(deviceColour(device), "inline"), name(device))))),
     rings.length > 8 ? element("p", { class: "quiet" }, `and ${count(rings.length - 8, "ring")} more`) : "", one);
 }
 
 // the layouts that were looked at
 function layouts() {
   const rows = summary.layout?.rows ?? [];
-  $("layouts-part").hidden = !rows.length;
-  if (!rows.length) return;
-  const longest = Math.max(...rows.slice(0, MOST_LAYOUTS).map(row => row.ns ?? 0), 1), best = summary.step_ns;
+  if (isAbsent("layouts-part", !rows.length)) return;
+  const longest = Math.max(...rows.slice(0, MOST_LAYOUTS).map(row => row.ns ?? 0), 1);
   const headings = ["layout", ">replica on", ">step time", "", ">of the plan's", ">fullest device", "limit"];
-  const made = rows.map(row => ({ chosen: row.plan, cells: [middle(row.option, 60), count(row.devices, "device"), row.ns === null ? "–" : `${row.status === "estimated" ? "~" : ""}${time(row.ns)}`,
-    row.ns === null ? "" : bar(row.ns / longest, row.status === "does not fit" ? NOT_FITTING : row.plan ? "var(--plan)" : "var(--bar)", summary.layout.bound_ns ? summary.layout.bound_ns / longest : null),
-    row.ns === null ? "–" : (row.ns / Math.max(best, 1)).toFixed(3), row.fullest === null ? "–" : bytes(row.fullest), middle(row.limit, 120)] }));
+  const made = rows.map(row => {
+    const colour = row.status === "does not fit" ? NOT_FITTING : row.plan ? "var(--plan)" : "var(--bar)";
+    const [text, ...bars] = timeCells(row.ns, longest, colour, summary.layout.bound_ns || null);
+    return { chosen: row.plan, cells: [middle(row.option, 60), count(row.devices, "device"), `${row.status === "estimated" ? "~" : ""}${text}`,
+      ...bars, row.fullest === null ? "–" : bytes(row.fullest), middle(row.limit, 120)] };
+  });
   const rest = made.length > MOST_LAYOUTS ? [element("details", {}, element("summary", {}, `${made.length - MOST_LAYOUTS} more that are slower or do not fit`), table(headings, made.slice(MOST_LAYOUTS)))] : [];
   $("layouts").replaceChildren(table(headings, made.slice(0, MOST_LAYOUTS)), ...rest, element("p", { class: "quiet" },
     `~ is an estimate, made from one replica.${summary.layout.bound_ns ? ` The line in each bar is the bound of any layout, ${time(summary.layout.bound_ns)}.` : ""}`));

@@ -185,6 +185,12 @@ class Timeline {
     this.chart.dispatchAction({ type: "dataZoom", startValue: start, endValue: start + span });
   }
 
+  // with a part of its length on both sides, and scrolls to the timeline
+  bringUp(low, high, share) {
+    this.zoomTo(low - (high - low) * share, high + (high - low) * share);
+    $("timeline-section").scrollIntoView();
+  }
+
   zoom(factor) {
     const [low, high] = this.view, middleNs = (low + high) / 2, half = (high - low) / 2 * factor;
     this.zoomTo(middleNs - half, middleNs + half);
