@@ -61,18 +61,8 @@ function stretches(row, colourOf, labelOf) {
 }
 
 // the names of the channels that a transfer occupies
-function channelsOf(data, transfer) {
-  if (!data.channelsOf) {
-    data.channelsOf = new Map();
-    data.lanes.forEach((name, number) => {
-      for (let at = data.laneOffsets[number]; at < data.laneOffsets[number + 1]; at++) {
-        const known = data.channelsOf.get(data.laneTransfers[at]);
-        data.channelsOf.set(data.laneTransfers[at], known ? `${known}, ${name}` : name);
-      }
-    });
-  }
-  return data.channelsOf.get(transfer) ?? "";
-}
+const channelsOf = (data, transfer) => data.lanes.filter((_, number) =>
+  data.laneTransfers.subarray(data.laneOffsets[number], data.laneOffsets[number + 1]).includes(transfer)).join(", ");
 
 function lane(name, isDevice, items, from, until) {
   const starts = new Float64Array(items.length), ends = new Float64Array(items.length), latest = new Float64Array(items.length);

@@ -278,8 +278,8 @@ class Timeline {
   }
 
   describe({ row, index }) {
-    const item = this.rows[row].items[index];
-    return this.rows[row].isDevice ? describeOp(this.data, item) : describeTransfer(this.data, item);
+    const { isDevice, items, ends } = this.rows[row];
+    return isDevice ? describeOp(this.data, items[index], index ? ends[index - 1] : 0) : describeTransfer(this.data, items[index]);
   }
 
   // of ops whose name, module or kind has `text` in it, or, if given, of those that `isWanted` takes
@@ -319,7 +319,8 @@ function facts(name, rows, sentence) {
   return element("div", {}, element("div", { class: "name" }, name), list, element("div", {}, sentence));
 }
 
-function describeOp(data, op) {
+// the op before on the same device ended at `free`
+function describeOp(data, op, free) {
   const device = summary.devices[data.device[op]].name;
   return facts(data.names[data.name[op]], [
     ["kind", middle(data.kinds[data.kind[op]], 200)], ["module", middle(data.modules[data.module[op]], 200)],
@@ -328,11 +329,10 @@ function describeOp(data, op) {
     ["time", `${time(data.finish[op] - data.start[op])}, from ${time(data.start[op])} to ${time(data.finish[op])}`],
     ["makes", data.made[op] ? bytes(data.made[op]) : ""], ["holds", data.resident[op] ? `${bytes(data.resident[op])} all step` : ""],
     ["FLOPs", data.flops[op] ? digits(data.flops[op], 3) : ""],
-  ], whyOp(data, op));
+  ], whyOp(data, op, data.start[op] - free));
 }
 
-function whyOp(data, op) {
-  const free = freeBefore(data, op), idle = data.start[op] - free;
+function whyOp(data, op, idle) {
   const input = data.lastInput[op] < 0 ? "" : middle(nameOf(data, data.lastInput[op]), 120);
   switch (data.after[op]) {
     case AT_ONCE: return "Starts with the step.";
@@ -346,19 +346,6 @@ function whyOp(data, op) {
       : data.lastInput[op] < 0 ? `Reads nothing; waited ${time(data.start[op])} for the device.`
       : `Inputs there at ${time(data.ready[op])}; waited ${time(data.start[op] - data.ready[op])} for the device.`;
   }
-}
-
-// when the op before on the same device ended
-function freeBefore(data, op) {
-  if (!data.freed) {
-    data.freed = new Float64Array(data.start.length);
-    for (let device = 0; device + 1 < data.orderOffsets.length; device++) {
-      for (let at = data.orderOffsets[device] + 1; at < data.orderOffsets[device + 1]; at++) {
-        data.freed[data.order[at]] = data.finish[data.order[at - 1]];
-      }
-    }
-  }
-  return data.freed[op];
 }
 
 function describeTransfer(data, sent) {
