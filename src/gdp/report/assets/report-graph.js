@@ -12,14 +12,7 @@ class GraphView {
 
   // the modules to draw
   take(tree) {
-    const data = this.data;
     this.tree = tree;
-    this.leafPaths = data.modules.map((_, number) => {
-      const nodes = [];
-      let node = tree.root;
-      for (const part of tree.leaf[number].parts) nodes.push(node = node.children.get(part));
-      return nodes;
-    });
     this.closeAll();
     this.spread();
     this.build();
@@ -83,7 +76,7 @@ class GraphView {
   // the visible node of each module, and what goes between them
   build() {
     const data = this.data, index = new Map(), seen = [];
-    const nodeOf = this.leafPaths.map(nodes => nodes.find(node => !this.open.has(node)) ?? nodes[nodes.length - 1]);
+    const nodeOf = this.tree.lines.map(nodes => nodes.find(node => !this.open.has(node)) ?? nodes[nodes.length - 1]);
     const numberOf = Int32Array.from(nodeOf, node => {
       if (!index.has(node)) {
         index.set(node, seen.length);

@@ -41,30 +41,22 @@ class ModuleNode {
   }
 }
 
-// {root, leaf: the node of each module number}
+// {root, lines: for each module number the nodes from the root to its own}
 function moduleTree(data) {
   const root = new ModuleNode("", "");
-  const leaf = data.modules.map(module => {
-    let node = root;
-    const parts = module === "" ? [OUTSIDE] : module.split(".").slice(0, 60);
-    for (const part of parts) {
+  const lines = data.modules.map(module => {
+    const line = [root];
+    for (const part of module === "" ? [OUTSIDE] : module.split(".").slice(0, 60)) {
+      const node = line[line.length - 1];
       if (!node.children.has(part)) node.children.set(part, new ModuleNode(part, node.path ? `${node.path}.${part}` : part));
-      node = node.children.get(part);
+      line.push(node.children.get(part));
     }
-    node.parts = parts;
-    return node;
+    return line;
   });
   for (let op = 0; op < data.module.length; op++) {
-    if (!isShown(data.device[op])) continue;
-    const parts = leaf[data.module[op]].parts;
-    let node = root;
-    for (let depth = 0; ; depth++) {
-      node.add(data, op);
-      if (depth === parts.length) break;
-      node = node.children.get(parts[depth]);
-    }
+    if (isShown(data.device[op])) for (const node of lines[data.module[op]]) node.add(data, op);
   }
-  return { root, leaf };
+  return { root, lines };
 }
 
 function showModules(tree, onSearch) {
