@@ -7,7 +7,8 @@ S samples, P passes, U units, D devices, N ops, K features of a unit on a device
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from gdp.policy.unit_source import UnitSource
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.units import Units
 
+_MOST_SOURCES = 256  # that are kept, of the last problems
 _LARGEST_WEIGHT = 1e6  # scores of larger ones could overflow; trained ones are below 10
 
 
@@ -61,21 +63,6 @@ class UnitInstance(Instance):
         return int(self.incumbent[0]) >= 0
 
 
-@dataclass(eq=False)
-class _Sources:
-    """A cache of the last problems, which makes another grouping of one cheap."""
-
-    limit: int = 256
-    sources: dict[int, tuple[Problem, UnitSource]] = field(default_factory=dict)
-
-    def of(self, problem: Problem) -> UnitSource:
-        if id(problem) not in self.sources:
-            while len(self.sources) >= self.limit:
-                self.sources.pop(next(iter(self.sources)))
-            self.sources[id(problem)] = (problem, UnitSource.of(problem))
-        return self.sources[id(problem)][1]
-
-
 def check_weights(tensors: Mapping[str, F32]) -> None:
     """Raises InputError for finite weights that are too large to add up."""
     for name, tensor in tensors.items():
@@ -96,7 +83,7 @@ class Constructor:
         self, weights: Callable[[], F32], style_scorer: Callable[[], StyleScorer | None] = lambda: None
     ) -> None:
         self.weights, self.style_scorer = weights, style_scorer
-        self._sources = _Sources()
+        self.source = lru_cache(_MOST_SOURCES)(UnitSource.of)  # makes another grouping of a problem cheap
 
     @classmethod
     def of(cls, weights: F32, style_scorer: StyleScorer | None = None) -> "Constructor":
@@ -107,10 +94,6 @@ class Constructor:
         """Returns the scores of styles on `problem`, if the policy has learned any."""
         scorer = self.style_scorer()
         return None if scorer is None else scorer.on(self.source(problem))
-
-    def source(self, problem: Problem) -> UnitSource:
-        """Returns the part that all groupings of `problem` share."""
-        return self._sources.of(problem)
 
     def grouped(
         self,
