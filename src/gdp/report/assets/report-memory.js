@@ -86,8 +86,7 @@ class MemoryChart {
     const { memoryTimes, memoryBytes, memoryOffsets } = this.data, ns = this.chart.convertFromPixel({ gridIndex: 0 }, spot)[0];
     const at = Math.max(above(memoryTimes, ns, memoryOffsets[device], memoryOffsets[device + 1]) - 1, memoryOffsets[device]);
     const { name, limit } = summary.devices[device];
-    showTip(facts(middle(name, 60), [["at", time(ns)], ["holds", `${bytes(memoryBytes[at])}, ${percent(memoryBytes[at] / Math.max(limit, 1))} of ${bytes(limit)}`]], ""),
-      event.event.clientX ?? event.event.zrX, event.event.clientY ?? event.event.zrY);
+    showTip(facts(middle(name, 60), [["at", time(ns)], ["holds", `${bytes(memoryBytes[at])}, ${percent(memoryBytes[at] / Math.max(limit, 1))} of ${bytes(limit)}`]], ""), event.event);
   }
 
   zoomTo(view) {

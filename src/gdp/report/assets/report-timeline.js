@@ -209,7 +209,7 @@ class Timeline {
     const pixels = this.chart.getZr();
     pixels.on("mousemove", event => {
       const hit = this.hit(event.offsetX, event.offsetY);
-      if (hit) showTip(this.describe(hit), event.event.clientX ?? event.event.zrX, event.event.clientY ?? event.event.zrY);
+      if (hit) showTip(this.describe(hit), event.event);
       else hideTip();
     });
     pixels.on("globalout", hideTip);
@@ -358,8 +358,8 @@ function describeTransfer(data, sent) {
     : `Waited ${time(waited)} for the channel, behind the output of ${middle(nameOf(data, data.sentBy[before]), 120)}.`);
 }
 
-function showTip(content, x, y) {
-  const tip = $("tip");
+function showTip(content, event) {
+  const tip = $("tip"), x = event.clientX ?? event.zrX, y = event.clientY ?? event.zrY;
   tip.replaceChildren(content);
   tip.hidden = false;
   const box = tip.getBoundingClientRect();
