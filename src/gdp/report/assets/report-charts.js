@@ -59,9 +59,8 @@ function advice() {
   const place = $("advice");
   if (!summary.advice) {
     place.append(element("p", { class: "quiet" }, summary.reasons.length ? "Other machines are tried for plans that fit."
-      : summary.layout ? "No other machines are tried for a step that is cut by --parallel."
       : "Not asked. gdp place tries other machines after its search (a device less, a device more, faster links, more memory) and shows them here, " +
-        "unless --no-advice is given; a plan file alone does not hold them."));
+        "unless --no-advice or a layout is given; a plan file alone does not hold them."));
     return;
   }
   const { what_ifs: whatIfs, sentences } = summary.advice;
