@@ -1,6 +1,7 @@
 """Types of arrays, for annotations, and tables whose columns are alike."""
 
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 Content = npt.NDArray[Any]  # of any type
 _Value = TypeVar("_Value", bound=np.generic)
+_Record = TypeVar("_Record", bound=tuple[Any, ...])
 
 
 def narrow(table: npt.NDArray[_Value]) -> npt.NDArray[_Value]:
@@ -36,3 +38,19 @@ def filled(table: npt.NDArray[_Value]) -> npt.NDArray[_Value]:
 def rows_of(table: npt.NDArray[_Value], rows: npt.NDArray[Any]) -> npt.NDArray[_Value]:
     """Returns the table [M, D] of these `rows` [M], broadcast where `table` [N, D] is."""
     return wide(narrow(table)[rows], table.shape[1])
+
+
+def zeros(record: type[_Record], **sizes: int) -> _Record:
+    """Returns the named tuple `record` of zeros, with arrays of the types and shapes that its annotations give.
+
+    `Annotated[Any, "int64 [N, D + 1]"]` is an array of N rows and D + 1 columns, where `sizes` has N and D. A field
+    that is annotated with another record has one of these.
+    """
+    fields = record.__annotations__.values()
+    return record(*(_array(form[1], sizes) if (form := get_args(field)) else zeros(field, **sizes) for field in fields))
+
+
+def _array(form: str, sizes: Mapping[str, int]) -> Content:
+    dtype, axes = form.rstrip("]").split(" [")
+    terms = [axis.split(" + ") for axis in axes.split(", ")]
+    return np.zeros([sum(int(term) if term.isdecimal() else sizes[term] for term in axis) for axis in terms], dtype)

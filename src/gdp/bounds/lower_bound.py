@@ -27,12 +27,12 @@ load of the most loaded device. Weights are found in floating point and rounded 
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from gdp.arrays import F64, I64, Bool, narrow
+from gdp.arrays import F64, I64, Bool, narrow, zeros
 from gdp.cluster import Cluster
 from gdp.compiled import inlined, inner, kernel
 from gdp.simulator.costs import transfer_occupancy_ns
@@ -67,39 +67,30 @@ class Edges(NamedTuple):
 class HeadScratch(NamedTuple):
     """Working memory of `earliest_starts`. M ops are taken before each op at most."""
 
-    listed: I64  # [N] turn (of an op and a class) in which an op was last a candidate
-    gone: I64  # [N] turn in which it was last taken
-    reach: I64  # [N] earliest start of v if the candidate runs on another device than v
-    below: I64  # [N] path on v's device from the candidate's successors to v
-    candidates: I64  # [N]
-    taken: I64  # [M] in the order of taking
-    by_head: I64  # [M] by falling head
-    values: I64  # [M + 1] earliest start of v if taken[k] is the first to run elsewhere
-    is_exact: Bool  # [M + 1]
-    ops: I64  # [M] ops taken before one of them, sorted
-    starts: I64  # [M] and when they can start
-
-    @classmethod
-    def of(cls, num_ops: int, max_taken: int) -> "HeadScratch":
-        """For a graph of that size."""
-        listed, gone, reach, below, candidates = np.zeros((5, num_ops), np.int64)
-        taken, by_head, ops, starts = np.zeros((4, max_taken), np.int64)
-        values, is_exact = np.zeros(max_taken + 1, np.int64), np.zeros(max_taken + 1, np.bool_)
-        return cls(listed, gone, reach, below, candidates, taken, by_head, values, is_exact, ops, starts)
+    listed: Annotated[I64, "int64 [N]"]  # turn (of an op and a class) in which an op was last a candidate
+    gone: Annotated[I64, "int64 [N]"]  # turn in which it was last taken
+    reach: Annotated[I64, "int64 [N]"]  # earliest start of v if the candidate runs on another device than v
+    below: Annotated[I64, "int64 [N]"]  # path on v's device from the candidate's successors to v
+    candidates: Annotated[I64, "int64 [N]"]
+    taken: Annotated[I64, "int64 [M]"]  # in the order of taking
+    by_head: Annotated[I64, "int64 [M]"]  # by falling head
+    values: Annotated[I64, "int64 [M + 1]"]  # earliest start of v if taken[k] is the first to run elsewhere
+    is_exact: Annotated[Bool, "bool [M + 1]"]
+    ops: Annotated[I64, "int64 [M]"]  # ops taken before one of them, sorted
+    starts: Annotated[I64, "int64 [M]"]  # and when they can start
 
 
 class IntervalScratch(NamedTuple):
     """Working memory of `best_interval`: a tree over S >= N leaves."""
 
-    highest: I64  # [2 * S] of the leaves below a node, without what is added to nodes above it
-    added: I64  # [2 * S]
-    place: I64  # [N] the leaf of each op
+    highest: Annotated[I64, "int64 [S + S]"]  # of the leaves below a node, without what is added to nodes above it
+    added: Annotated[I64, "int64 [S + S]"]
+    place: Annotated[I64, "int64 [N]"]  # the leaf of each op
 
-    @classmethod
-    def of(cls, num_ops: int) -> "IntervalScratch":
-        """For a graph of that size."""
-        size = 1 << (num_ops - 1).bit_length()
-        return cls(np.zeros(2 * size, np.int64), np.zeros(2 * size, np.int64), np.zeros(num_ops, np.int64))
+
+def num_leaves(num_ops: int) -> int:
+    """Returns the S of `IntervalScratch`: a power of two."""
+    return 1 << (num_ops - 1).bit_length()
 
 
 _known_ns: "WeakKeyDictionary[Problem, int]" = WeakKeyDictionary()  # a layout's problem is asked about several times
@@ -146,7 +137,7 @@ def _heads_and_tails(problem: Problem, times: I64, device_class: I64, num_classe
     max_delayed = 1 + SETTINGS.delayed_budget // times.size
     forward, backward = edges(problem, device_class, num_classes)
     heads, tails = np.empty_like(times), np.empty_like(times)
-    scratch = HeadScratch.of(len(times), max_taken)
+    scratch = zeros(HeadScratch, N=len(times), M=max_taken)
     earliest_starts(times, forward, max_delayed, scratch, heads)
     earliest_starts(times[::-1].copy(), backward, max_delayed, scratch, tails)
     return heads, tails[::-1]
@@ -387,7 +378,8 @@ def _interval_bound(times: I64, multiplicity: I64, heads: I64, tails: I64) -> in
     longest_ns = int(heads.max()) + int(tails.max()) + int(fastest_ns.sum()) + 1
     scale = min(SETTINGS.weight_scale, 2**61 // longest_ns)  # weighted sums stay below 2^61
     by_head, by_tail = np.argsort(-heads, kind="stable"), np.argsort(tails, kind="stable")
-    members, scratch = np.arange(len(times)), IntervalScratch.of(len(times))
+    members = np.arange(len(times))
+    scratch = zeros(IntervalScratch, N=len(times), S=num_leaves(len(times)))
     best = 0
     for _ in range(1 if len(multiplicity) == 1 else SETTINGS.interval_rounds):
         weights = device_weights(times[members], multiplicity, scale)

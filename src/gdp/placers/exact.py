@@ -14,12 +14,12 @@ import threading
 import time
 from dataclasses import dataclass
 from itertools import permutations, product
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64
+from gdp.arrays import I64, zeros
 from gdp.bounds.lower_bound import (
     Edges,
     HeadScratch,
@@ -28,6 +28,7 @@ from gdp.bounds.lower_bound import (
     device_weights,
     earliest_starts,
     edges,
+    num_leaves,
     sort,
 )
 from gdp.cluster import Cluster
@@ -89,45 +90,21 @@ def exact(
 class _Scratch(NamedTuple):
     """Working memory of a node."""
 
-    heads: Any  # int64 [N, D]
-    tails: Any  # int64 [N, D] of the reversed graph, in which op v is op N - 1 - v
-    reversed_times: Any  # int64 [N, D]
-    first_heads: Any  # int64 [N] on the device where it is least
-    first_tails: Any  # int64 [N]
-    by_head: Any  # int64 [N] by falling head; the order of the node before is nearly right
-    by_tail: Any  # int64 [N] by rising tail
-    work: Any  # int64 [N]
-    is_placed: Any  # bool [N]
-    renamed: Any  # uint8 [N] the placement with devices exchanged
-    is_used: Any  # bool [D]
-    resident: Any  # int64 [D]
-    at_end: Any  # int64 [D]
+    heads: Annotated[Any, "int64 [N, D]"]
+    tails: Annotated[Any, "int64 [N, D]"]  # of the reversed graph, in which op v is op N - 1 - v
+    reversed_times: Annotated[Any, "int64 [N, D]"]
+    first_heads: Annotated[Any, "int64 [N]"]  # on the device where it is least
+    first_tails: Annotated[Any, "int64 [N]"]
+    by_head: Annotated[Any, "int64 [N]"]  # by falling head; the order of the node before is nearly right
+    by_tail: Annotated[Any, "int64 [N]"]  # by rising tail
+    work: Annotated[Any, "int64 [N]"]
+    is_placed: Annotated[Any, "bool [N]"]
+    renamed: Annotated[Any, "uint8 [N]"]  # the placement with devices exchanged
+    is_used: Annotated[Any, "bool [D]"]
+    resident: Annotated[Any, "int64 [D]"]
+    at_end: Annotated[Any, "int64 [D]"]
     of_heads: HeadScratch
     of_interval: IntervalScratch
-
-    @classmethod
-    def of(cls, num_ops: int, num_devices: int) -> "_Scratch":
-        """For a problem of that size."""
-        heads, tails, reversed_times = np.zeros((3, num_ops, num_devices), np.int64)
-        first_heads, first_tails, work = np.zeros((3, num_ops), np.int64)
-        resident, at_end = np.zeros((2, num_devices), np.int64)
-        return cls(
-            heads,
-            tails,
-            reversed_times,
-            first_heads,
-            first_tails,
-            np.arange(num_ops),
-            np.arange(num_ops),
-            work,
-            np.zeros(num_ops, np.bool_),
-            np.zeros(num_ops, np.uint8),
-            np.zeros(num_devices, np.bool_),
-            resident,
-            at_end,
-            HeadScratch.of(num_ops, EXACT.max_taken),
-            IntervalScratch.of(num_ops),
-        )
 
 
 class _Search(NamedTuple):
@@ -176,6 +153,8 @@ class _Search(NamedTuple):
         index = problem.graph.group_index
         num_units = int(index.max()) + 1
         equal_before, exchanges = _exchanges(problem)
+        scratch = zeros(_Scratch, N=num_ops, D=num_devices, M=EXACT.max_taken, S=num_leaves(num_ops))
+        scratch.by_head[:] = scratch.by_tail[:] = np.arange(num_ops)
         return cls(
             arrays=problem.simulator.arrays,
             dispatch=problem.simulator.dispatch(problem.order),
@@ -201,7 +180,7 @@ class _Search(NamedTuple):
             next_child=np.zeros(num_units, np.int64),
             placement=np.zeros(num_ops, np.uint8),
             times=op_time_ns.copy(),
-            scratch=_Scratch.of(num_ops, num_devices),
+            scratch=scratch,
         )
 
 

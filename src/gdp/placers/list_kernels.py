@@ -5,11 +5,11 @@
 - `in_order`: ops in a given order, each into the first gap of a device that is long enough (HEFT's insertion).
 """
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from gdp.arrays import I64
+from gdp.arrays import I64, zeros
 from gdp.compiled import inlined, inner, kernel
 from gdp.placers.schedule import (
     EVERYWHERE,
@@ -32,19 +32,12 @@ NUM_STATE = 3  # numbers that a call of the kernels below hands to the next one
 class Ready(NamedTuple):
     """Two heaps for each device: ops whose inputs arrive after it is free, and the others, by rank."""
 
-    waiting_ns: Any  # int64 [D, N] arrival of the last input
-    waiting: Any  # int64 [D, N] ranks
-    num_waiting: Any  # int64 [D]
-    no_ns: Any  # int64 [D, N] zeros: the other heap has no times
-    here: Any  # int64 [D, N] ranks
-    num_here: Any  # int64 [D]
-
-    @classmethod
-    def empty(cls, num_devices: int, num_ops: int) -> "Ready":
-        """Returns heaps without ops."""
-        shape = num_devices, num_ops
-        heaps = (np.empty(shape, np.int64), np.empty(shape, np.int64), np.zeros(num_devices, np.int64))
-        return cls(*heaps, np.zeros(shape, np.int64), np.empty(shape, np.int64), np.zeros(num_devices, np.int64))
+    waiting_ns: Annotated[Any, "int64 [D, N]"]  # arrival of the last input
+    waiting: Annotated[Any, "int64 [D, N]"]  # ranks
+    num_waiting: Annotated[Any, "int64 [D]"]
+    no_ns: Annotated[Any, "int64 [D, N]"]  # zeros: the other heap has no times
+    here: Annotated[Any, "int64 [D, N]"]  # ranks
+    num_here: Annotated[Any, "int64 [D]"]
 
 
 class Offers(NamedTuple):
@@ -87,7 +80,7 @@ class Queues(NamedTuple):
             options=np.zeros(num_ops, np.int64),
             last=np.full(num_devices, -1, np.int64),
             fresh=np.empty(num_ops, np.int64),
-            ready=Ready.empty(num_devices, num_ops),
+            ready=zeros(Ready, D=num_devices, N=num_ops),
             offers=Offers(
                 np.full(num_devices, -1, np.int64), np.full(num_devices, NEVER), np.ones(num_devices, np.bool_)
             ),
@@ -95,18 +88,11 @@ class Queues(NamedTuple):
 
 
 class Gaps(NamedTuple):
-    """Gaps between the ops of each device, ascending. G gaps at most."""
+    """Gaps between the ops of each device, ascending."""
 
-    starts: Any  # int64 [D, G]
-    ends: Any  # int64 [D, G]
-    counts: Any  # int64 [D]
-
-    @classmethod
-    def of(cls, schedule: PartialSchedule) -> "Gaps":
-        """Returns room for gaps, none yet."""
-        num_ops, num_devices = schedule.op_time_ns.shape
-        shape = num_devices, num_ops + 1
-        return cls(np.empty(shape, np.int64), np.empty(shape, np.int64), np.zeros(num_devices, np.int64))
+    starts: Annotated[Any, "int64 [D, N + 1]"]
+    ends: Annotated[Any, "int64 [D, N + 1]"]
+    counts: Annotated[Any, "int64 [D]"]
 
 
 @kernel

@@ -15,7 +15,7 @@ from itertools import product
 
 import numpy as np
 
-from gdp.arrays import F64, I64, Bool, filled
+from gdp.arrays import F64, I64, Bool, filled, zeros
 from gdp.budget import Clock, has_time
 from gdp.placers.base import NoTimeError, TriedPlacements, best_of, device_subsets, unit_choices
 from gdp.placers.contiguous import topological_chain
@@ -75,7 +75,8 @@ def heft(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placeme
     _, op_of_rank = ranks_of(problem.priority(GPIPE if GPIPE in problem.orders else B_LEVEL, ranked_ns))
 
     def begin(schedule: PartialSchedule) -> Slice:
-        return partial(in_order, problem.simulator.arrays, schedule, op_of_rank, Gaps.of(schedule))
+        gaps = zeros(Gaps, D=problem.num_devices, N=problem.num_ops)
+        return partial(in_order, problem.simulator.arrays, schedule, op_of_rank, gaps)
 
     return _best_schedule(problem, begin, clock)
 

@@ -1,14 +1,14 @@
 """Records of arrays that the compiled simulator takes.
 
-N ops, T tensors (sorted by producer), E consumers, D devices, C channels, R = D * D routes. Kernels unpack records by
-position, once: `tests/test_engine.py` guards the order of the fields.
+N ops, T tensors (sorted by producer), E consumers, D devices, C channels, R = D * D routes, W words of 64 bits with a
+bit for each device. Kernels unpack records by position, once: `tests/test_engine.py` guards the order of the fields.
 """
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from gdp.arrays import I64
+from gdp.arrays import I64, zeros
 
 _OPS_PER_SLICE, _FEWEST_SLICES = 2, 16  # of time, of each device, for peaks
 MOST_INPUTS = 2**26  # of an op: the count of missing ones shares a word of 32 bits with the number of a device
@@ -79,65 +79,65 @@ class Scratch(NamedTuple):
     ready, or else in the heap.
     """
 
-    waiting: Any  # uint32 [N] by rank: the op's device, and the number of its inputs that are not yet there
-    duration_ns: Any  # int64 [N] by rank, on the op's device
-    bits0: Any  # uint64 [D, W0] ready ops by rank
-    bits1: Any  # uint64 [D, W1] which words of bits0 are not 0
-    bits2: Any  # uint64 [D, W2] which words of bits1 are not 0
-    lowest: Any  # uint64 [D] the first word of bits0 that is not 0
-    running: Any  # uint32 [D] rank
-    until_ns: Any  # int64 [D] end of the running op; when idle the next time in its queue, or NEVER
-    remaining_ns: Any  # int64 [D] work not yet started
-    channel_free_ns: Any  # int64 [C]
-    first_edge: Any  # uint32 [D] where the running op begins in the dispatch's `successors`
-    end_edge: Any  # uint32 [D] and where it ends
-    ready_ns: Any  # int64 [N] by rank: the latest arrival of an input from another device, so far
-    following: Any  # uint32 [N + D] the next rank in the queue; entry N + d begins that of device d
-    taken: Any  # uint32 [D] the last one that has left the queue, N + d if none has
-    newest: Any  # uint32 [D] the last one in the queue
-    newest_ns: Any  # int64 [D] when that is ready
-    soonest_ns: Any  # int64 [D] when the first one in the queue is ready, NEVER if there is none
-    heap_ns: Any  # int64 [N] when an op is ready
-    heap_item: Any  # int64 [N] its rank
+    waiting: Annotated[Any, "uint32 [N]"]  # by rank: the op's device, and the number of its inputs not yet there
+    duration_ns: Annotated[Any, "int64 [N]"]  # by rank, on the op's device
+    bits0: Annotated[Any, "uint64 [D, W0]"]  # ready ops by rank
+    bits1: Annotated[Any, "uint64 [D, W1]"]  # which words of bits0 are not 0
+    bits2: Annotated[Any, "uint64 [D, W2]"]  # which words of bits1 are not 0
+    lowest: Annotated[Any, "uint64 [D]"]  # the first word of bits0 that is not 0
+    running: Annotated[Any, "uint32 [D]"]  # rank
+    until_ns: Annotated[Any, "int64 [D]"]  # end of the running op; when idle the next time in its queue, or NEVER
+    remaining_ns: Annotated[Any, "int64 [D]"]  # work not yet started
+    channel_free_ns: Annotated[Any, "int64 [C]"]
+    first_edge: Annotated[Any, "uint32 [D]"]  # where the running op begins in the dispatch's `successors`
+    end_edge: Annotated[Any, "uint32 [D]"]  # and where it ends
+    ready_ns: Annotated[Any, "int64 [N]"]  # by rank: the latest arrival of an input from another device, so far
+    following: Annotated[Any, "uint32 [N + D]"]  # the next rank in the queue; entry N + d begins that of device d
+    taken: Annotated[Any, "uint32 [D]"]  # the last one that has left the queue, N + d if none has
+    newest: Annotated[Any, "uint32 [D]"]  # the last one in the queue
+    newest_ns: Annotated[Any, "int64 [D]"]  # when that is ready
+    soonest_ns: Annotated[Any, "int64 [D]"]  # when the first one in the queue is ready, NEVER if there is none
+    heap_ns: Annotated[Any, "int64 [N]"]  # when an op is ready
+    heap_item: Annotated[Any, "int64 [N]"]  # its rank
 
 
 class ManyScratch(NamedTuple):
     """Working memory of one run on many devices: nothing of it grows with ops times devices."""
 
-    missing: Any  # int32 [N] inputs not yet on the op's device
-    ready: Any  # uint32 [N] the ranks of ready ops: a heap for each device, where its ops begin
-    num_ready: Any  # int64 [D]
-    is_idle: Any  # uint8 [D]
-    changed: Any  # uint32 [D + 1] devices that may be able to start an op
-    is_changed: Any  # uint8 [D]
-    remaining_ns: Any  # int64 [D] work not yet started
-    channel_free_ns: Any  # int64 [C]
-    destinations: Any  # uint64 [(D + 63) / 64] of what an op sends, as bits
-    first: Any  # int32 [R] first transfer of each route, or -1
-    last: Any  # int32 [R] last transfer of each route
-    following: Any  # int32 [E] next transfer of the same route, or -1
-    first_in: Any  # int32 [D] a first transfer of a route into each device, or -1
-    next_in: Any  # int32 [E] the first transfer of another route into the same device, or -1
-    num_waiting: Any  # int32 [R] transfers of each route that have not arrived, where they arrive in order
-    end_ns: Any  # int64 [D] a heap of running ops, by their ends
-    end_item: Any  # int64 [D] op
-    heap_ns: Any  # int64 [E] arrival
-    heap_item: Any  # int64 [E] transfer
+    missing: Annotated[Any, "int32 [N]"]  # inputs not yet on the op's device
+    ready: Annotated[Any, "uint32 [N]"]  # the ranks of ready ops: a heap for each device, where its ops begin
+    num_ready: Annotated[Any, "int64 [D]"]
+    is_idle: Annotated[Any, "uint8 [D]"]
+    changed: Annotated[Any, "uint32 [D + 1]"]  # devices that may be able to start an op
+    is_changed: Annotated[Any, "uint8 [D]"]
+    remaining_ns: Annotated[Any, "int64 [D]"]  # work not yet started
+    channel_free_ns: Annotated[Any, "int64 [C]"]
+    destinations: Annotated[Any, "uint64 [W]"]  # of what an op sends, as bits
+    first: Annotated[Any, "int32 [R]"]  # first transfer of each route, or -1
+    last: Annotated[Any, "int32 [R]"]  # last transfer of each route
+    following: Annotated[Any, "int32 [E]"]  # next transfer of the same route, or -1
+    first_in: Annotated[Any, "int32 [D]"]  # a first transfer of a route into each device, or -1
+    next_in: Annotated[Any, "int32 [E]"]  # the first transfer of another route into the same device, or -1
+    num_waiting: Annotated[Any, "int32 [R]"]  # transfers of a route that have not arrived, where they do in order
+    end_ns: Annotated[Any, "int64 [D]"]  # a heap of running ops, by their ends
+    end_item: Annotated[Any, "int64 [D]"]  # op
+    heap_ns: Annotated[Any, "int64 [E]"]  # arrival
+    heap_item: Annotated[Any, "int64 [E]"]  # transfer
 
 
 class Schedule(NamedTuple):
     """The times of a run. Transfers are in the order of their requests."""
 
-    finish_ns: Any  # int64 [N]
-    ops: Any  # uint32 [D, N] ops of each device in the order of their starts; on many devices all in one row [1, N]
-    num_ops: Any  # int64 [D] and how many
-    transfer_tensor: Any  # uint32 [E]
-    transfer_route: Any  # uint32 [E] source * D + destination
-    transfer_start_ns: Any  # int64 [E]
-    transfer_end_ns: Any  # int64 [E] end of occupancy
-    arrival_ns: Any  # int64 [E]
-    num_transfers: Any  # int64 [1]
-    begins: Any  # int64 [D] where each device's ops begin in their row
+    finish_ns: Annotated[Any, "int64 [N]"]
+    ops: Annotated[Any, "uint32 [Q, N]"]  # ops of each device, a row, as they start; on many devices all in one row
+    num_ops: Annotated[Any, "int64 [D]"]  # and how many
+    transfer_tensor: Annotated[Any, "uint32 [E]"]
+    transfer_route: Annotated[Any, "uint32 [E]"]  # source * D + destination
+    transfer_start_ns: Annotated[Any, "int64 [E]"]
+    transfer_end_ns: Annotated[Any, "int64 [E]"]  # end of occupancy
+    arrival_ns: Annotated[Any, "int64 [E]"]
+    num_transfers: Annotated[Any, "int64 [1]"]
+    begins: Annotated[Any, "int64 [D]"]  # where each device's ops begin in their row
 
     def orders(self) -> tuple[I64, ...]:
         """Returns the ops of each device [D] in the order of their starts."""
@@ -149,21 +149,21 @@ class Schedule(NamedTuple):
 class Memory(NamedTuple):
     """Working memory of `find_peaks`. Its events are starts and ends of transfers: 2 * transfer, and 1 more for an end.
 
-    Each device has K slices of time, slice k of device d at d * K + k.
+    Each device has K of the S slices of time, slice k of device d at d * K + k.
     """
 
-    freed_ns: Any  # int64 [L + 1] when the memory that a list reads is freed on its producer's device
-    freed_by: Any  # uint32 [L + 1] the op that ends then, or N + the transfer that does; N + E: neither
-    frees_bytes: Any  # int64 [N + E + 1] freed when an op ends, then when a transfer ends, on its source
-    copied: Any  # uint32 [L] lists with readers on other devices
-    last_ns: Any  # int64 [D] when the last reader there ends
-    allocated_bytes: Any  # int64 [D * K] allocated in each slice
-    used_bytes: Any  # int64 [D * K] freed in it, then what is in use before it
-    last_event: Any  # int32 [D * K] 1 + an event in the slice, 0 if there is none; -1: the slice does not matter
-    event_before: Any  # int32 [2E] the same for another event of the slice
-    heap_ns: Any  # int64 [E] events of a slice
-    heap_item: Any  # int64 [E] event
-    peak_bytes: Any  # int64 [D] the answer
+    freed_ns: Annotated[Any, "int64 [L + 1]"]  # when the memory that a list reads is freed on its producer's device
+    freed_by: Annotated[Any, "uint32 [L + 1]"]  # the op that ends then, or N + the transfer that does; N + E: neither
+    frees_bytes: Annotated[Any, "int64 [N + E + 1]"]  # freed when an op ends, then when a transfer ends, on its source
+    copied: Annotated[Any, "uint32 [L]"]  # lists with readers on other devices
+    last_ns: Annotated[Any, "int64 [D]"]  # when the last reader there ends
+    allocated_bytes: Annotated[Any, "int64 [S]"]  # allocated in each slice
+    used_bytes: Annotated[Any, "int64 [S]"]  # freed in it, then what is in use before it
+    last_event: Annotated[Any, "int32 [S]"]  # 1 + an event in the slice, 0: none; -1: the slice does not matter
+    event_before: Annotated[Any, "int32 [E + E]"]  # the same for another event of the slice
+    heap_ns: Annotated[Any, "int64 [E]"]  # events of a slice
+    heap_item: Annotated[Any, "int64 [E]"]  # event
+    peak_bytes: Annotated[Any, "int64 [D]"]  # the answer
 
 
 class Workspace(NamedTuple):
@@ -176,90 +176,24 @@ class Workspace(NamedTuple):
     @classmethod
     def of(cls, arrays: Arrays, *, is_for_many: bool) -> "Workspace":
         """Returns a workspace for runs over `arrays`."""
-        num_ops, num_devices = len(arrays.num_inputs), len(arrays.latency_ns)
-        num_lists, num_edges = len(arrays.memory.readers.producers), len(arrays.consumers)
-        num_slices = num_devices * max(_FEWEST_SLICES, num_ops // (_OPS_PER_SLICE * num_devices))
-        num_channels = int(arrays.route_channels.max(initial=0)) + 1
-        make = _scratch_of_many if is_for_many else _scratch
-        return cls(
-            make(num_ops, num_devices, num_edges, num_channels),
-            Schedule(
-                finish_ns=np.zeros(num_ops, np.int64),
-                ops=np.zeros((1 if is_for_many else num_devices, num_ops), np.uint32),
-                num_ops=np.zeros(num_devices, np.int64),
-                transfer_tensor=np.zeros(num_edges, np.uint32),
-                transfer_route=np.zeros(num_edges, np.uint32),
-                transfer_start_ns=np.zeros(num_edges, np.int64),
-                transfer_end_ns=np.zeros(num_edges, np.int64),
-                arrival_ns=np.zeros(num_edges, np.int64),
-                num_transfers=np.zeros(1, np.int64),
-                begins=np.zeros(num_devices, np.int64),
-            ),
-            Memory(
-                freed_ns=np.zeros(num_lists + 1, np.int64),
-                freed_by=np.zeros(num_lists + 1, np.uint32),
-                frees_bytes=np.zeros(num_ops + num_edges + 1, np.int64),
-                copied=np.zeros(num_lists, np.uint32),
-                last_ns=np.zeros(num_devices, np.int64),
-                allocated_bytes=np.zeros(num_slices, np.int64),
-                used_bytes=np.zeros(num_slices, np.int64),
-                last_event=np.zeros(num_slices, np.int32),
-                event_before=np.zeros(2 * num_edges, np.int32),
-                heap_ns=np.zeros(num_edges, np.int64),
-                heap_item=np.zeros(num_edges, np.int64),
-                peak_bytes=np.zeros(num_devices, np.int64),
-            ),
-        )
-
-
-def _scratch(num_ops: int, num_devices: int, num_edges: int, num_channels: int) -> Scratch:
-    words = [num_ops]
-    for _ in range(3):
-        words.append((words[-1] + 63) // 64)
-    return Scratch(
-        waiting=np.zeros(num_ops, np.uint32),
-        duration_ns=np.zeros(num_ops, np.int64),
-        bits0=np.zeros((num_devices, words[1]), np.uint64),
-        bits1=np.zeros((num_devices, words[2]), np.uint64),
-        bits2=np.zeros((num_devices, words[3]), np.uint64),
-        lowest=np.zeros(num_devices, np.uint64),
-        running=np.zeros(num_devices, np.uint32),
-        until_ns=np.zeros(num_devices, np.int64),
-        remaining_ns=np.zeros(num_devices, np.int64),
-        channel_free_ns=np.zeros(num_channels, np.int64),
-        first_edge=np.zeros(num_devices, np.uint32),
-        end_edge=np.zeros(num_devices, np.uint32),
-        ready_ns=np.zeros(num_ops, np.int64),
-        following=np.zeros(num_ops + num_devices, np.uint32),
-        taken=np.zeros(num_devices, np.uint32),
-        newest=np.zeros(num_devices, np.uint32),
-        newest_ns=np.zeros(num_devices, np.int64),
-        soonest_ns=np.zeros(num_devices, np.int64),
-        heap_ns=np.zeros(num_ops, np.int64),
-        heap_item=np.zeros(num_ops, np.int64),
-    )
-
-
-def _scratch_of_many(num_ops: int, num_devices: int, num_edges: int, num_channels: int) -> ManyScratch:
-    num_routes = num_devices * num_devices
-    return ManyScratch(
-        missing=np.zeros(num_ops, np.int32),
-        ready=np.zeros(num_ops, np.uint32),
-        num_ready=np.zeros(num_devices, np.int64),
-        is_idle=np.zeros(num_devices, np.uint8),
-        changed=np.zeros(num_devices + 1, np.uint32),
-        is_changed=np.zeros(num_devices, np.uint8),
-        remaining_ns=np.zeros(num_devices, np.int64),
-        channel_free_ns=np.zeros(num_channels, np.int64),
-        destinations=np.zeros((num_devices + 63) // 64, np.uint64),
-        first=np.full(num_routes, -1, np.int32),
-        last=np.zeros(num_routes, np.int32),
-        following=np.zeros(num_edges, np.int32),
-        first_in=np.full(num_devices, -1, np.int32),
-        next_in=np.zeros(num_edges, np.int32),
-        num_waiting=np.zeros(num_routes, np.int32),
-        end_ns=np.zeros(num_devices, np.int64),
-        end_item=np.zeros(num_devices, np.int64),
-        heap_ns=np.zeros(num_edges, np.int64),
-        heap_item=np.zeros(num_edges, np.int64),
-    )
+        num_ops, num_devices, num_edges = len(arrays.num_inputs), len(arrays.latency_ns), len(arrays.consumers)
+        words = [num_ops]
+        for _ in range(3):
+            words.append((words[-1] + 63) // 64)
+        sizes = {
+            "N": num_ops,
+            "D": num_devices,
+            "E": num_edges,
+            "L": len(arrays.memory.readers.producers),
+            "C": int(arrays.route_channels.max(initial=0)) + 1,
+            "R": num_devices * num_devices,
+            "S": num_devices * max(_FEWEST_SLICES, num_ops // (_OPS_PER_SLICE * num_devices)),
+            "W": (num_devices + 63) // 64,
+            "Q": 1 if is_for_many else num_devices,
+            **{f"W{level}": count for level, count in enumerate(words[1:])},
+        }
+        kind: type[Scratch | ManyScratch] = ManyScratch if is_for_many else Scratch
+        scratch = zeros(kind, **sizes)
+        if isinstance(scratch, ManyScratch):
+            scratch.first[:] = scratch.first_in[:] = -1
+        return cls(scratch, zeros(Schedule, **sizes), zeros(Memory, **sizes))
