@@ -1,6 +1,6 @@
 """Types of arrays, for annotations, and tables whose columns are alike."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
 import numpy as np
@@ -35,9 +35,23 @@ def filled(table: npt.NDArray[_Value]) -> npt.NDArray[_Value]:
     return whole
 
 
+def pick(table: npt.NDArray[_Value], columns: Sequence[int] | I64) -> npt.NDArray[_Value]:
+    """Returns the table [N, C] of these `columns`, broadcast where `table` [N, D] is."""
+    own = narrow(table)
+    return wide(own if own.shape[1] < table.shape[1] else np.ascontiguousarray(own[:, columns]), len(columns))
+
+
 def rows_of(table: npt.NDArray[_Value], rows: npt.NDArray[Any]) -> npt.NDArray[_Value]:
     """Returns the table [M, D] of these `rows` [M], broadcast where `table` [N, D] is."""
     return wide(narrow(table)[rows], table.shape[1])
+
+
+def by_first(ids: I64) -> I64:
+    """Returns numbers [N] that are equal where `ids` [N] are, from 0 in the order in which these first come."""
+    _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+    position = np.empty(len(first), np.int64)
+    position[np.argsort(first, kind="stable")] = np.arange(len(first))
+    return position[inverse]
 
 
 def zeros(record: type[_Record], **sizes: int) -> _Record:

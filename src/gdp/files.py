@@ -29,7 +29,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 def read_bytes(path: str | Path) -> bytes:
     """Returns the content of `path`, unzipped if its name ends in `.gz`."""
     path = Path(path)
-    with _explained(path):
+    with explained(path):
         content = path.read_bytes()
     if path.suffix != ".gz":
         if content.startswith(GZIP_MAGIC):
@@ -45,12 +45,12 @@ def read_bytes(path: str | Path) -> bytes:
 
 def digest(path: str | Path) -> str:
     """Returns the SHA-256 of the content of `path`, which is read in small parts."""
-    with _explained(path), open(path, "rb") as file:
+    with explained(path), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
-def _explained(path: str | Path) -> Iterator[None]:
+def explained(path: str | Path) -> Iterator[None]:
     """Turns the errors of reading a file into InputErrors of one line."""
     try:
         yield
@@ -59,7 +59,7 @@ def _explained(path: str | Path) -> Iterator[None]:
     except IsADirectoryError:
         raise InputError(f"{path}: is a directory; name a file") from None
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
+        raise InputError(f"{path}: cannot be read ({error.strerror or error}); check its permissions") from None
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import orjson
 from safetensors import SafetensorError, safe_open
 
 from gdp import files
-from gdp.errors import InputError
+from gdp.errors import InputError, prefixed
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,19 +37,14 @@ class TensorFormat:
 
         Raises InputError for a bad file, and adds the file's name to an InputError raised meanwhile.
         """
-        if Path(path).is_dir():
-            raise InputError(f"{path}: is a directory; name a file")
         try:
-            with safe_open(path, framework=framework) as file:
-                yield self._header_of(file.metadata()), file
-        except FileNotFoundError:
-            raise InputError(f"{path}: no such file; check the path") from None
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read ({error.strerror or error}); check its permissions") from None
+            with files.explained(path):
+                if Path(path).is_dir():
+                    raise IsADirectoryError
+                with prefixed(path), safe_open(path, framework=framework) as file:
+                    yield self._header_of(file.metadata()), file
         except SafetensorError:
             raise InputError(f"{path}: truncated, or no safetensors file; {self.remedy}") from None
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
 
     def _header_of(self, metadata: Mapping[str, str] | None) -> Mapping[str, Any]:
         text = (metadata or {}).get("gdp")

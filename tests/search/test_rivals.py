@@ -11,7 +11,7 @@ from gdp.graph import Graph
 from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.search.batch_parts import Parts
 from gdp.search.question import BatchQuestion
-from gdp.search.rivals.rivals import RIVALS, ddp, megatron, simulate_layout
+from gdp.search.rivals.rivals import RIVALS, megatron, simulate_layout
 from tests.parallel.test_replicas import chain
 from tests.search.test_layouts import encoder
 
@@ -46,17 +46,17 @@ def test_ddp_of_two_devices_takes_its_passes_and_a_ring_of_two() -> None:
     #   2 hops of 1,500 bytes          2 x (1,500 + 10,000) =    23,000 ns
     #   1 sum, 4,500 bytes at 1 TB/s, rounded up                      5 ns
     #   update of 1 byte                                              1 ns
-    step = ddp(question(1, machine(2))).best
+    step = RIVALS["ddp"](question(1, machine(2))).best
     assert step.layout == Layout((1, 1))
     assert step.step_time_ns == 12_000 + 23_000 + 5 + 1
 
 
 def test_ddp_raises_micro_batches_until_the_step_fits() -> None:
     """Without a byte of what one micro-batch takes it is two, with half the activations each."""
-    whole = ddp(question(4, machine(2))).best
+    whole = RIVALS["ddp"](question(4, machine(2))).best
     assert whole.layout == Layout((1, 1))
     assert whole.simulation is not None
-    step = ddp(question(4, machine(2, f"{whole.simulation.peak_memory_bytes.max() - 1}B"))).best
+    step = RIVALS["ddp"](question(4, machine(2, f"{whole.simulation.peak_memory_bytes.max() - 1}B"))).best
     assert step.layout == Layout((2, 2))
     assert step.fits
 
@@ -69,7 +69,7 @@ def test_a_rival_that_does_not_fit_says_by_how_much() -> None:
         asked.append(num_parts)
         return layered(4, num_parts)
 
-    step = ddp(BatchQuestion(Parts(source, BATCH), machine(2, "21000B"))).best
+    step = RIVALS["ddp"](BatchQuestion(Parts(source, BATCH), machine(2, "21000B"))).best
     assert not step.fits
     assert step.simulation is not None
     missing = int(step.simulation.peak_memory_bytes[0]) - 21_000
@@ -109,9 +109,9 @@ def test_fsdp_recomputes_blocks_where_no_number_of_micro_batches_fits() -> None:
 
 def test_a_batch_without_equal_parts_leaves_a_device_out() -> None:
     """A batch of 8 has no three equal parts: two devices take it, as if there were no third."""
-    step = ddp(question(1, machine(3))).best
+    step = RIVALS["ddp"](question(1, machine(3))).best
     assert step.layout == Layout((1, 1))
-    assert step.step_time_ns == ddp(question(1, machine(2))).best.step_time_ns
+    assert step.step_time_ns == RIVALS["ddp"](question(1, machine(2))).best.step_time_ns
 
 
 def layouts(num_devices: int, num_layers: int) -> Iterator[tuple[Layout, int]]:

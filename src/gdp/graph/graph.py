@@ -15,7 +15,7 @@ from typing import Any, Protocol, Union, overload
 import numpy as np
 
 from gdp import files, notebook
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, by_first
 from gdp.errors import InputError, prefixed, suggest
 from gdp.graph.checks import check
 from gdp.graph.column_file import is_in_columns, read_columns, write_columns
@@ -247,13 +247,14 @@ class Graph:
         return np.repeat(np.arange(self.num_tensors, dtype=np.int64), np.diff(self.consumer_offsets))
 
     @cached_property
+    def base(self) -> I64:
+        """[T] the tensor whose memory each is in: itself, or what it is a view of."""
+        return np.where(self.view_of >= 0, self.view_of, np.arange(self.num_tensors))
+
+    @cached_property
     def group_index(self) -> I64:
         """[N] units that move as one, numbered from 0 in the order of first ops: groups, and other ops each alone."""
-        ids = np.where(self.groups >= 0, self.groups, -1 - np.arange(self.num_ops))
-        _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
-        position = np.empty(len(first), np.int64)
-        position[np.argsort(first, kind="stable")] = np.arange(len(first))
-        return position[inverse]
+        return by_first(np.where(self.groups >= 0, self.groups, -1 - np.arange(self.num_ops)))
 
     @cached_property
     def fingerprint(self) -> str:

@@ -74,11 +74,6 @@ class Blocks:
         return cls(graph, tuple(paths), np.array([by_module[module] for module in graph.modules], np.int64))
 
     @cached_property
-    def base(self) -> I64:
-        """[T] the tensor whose memory each is in: itself, or what it is a view of."""
-        return np.where(self.graph.view_of >= 0, self.graph.view_of, np.arange(self.graph.num_tensors))
-
-    @cached_property
     def is_source(self) -> Bool:
         """[N] parameters, buffers and inputs."""
         return np.isin(np.array(self.graph.kinds), _SOURCES)
@@ -99,7 +94,7 @@ class Blocks:
         """[T] results of a block's forward ops which the step need not hold: neither resident nor kept to its end."""
         graph = self.graph
         is_held = np.zeros(graph.num_tensors, np.bool_)
-        is_held[self.base[graph.is_kept]] = True
+        is_held[self.graph.base[graph.is_kept]] = True
         is_held |= graph.is_resident | (graph.tensor_bytes == 0)
         return self.is_forward[graph.producers] & ~is_held[self.base] & ~is_held
 
@@ -114,10 +109,10 @@ class Blocks:
         block = self.of_op[graph.producers[graph.edge_tensors]]
         by_forward = ~self.is_backward[graph.consumers]
         is_output = np.zeros(graph.num_tensors, np.bool_)
-        is_output[self.base[graph.edge_tensors[by_forward & (self.of_op[graph.consumers] != block)]]] = True
+        is_output[self.graph.base[graph.edge_tensors[by_forward & (self.of_op[graph.consumers] != block)]]] = True
         has_gradient = np.zeros(graph.num_ops, np.bool_)
         has_gradient[graph.consumers[self.is_backward[graph.producers[graph.edge_tensors]]]] = True
-        is_inner = has_gradient[graph.consumers] & ~is_output[self.base[graph.edge_tensors]]
+        is_inner = has_gradient[graph.consumers] & ~is_output[self.graph.base[graph.edge_tensors]]
         is_own = (self.of_op[graph.consumers] == block) | is_inner
         return np.asarray(self.is_activation[graph.edge_tensors] & self.is_backward[graph.consumers] & is_own, np.bool_)
 
@@ -149,8 +144,8 @@ class Blocks:
         repeatable: Bool = np.asarray(self.is_forward & may_run, np.bool_)
         in_place = np.array([kind.endswith("_") for kind in graph.kinds], np.bool_) & is_forward_pass
         is_overwritten = np.zeros(graph.num_tensors, np.bool_)
-        is_overwritten[self.base[tensors[in_place[readers] & (graph.tensor_bytes[tensors] > 0)]]] = True
-        needs_copy = is_overwritten[self.base[tensors]] & ~is_resident[tensors]
+        is_overwritten[self.graph.base[tensors[in_place[readers] & (graph.tensor_bytes[tensors] > 0)]]] = True
+        needs_copy = is_overwritten[self.graph.base[tensors]] & ~is_resident[tensors]
         needs_copy &= self.is_forward[readers]
         while True:  # as deep as chains of such operators are
             has_copy = repeatable[makers] & (self.of_op[makers] == self.of_op[readers]) & self.is_activation[tensors]
@@ -235,7 +230,7 @@ class Blocks:
             runs_again[makers] & self.is_activation[tensors] & (self.of_op[makers] == self.of_op[graph.consumers])
         )
         is_late |= runs_again[graph.consumers] & ~is_inner
-        held = np.unique(self.base[tensors[is_late & ~self.is_backward[makers]]])
+        held = np.unique(self.graph.base[tensors[is_late & ~self.is_backward[makers]]])
         return int(graph.tensor_bytes[held[~graph.is_resident[held]]].sum())
 
     @cached_property

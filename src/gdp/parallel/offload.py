@@ -60,12 +60,12 @@ def _offloaded(graph: Graph, modules: str | Sequence[str], least_bytes: int) -> 
     tensors, consumers = graph.edge_tensors, graph.consumers
     first_reader = blocks.first_of(blocks.is_read)
     order = [block for block in np.argsort(first_reader).tolist() if first_reader[block] >= 0]
-    leaves = blocks.is_read & (graph.tensor_bytes >= least_bytes)[blocks.base[tensors]]
+    leaves = blocks.is_read & (graph.tensor_bytes >= least_bytes)[blocks.graph.base[tensors]]
     leaves &= np.isin(blocks.of_op[graph.producers[tensors]], order[1:])
     moved = np.unique(tensors[leaves])
     moved = moved[(graph.view_of[moved] < 0) | ~np.isin(graph.view_of[moved], moved)]  # a view comes with its base
     is_moved = np.isin(np.arange(graph.num_tensors), moved)
-    carrier = np.where(is_moved, np.arange(graph.num_tensors), blocks.base)
+    carrier = np.where(is_moved, np.arange(graph.num_tensors), blocks.graph.base)
     first = np.full(graph.num_tensors, graph.num_ops)
     np.minimum.at(first, carrier[tensors[leaves]], consumers[leaves])
     place = np.concatenate((2 * np.arange(graph.num_ops) + 1, 2 * first[moved]))

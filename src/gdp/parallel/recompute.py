@@ -113,9 +113,9 @@ class _Rewrite:
         same = blocks.of_op[self.makers] == blocks.of_op[self.readers]
         both = blocks.is_repeated[self.makers] & blocks.is_repeated[self.readers] & same
         is_copied = blocks.is_activation & blocks.is_repeated[graph.producers]
-        is_control = (graph.tensor_bytes == 0) & ~graph.is_resident[blocks.base] & ~graph.is_kept
+        is_control = (graph.tensor_bytes == 0) & ~graph.is_resident[blocks.graph.base] & ~graph.is_kept
         is_copied[graph.edge_tensors[both & is_control[graph.edge_tensors]]] = True
-        is_copied |= np.isin(np.arange(graph.num_tensors), blocks.base[is_copied])
+        is_copied |= np.isin(np.arange(graph.num_tensors), blocks.graph.base[is_copied])
         self.copied = np.flatnonzero(is_copied)
         self.tensor_copy = np.full(graph.num_tensors, _NEW)  # [T] the number of each tensor's copy
         self.tensor_copy[self.copied] = graph.num_tensors + np.arange(len(self.copied))
@@ -186,7 +186,7 @@ class _Rewrite:
         """[E] where an op reads a buffer that it writes: running statistics, which a copy neither needs nor changes."""
         graph, blocks = self.graph, self.blocks
         alike = (graph.groups[self.makers] == graph.groups[self.readers]) & (graph.groups[self.readers] >= 0)
-        is_held = graph.is_resident[blocks.base][graph.edge_tensors]
+        is_held = graph.is_resident[blocks.graph.base][graph.edge_tensors]
         return np.asarray(is_held & blocks.writes_buffer[self.readers] & alike, np.bool_)
 
     def _releases(self, tensors: I64, consumers: I64) -> tuple[I64, I64]:
@@ -232,7 +232,7 @@ class _Rewrite:
         """
         graph, blocks = self.graph, self.blocks
         is_update = np.array(graph.phases) == "update"
-        base = blocks.base[graph.edge_tensors]
+        base = blocks.graph.base[graph.edge_tensors]
         is_state = graph.is_resident[base]
         by_update = is_state & is_update[self.readers]
         writers: dict[int, list[int]] = {}

@@ -9,7 +9,6 @@ the machine model sends to the lower device first, exchanged placements are simu
 Sizes that take seconds: about 20 ops on 4 equal devices, more where the bound is tight.
 """
 
-import math
 import threading
 import time
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from gdp.simulator.engine import COMPLETED, NEVER, run
 from gdp.simulator.memory import find_peaks
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.records import Arrays, Dispatch, Workspace
-from gdp.units.symmetry import can_exchange
+from gdp.units.symmetry import exchange_classes, exchangeable_before
 
 _MAX_DELAYED = np.int64(EXACT.max_delayed)  # kernels read no records of settings
 
@@ -186,29 +185,13 @@ class _Search(NamedTuple):
 
 def _exchanges(problem: Problem) -> tuple[I64, npt.NDArray[np.uint8]]:
     """(the device before each among those it can be exchanged with [D], all renamings by exchanges [X, D])."""
-    num_devices = problem.num_devices
-    classes: list[list[int]] = []
-    for device in range(num_devices):
-        for members in classes:
-            larger = [len(other) + (other is members) for other in classes]
-            if (
-                can_exchange(problem, members[0], device)
-                and math.prod(map(math.factorial, larger)) <= EXACT.max_exchanges
-            ):
-                members.append(device)
-                break
-        else:
-            classes.append([device])
-    before = np.full(num_devices, -1)
-    for members in classes:
-        before[members[1:]] = members[:-1]
-    renamings = []
+    classes, renamings = exchange_classes(problem, EXACT.max_exchanges), []
     for orders in product(*(permutations(members) for members in classes)):
-        renaming = np.zeros(num_devices, np.uint8)
+        renaming = np.zeros(problem.num_devices, np.uint8)
         for members, order in zip(classes, orders, strict=True):
             renaming[members] = order
         renamings.append(renaming)
-    return before, np.array(renamings)
+    return exchangeable_before(classes), np.array(renamings)
 
 
 def _shared_channels(cluster: Cluster) -> npt.NDArray[np.bool_]:

@@ -143,16 +143,15 @@ def held_bytes(simulation: Simulation, device: int) -> I64:
     """
     problem = simulation.problem
     graph, placement, finish_ns = problem.graph, simulation.placement, simulation.op_finish_ns
-    owner = np.where(graph.view_of >= 0, graph.view_of, np.arange(graph.num_tensors))
     devices = placement[graph.producers]
 
     # when each owner is freed on its producer's device
     freed_ns = finish_ns[graph.producers]
     is_local = placement[graph.consumers] == devices[graph.edge_tensors]
-    np.maximum.at(freed_ns, owner[graph.edge_tensors[is_local]], finish_ns[graph.consumers[is_local]])
-    np.maximum.at(freed_ns, owner[simulation.transfer_tensors], simulation.transfer_end_ns)
-    freed_ns[owner[graph.is_kept]] = _FOREVER
-    local = np.flatnonzero((devices == device) & (owner == np.arange(graph.num_tensors)) & ~graph.is_resident)
+    np.maximum.at(freed_ns, graph.base[graph.edge_tensors[is_local]], finish_ns[graph.consumers[is_local]])
+    np.maximum.at(freed_ns, graph.base[simulation.transfer_tensors], simulation.transfer_end_ns)
+    freed_ns[graph.base[graph.is_kept]] = _FOREVER
+    local = np.flatnonzero((devices == device) & (graph.base == np.arange(graph.num_tensors)) & ~graph.is_resident)
 
     # copies on this device: the last consumer of each
     received = np.flatnonzero(simulation.transfer_destinations == device)
@@ -176,7 +175,7 @@ def held_bytes(simulation: Simulation, device: int) -> I64:
     if len(order):
         peak_ns = moments[order][np.argmax(np.cumsum(change[order]))]
         alive = (start_ns <= peak_ns) & (peak_ns < end_ns)
-        is_kept_there = graph.is_resident[owner[tensors]] | (freed_ns[owner[tensors]] > peak_ns)
+        is_kept_there = graph.is_resident[graph.base[tensors]] | (freed_ns[graph.base[tensors]] > peak_ns)
         place = np.where(is_kept_there, devices[tensors], device)
         np.add.at(held, (holder[alive], place[alive]), size[alive])
     return held

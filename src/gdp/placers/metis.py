@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +34,7 @@ def metis(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placem
     if not has_time(clock, partition_s(problem, problem.num_devices)):
         raise NoTimeError
     parts = Partitioner(problem)
-    size = len(parts.units.index) + len(parts.graph.neighbours)
+    size = len(parts.units.index) + len(parts.edge_weights)
     num_runs = min(max(METIS.work // size, 2 * len(METIS.imbalances)), METIS.max_runs)
     settings = list(islice(_settings(problem, seed), num_runs))
 
@@ -73,14 +72,6 @@ def _settings(problem: Problem, seed: int) -> Iterator[tuple[I64, int, bool, int
                     yield devices, imbalance, recursive, seed * repeats + repeat
 
 
-class _Csr(NamedTuple):
-    """An undirected graph in the form that METIS takes."""
-
-    offsets: I64  # [U + 1]
-    neighbours: I64  # [2P]
-    weights: I64  # [2P]
-
-
 class Partitioner:
     """Partitions the graph of a problem's units with METIS."""
 
@@ -101,11 +92,10 @@ class Partitioner:
         sources = np.concatenate((pairs.first, pairs.second))
         order = np.argsort(sources, kind="stable")
         scale = max(float(transfer_ns.sum()) / METIS.total_weight, 1.0)
-        self.graph = _Csr(
-            offsets=np.concatenate(([0], np.cumsum(np.bincount(sources, minlength=self.units.num_units)))),
-            neighbours=np.concatenate((pairs.second, pairs.first))[order],
-            weights=np.tile(np.maximum(transfer_ns / scale, 1).astype(np.int64), 2)[order],
-        )
+        offsets = np.concatenate(([0], np.cumsum(np.bincount(sources, minlength=self.units.num_units))))
+        neighbours = np.concatenate((pairs.second, pairs.first))[order]  # [2P]
+        self.adjacency = pymetis.CSRAdjacency(offsets, neighbours)
+        self.edge_weights = np.tile(np.maximum(transfer_ns / scale, 1).astype(np.int64), 2)[order]  # [2P]
 
     def partition(
         self, devices: I64, imbalance: int, recursive: bool, seed: int, memory_share: float = 0.0
@@ -131,9 +121,9 @@ class Partitioner:
         with _without_complaints():
             found = pymetis.part_graph(
                 len(devices),
-                pymetis.CSRAdjacency(self.graph.offsets, self.graph.neighbours),
+                self.adjacency,
                 vweights=np.rint(weights * METIS.total_weight).astype(np.int64),
-                eweights=self.graph.weights,
+                eweights=self.edge_weights,
                 tpwgts=target.tolist(),
                 recursive=recursive,
                 options=options,

@@ -17,7 +17,7 @@ from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import evaluate
 from gdp.units.forward_units import forward_units
 from gdp.units.grouping import group_units
-from gdp.units.symmetry import exchangeable_before
+from gdp.units.symmetry import exchange_classes, exchangeable_before
 from gdp.units.units import Pairs, Units
 
 NUM_SLICES = 16
@@ -55,7 +55,7 @@ class UnitSource:
             critical_ns=critical_ns,
             freedom=np.unique(problem.allowed, axis=0, return_inverse=True)[1].reshape(-1),
             alive_share=_alive_share(problem),
-            equal_before=exchangeable_before(problem),
+            equal_before=exchangeable_before(exchange_classes(problem)),
             module=_numbered(problem.graph.modules),
             op_slice=np.minimum(middle * NUM_SLICES, NUM_SLICES - 1).astype(np.int64),
             latency_ns=0.0 if is_alone else float(problem.cluster.latency_ns[between].mean()),

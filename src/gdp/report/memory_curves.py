@@ -28,13 +28,12 @@ class Allocations:
         """Returns the allocations of a simulated step, without resident bytes."""
         graph, placement = simulation.problem.graph, simulation.placement
         num_devices = simulation.problem.num_devices
-        owners = np.where(graph.view_of >= 0, graph.view_of, np.arange(graph.num_tensors))
         freed_ns = simulation.op_finish_ns[graph.producers].copy()
         consumed_ns, tensors = simulation.op_finish_ns[graph.consumers], graph.edge_tensors
         here = placement[graph.producers[tensors]] == placement[graph.consumers]
-        np.maximum.at(freed_ns, owners[tensors[here]], consumed_ns[here])
-        np.maximum.at(freed_ns, owners[simulation.transfer_tensors], simulation.transfer_end_ns)
-        freed_ns[owners[graph.is_kept]] = NEVER
+        np.maximum.at(freed_ns, graph.base[tensors[here]], consumed_ns[here])
+        np.maximum.at(freed_ns, graph.base[simulation.transfer_tensors], simulation.transfer_end_ns)
+        freed_ns[graph.base[graph.is_kept]] = NEVER
         owned = np.flatnonzero((graph.view_of < 0) & ~graph.is_resident)
         copies, of_edge = np.unique(
             tensors[~here] * num_devices + placement[graph.consumers[~here]], return_inverse=True

@@ -71,10 +71,9 @@ def _uses(graph: Graph) -> I64:
     is_late = phases == "update"
     is_sum = graph.is_in_role(ACCUMULATE)
     is_first = graph.is_in_role(EXCHANGE_START) & (kinds != "all_gather")
-    owner = np.where(graph.view_of >= 0, graph.view_of, np.arange(graph.num_tensors))
     is_gradient = np.zeros(graph.num_tensors, np.bool_)
     sums = (is_late | is_sum | is_first)[graph.consumers]
-    is_gradient[owner[graph.edge_tensors[sums]]] = True
+    is_gradient[graph.base[graph.edge_tensors[sums]]] = True
     made_by = graph.producers
     is_gradient &= (phases == "backward")[made_by]
     chosen = [
@@ -85,4 +84,4 @@ def _uses(graph: Graph) -> I64:
     ]
     numbers = [PARTS.index(name) for name in (GATHERED, GRADIENTS, AGAIN, KEPT)]
     use: I64 = np.select(chosen, numbers, PARTS.index(OTHER)).astype(np.int64)
-    return use[owner]
+    return use[graph.base]

@@ -13,7 +13,7 @@ from gdp.budget import Clock, has_time
 from gdp.search.settings import DEFAULTS, NoiseSettings
 from gdp.simulator.plan import NoisyTimes
 from gdp.simulator.problem import Problem
-from gdp.simulator.simulate import Simulation, replay_time_ns
+from gdp.simulator.simulate import Simulation, mean_step_time_ns
 from gdp.units.reduction import Reduction
 
 
@@ -32,11 +32,6 @@ class Noise:
         reduced = np.where(reduction.problem.simulator.time_table_ns < 0, -1, reduced)
         reduced.setflags(write=False)
         return cls(original, reduced)
-
-
-def mean_step_time_ns(simulation: Simulation, op_times_ns: I64) -> int:
-    """Replays the order of `simulation` under each of `op_times_ns` [K, N, D]; returns the mean time, rounded down."""
-    return replay_time_ns(simulation.problem, simulation.placement, simulation.order, op_times_ns)
 
 
 def step_times_under_noise(

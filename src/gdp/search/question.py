@@ -11,13 +11,13 @@ from gdp.cluster import Cluster
 from gdp.parallel.layout import Layout
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import Candidate, Figures
-from gdp.search.noise import Noise, mean_step_time_ns
+from gdp.search.noise import Noise
 from gdp.search.settings import DEFAULTS, Settings
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.levels import communication_levels
 from gdp.simulator.orders import EXCHANGES_FIRST, PROGRAM, ZERO_BUBBLE, ZERO_BUBBLE_PROGRAM
 from gdp.simulator.problem import Placement, Problem
-from gdp.simulator.simulate import Simulation, simulate
+from gdp.simulator.simulate import Simulation, mean_step_time_ns, simulate
 from gdp.units.reduction import Reduction, reduce
 
 OnProgress = Callable[[Candidate], None]

@@ -16,29 +16,20 @@ def longest_paths(graph: Graph, weights: I64, *, from_sources: bool = False, edg
     out). `weights` are those of ops [N], `edge_weights` those of the graph's edges [E], by default 0."""
     sources, targets = graph.producers[graph.edge_tensors], graph.consumers
     if from_sources:
-        return longest_before(weights, sources, targets, edge_weights)
+        return _relaxed(weights, sources, targets, np.argsort(targets, kind="stable"), edge_weights)
     return longest_from(weights, sources, targets, edge_weights)
 
 
 def longest_from(weights: I64, sources: I64, targets: I64, edge_weights: I64 | None = None) -> I64:
     """Returns the heaviest path that starts at each op [N], its own weight included."""
     order = np.argsort(sources, kind="stable")[::-1]  # an op's edges come after its successors'
-    return weights + _relaxed(weights, targets[order], sources[order], _ordered(edge_weights, order))
+    return weights + _relaxed(weights, targets, sources, order, edge_weights)
 
 
-def longest_before(weights: I64, sources: I64, targets: I64, edge_weights: I64 | None = None) -> I64:
-    """Returns the heaviest path that ends before each op [N], its own weight left out."""
-    order = np.argsort(targets, kind="stable")
-    return _relaxed(weights, sources[order], targets[order], _ordered(edge_weights, order))
-
-
-def _ordered(edge_weights: I64 | None, order: npt.NDArray[np.intp]) -> I64:
-    return np.zeros(len(order), np.int64) if edge_weights is None else edge_weights[order]
-
-
-def _relaxed(weights: I64, first: I64, then: I64, edge_weights: I64) -> I64:
-    paths = np.zeros(len(weights), np.int64)
-    _relax(paths, np.array(weights, np.int64), first, then, edge_weights)
+def _relaxed(weights: I64, first: I64, then: I64, order: I64, edge_weights: I64 | None) -> I64:
+    """Returns the heaviest path before each op [N], over edges from `first` to `then` [E] in this order."""
+    paths, edge_weights = np.zeros_like(weights), np.zeros_like(order) if edge_weights is None else edge_weights[order]
+    _relax(paths, np.array(weights), first[order], then[order], edge_weights)
     return paths
 
 

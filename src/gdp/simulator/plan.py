@@ -207,22 +207,11 @@ class Plan:
 
     def to_document(self) -> dict[str, Any]:
         """The `gdp-plan` document."""
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "graph": self.graph,
-            "cluster": self.cluster,
-            "devices": list(self.devices),
-            "placement": self.placement.tolist(),
-            "order": [ops.tolist() for ops in self.order],
-            "step_time_ns": self.step_time_ns,
-            "peak_memory_bytes": self.peak_memory_bytes.tolist(),
-            "lower_bound_ns": self.lower_bound_ns,
-            "placer": self.placer,
-            "seed": self.seed,
-            "gdp_version": self.gdp_version,
-            "asked": asdict(self.question),
-        } | ({} if self.layout is None else {"layout": dict(self.layout)})
+        values = {name: getattr(self, name) for name in _PLAN_FIELDS if name not in ("format", "version", "layout")}
+        lists = {name: values[name].tolist() for name in ("placement", "peak_memory_bytes")}
+        lists |= {"devices": list(self.devices), "order": [ops.tolist() for ops in self.order]}
+        document = {"format": FORMAT, "version": VERSION} | values | lists | {"asked": asdict(self.question)}
+        return document if self.layout is None else document | {"layout": dict(self.layout)}
 
     def save(self, path: str | Path) -> None:
         """Write a `gdp-plan` file, atomically; gzip if `path` ends in `.gz`."""
@@ -265,21 +254,11 @@ class Plan:
                 seen[op] = True
         if not all(seen):
             raise InputError(f"order: op {seen.index(False)} is missing; list every op once")
-        return cls(
-            graph=content["graph"],
-            cluster=content["cluster"],
-            devices=tuple(content["devices"]),
-            placement=np.array(content["placement"], np.int64),
-            order=tuple(np.array(ops, np.int64) for ops in content["order"]),
-            step_time_ns=content["step_time_ns"],
-            peak_memory_bytes=np.array(content["peak_memory_bytes"], np.int64),
-            lower_bound_ns=content["lower_bound_ns"],
-            placer=content["placer"],
-            seed=content["seed"],
-            gdp_version=content["gdp_version"],
-            layout=content.get("layout"),
-            asked=Asked(**content["asked"]),
-        )
+        values = {name: value for name, value in content.items() if name not in ("format", "version")}
+        values |= {name: np.array(content[name], np.int64) for name in ("placement", "peak_memory_bytes")}
+        values["devices"], values["asked"] = tuple(content["devices"]), Asked(**content["asked"])
+        values["order"] = tuple(np.array(ops, np.int64) for ops in content["order"])
+        return cls(**values)
 
     def check_belongs(self, graph: Graph, cluster: Cluster) -> None:
         """InputError unless this is a plan of `graph` on `cluster`."""

@@ -3,6 +3,7 @@
 docs/machine-model.md, sections 3 and 4, is the definition. N ops, T tensors, D devices.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Unpack
@@ -11,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gdp import notebook
-from gdp.arrays import I64, Bool, narrow, wide
+from gdp.arrays import I64, Bool, narrow, pick, rows_of, wide
 from gdp.cluster import Cluster
+from gdp.cluster.changes import only
 from gdp.errors import InputError
 from gdp.graph import Graph, GraphSource
 from gdp.graph.microbatches import microbatch_of
@@ -99,6 +101,21 @@ class Problem:
     def with_allowed(self, allowed: Bool) -> "Problem":
         """The same problem with other devices `allowed` [N, D]."""
         return replace(self, allowed=allowed, other_simulator=self.simulator)
+
+    def excerpt(self, graph: Graph, ops: I64) -> "Problem":
+        """The same problem of `graph`, whose ops are these `ops` [M]."""
+        times_ns, allowed = rows_of(self.op_time_ns, ops), rows_of(self.allowed, ops)
+        return replace(self, graph=graph, op_time_ns=times_ns, allowed=allowed, microbatch=self.microbatch[ops])
+
+    def on_devices(self, numbers: Sequence[int]) -> "Problem":
+        """The same problem on the devices with these `numbers` alone."""
+        return replace(
+            self,
+            cluster=only(self.cluster, numbers),
+            op_time_ns=pick(self.op_time_ns, numbers),
+            allowed=pick(self.allowed, numbers),
+            memory_limit_bytes=self.memory_limit_bytes[list(numbers)],
+        )
 
     def __repr__(self) -> str:
         """Returns `Problem('gnmt-2' on '2xl4-24g': 8,000 ops, 2 devices)`."""

@@ -138,13 +138,14 @@ def simulate(
         )
 
 
-def replay_time_ns(problem: Problem, placement: Placement, order: Sequence[npt.ArrayLike], op_times_ns: I64) -> int:
-    """Replays `order` under each of the tables `op_times_ns` [K, N, D]; returns the mean step time, rounded down.
+def mean_step_time_ns(simulation: Simulation, op_times_ns: I64) -> int:
+    """Replays the order of `simulation` under each of `op_times_ns` [K, N, D]; returns the mean time, rounded down.
 
     InputError for an order that deadlocks.
     """
-    devices, simulator = problem.check_placement(placement), problem.simulator
-    dispatch = _replaying(simulator.dispatch(problem.order), order, devices)
+    problem, simulator = simulation.problem, simulation.problem.simulator
+    devices = problem.check_placement(simulation.placement)
+    dispatch = _replaying(simulator.dispatch(problem.order), simulation.order, devices)
     time_ns = np.zeros(1, np.int64)
     tables = op_times_ns.view()
     tables.setflags(write=False)  # Numba would compile everything anew for writable ones

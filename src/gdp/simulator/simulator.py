@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from gdp.arrays import I64, narrow
 from gdp.cluster import Cluster
-from gdp.compiled import kernel
 from gdp.graph import Graph
 from gdp.simulator.costs import transfer_occupancy_ns
 from gdp.simulator.longest_paths import longest_paths, ranks_of
@@ -201,21 +200,11 @@ def _successors(
     arrays: Arrays, rank: npt.NDArray[np.uint32], op_of_rank: npt.NDArray[np.uint32]
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
     """Returns (offsets [N + 1], ranks [E]) of the consumers of all that the op of each rank makes."""
-    offsets, successors = np.zeros(len(rank) + 1, np.uint32), np.zeros(len(arrays.consumers), np.uint32)
-    _fill_successors(arrays, rank, op_of_rank, offsets, successors)
-    return offsets, successors
-
-
-@kernel
-def _fill_successors(arrays, rank, op_of_rank, offsets, successors):  # type: ignore[no-untyped-def]
-    tensor_offsets, consumer_offsets, consumers = arrays[2:5]
-    count = 0
-    for at in range(len(op_of_rank)):
-        op = op_of_rank[at]
-        for index in range(consumer_offsets[tensor_offsets[op]], consumer_offsets[tensor_offsets[op + 1]]):
-            successors[count] = rank[consumers[index]]
-            count += 1
-        offsets[at + 1] = count
+    begins = arrays.consumer_offsets[arrays.tensor_offsets]  # of each op's consumers
+    counts = np.diff(begins)[op_of_rank]
+    offsets = _offsets(counts)
+    edges = np.arange(len(arrays.consumers), dtype=np.uint32) + np.repeat(begins[op_of_rank] - offsets[:-1], counts)
+    return offsets, rank[arrays.consumers[edges]]
 
 
 def _offsets(counts: npt.ArrayLike) -> npt.NDArray[np.uint32]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gdp.arrays import I64, Bool, narrow
+from gdp.arrays import I64, Bool, by_first, narrow
 from gdp.compiled import inner, kernel
 from gdp.graph.copies import RECOMPUTED
 from gdp.simulator.problem import Problem
@@ -43,10 +43,7 @@ def forward_units(problem: Problem) -> I64:
     unit = problem.graph.group_index[roots_of(follows)]
     _, first_op = np.unique(problem.graph.group_index, return_index=True)
     unit = unit[first_op[problem.graph.group_index]]
-    _, first, inverse = np.unique(unit, return_index=True, return_inverse=True)
-    position = np.empty(len(first), np.int64)
-    position[np.argsort(first, kind="stable")] = np.arange(len(first))
-    return position[inverse]
+    return by_first(unit)
 
 
 def _has_home(problem: Problem) -> Bool:

@@ -142,25 +142,19 @@ def _merge(problem: Problem, reduced_op: I64, is_last: npt.NDArray[np.bool_]) ->
     tensors, consumers = tensor_number[graph.edge_tensors[is_read]], reduced_op[graph.consumers[is_read]]
     edges = np.sort(np.unique(tensors * num_ops + consumers, return_index=True)[1])  # the first of each pair
     counts = np.bincount(tensors[edges], minlength=len(kept) + len(held_by))
-    none, chosen = np.zeros(len(held_by), np.bool_), lasts.tolist()
+    none = np.zeros(len(held_by), np.bool_)
     origins = graph.origins[lasts]
     has_origin = (origins >= 0) & is_last[origins]
+    changed = {
+        "flops": np.zeros(num_ops, np.int64),
+        "bytes_accessed": np.zeros(num_ops, np.int64),
+        "resident_bytes": resident,
+        "origins": np.where(has_origin, reduced_op[origins], -1),
+        "times_ns": (MappingProxyType({}),) * num_ops,
+    }
     merged = Graph(
         name=graph.name,
-        op_names=tuple(graph.op_names[op] for op in chosen),
-        kinds=tuple(graph.kinds[op] for op in chosen),
-        flops=np.zeros(num_ops, np.int64),
-        bytes_accessed=np.zeros(num_ops, np.int64),
-        dtypes=tuple(graph.dtypes[op] for op in chosen),
-        resident_bytes=resident,
-        phases=tuple(graph.phases[op] for op in chosen),
-        modules=tuple(graph.modules[op] for op in chosen),
-        groups=graph.groups[lasts],
-        origins=np.where(has_origin, reduced_op[origins], -1),
-        microbatches=graph.microbatches[lasts],
-        replicas=graph.replicas[lasts],
-        roles=tuple(graph.roles[op] for op in chosen),
-        times_ns=(MappingProxyType({}),) * num_ops,
+        **graph.columns_of(lasts) | changed,
         producers=np.concatenate((reduced_op[graph.producers[kept]], held_by)),
         tensor_bytes=np.concatenate((graph.tensor_bytes[kept], inner_bytes[held_by])),
         is_resident=np.concatenate((graph.is_resident[kept], none)),

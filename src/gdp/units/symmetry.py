@@ -1,6 +1,8 @@
 """Devices that differ in name only: a search or a policy need not try one for the other."""
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -9,18 +11,28 @@ from gdp.cluster import Cluster
 from gdp.simulator.problem import Problem
 
 
-def exchangeable_before(problem: Problem) -> I64:
-    """[D] the nearest device of lower number that each one can be exchanged with, or -1."""
-    before = np.full(problem.num_devices, -1)
+def exchange_classes(problem: Problem, most: float = math.inf) -> list[list[int]]:
+    """Returns the devices in classes of those that can be exchanged, ascending.
+
+    A device that would raise the number of ways to exchange all above `most` has a class of its own.
+    """
     classes: list[list[int]] = []
     for device in range(problem.num_devices):
         for members in classes:
-            if can_exchange(problem, members[0], device):
-                before[device] = members[-1]
+            num_ways = math.prod(math.factorial(len(other) + (other is members)) for other in classes)
+            if num_ways <= most and can_exchange(problem, members[0], device):
                 members.append(device)
                 break
         else:
             classes.append([device])
+    return classes
+
+
+def exchangeable_before(classes: Sequence[Sequence[int]]) -> I64:
+    """[D] the nearest device of lower number that each one of `classes` can be exchanged with, or -1."""
+    before = np.full(sum(map(len, classes)), -1)
+    for members in classes:
+        before[members[1:]] = members[:-1]
     return before
 
 

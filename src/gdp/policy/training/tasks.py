@@ -241,8 +241,7 @@ def scale_batch(graph: Graph, factor: float) -> Graph:
     if factor == 1:
         return graph
     is_backward, is_update = (np.array([phase == name for phase in graph.phases]) for name in ("backward", "update"))
-    owner = np.where(graph.view_of >= 0, graph.view_of, np.arange(graph.num_tensors))
-    is_parameter = graph.is_resident[owner]
+    is_parameter = graph.is_resident[graph.base]
     is_gradient = is_backward[graph.producers] & np.isin(graph.tensor_bytes, graph.tensor_bytes[is_parameter])
     tensor_grows = (graph.tensor_bytes > 0) & ~is_parameter & ~is_gradient & ~is_update[graph.producers]
     op_grows = np.zeros(graph.num_ops, np.bool_)

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gdp.arrays import I64, narrow, rows_of
+from gdp.arrays import I64, narrow
 from gdp.budget import PREPARED, REPLAYED, Clock
 from gdp.cluster import WORD_DEVICES
-from gdp.cluster.changes import only
 from gdp.graph.excerpts import Excerpt
 from gdp.placers.replicated import ReplicatedChain, replicated_stages
 from gdp.search.candidate import Candidate
@@ -47,19 +46,8 @@ class OneReplica:
         excerpt = Excerpt.of_replica(problem.graph) if 0 < size <= WORD_DEVICES else None
         if excerpt is None:
             return None
-        allowed = rows_of(problem.allowed[:, :size], excerpt.ops)
-        if not narrow(allowed).any(axis=1).all():
-            return None
-        part = replace(
-            problem,
-            graph=excerpt.graph,
-            cluster=only(problem.cluster, range(size)),
-            op_time_ns=rows_of(problem.op_time_ns[:, :size], excerpt.ops),
-            allowed=allowed,
-            memory_limit_bytes=problem.memory_limit_bytes[:size],
-            microbatch=problem.microbatch[excerpt.ops],
-        )
-        return cls(problem, part, excerpt, replica)
+        part = problem.on_devices(range(size)).excerpt(excerpt.graph, excerpt.ops)
+        return cls(problem, part, excerpt, replica) if narrow(part.allowed).any(axis=1).all() else None
 
     def restrict(self, placement: Placement) -> Placement:
         """Returns the placement [n] of the replica in one [N] of the whole that has it on its devices."""

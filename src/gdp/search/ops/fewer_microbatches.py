@@ -6,9 +6,8 @@ placers see the few alone, too.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from gdp.arrays import rows_of
 from gdp.graph.excerpts import Excerpt
 from gdp.search.candidate import Candidate
 from gdp.search.ops.local_search import LocalSearch
@@ -29,15 +28,7 @@ class Few:
         if problem.microbatch.max() + 1 < 2 * count:
             return None
         excerpt = Excerpt.of_microbatches(problem.graph, problem.microbatch, count)
-        ops = excerpt.ops
-        few = replace(
-            problem,
-            graph=excerpt.graph,
-            op_time_ns=rows_of(problem.op_time_ns, ops),
-            allowed=rows_of(problem.allowed, ops),
-            microbatch=problem.microbatch[ops],
-        )
-        return cls(few, excerpt)
+        return cls(problem.excerpt(excerpt.graph, excerpt.ops), excerpt)
 
     @classmethod
     def of_large(cls, question: Question) -> "Few | None":

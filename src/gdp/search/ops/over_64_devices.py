@@ -14,7 +14,6 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.budget import REPLAYED, Clock
 from gdp.cluster import WORD_DEVICES
-from gdp.cluster.changes import only
 from gdp.placers.base import devices_by_speed
 from gdp.search.candidate import Candidate
 from gdp.search.ops.annealing import is_too_wide
@@ -67,16 +66,9 @@ def _placed_near(
     question: Question, clock: Clock, near: I64, place_few: Callable[[Question, Clock], Solution]
 ) -> list[Candidate]:
     problem = question.problem
-    part = replace(
-        problem,
-        cluster=only(problem.cluster, near.tolist()),
-        op_time_ns=np.ascontiguousarray(problem.op_time_ns[:, near]),
-        allowed=np.ascontiguousarray(problem.allowed[:, near]),
-        memory_limit_bytes=problem.memory_limit_bytes[near],
-    )
-    best = place_few(
-        replace(question, problem=part, reduction=reduce(part), noise=None, starts=(), known=()), clock
-    ).best
+    part = problem.on_devices(near.tolist())
+    asked = replace(question, problem=part, reduction=reduce(part), noise=None, starts=(), known=())
+    best = place_few(asked, clock).best
     if best is None:
         return []
     order: list[I64] = [np.zeros(0, np.int64) for _ in range(problem.num_devices)]

@@ -13,6 +13,7 @@ too, and leave CPUs beside accelerators idle. R replicas, P stages, D devices, N
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -112,21 +113,6 @@ def _check_modelled(step: Step) -> None:
         raise InputError(f"zero={layout.zero} is not modelled for this graph; leave it out")
     if layout.recompute != NONE and not graph.is_in_role(RECOMPUTED).any():
         raise InputError("recomputation finds no block in this graph; leave recompute out")
-
-
-def ddp(question: BatchQuestion) -> Solution:
-    """Returns the step of DistributedDataParallel."""
-    return _accumulating(question, zero=0)
-
-
-def zero1(question: BatchQuestion) -> Solution:
-    """Returns the step of data parallelism with the optimizer's state cut over replicas."""
-    return _accumulating(question, zero=1)
-
-
-def fsdp(question: BatchQuestion) -> Solution:
-    """Returns the step of fully sharded data parallelism."""
-    return _accumulating(question, zero=3)
 
 
 def _accumulating(question: BatchQuestion, zero: int) -> Solution:
@@ -285,5 +271,10 @@ def _uneven(question: BatchQuestion, count: int) -> str:
 
 
 RIVALS: Mapping[str, Callable[[BatchQuestion], Solution]] = MappingProxyType(
-    {"ddp": ddp, "zero1": zero1, "fsdp": fsdp, "megatron": megatron}
+    {
+        "ddp": partial(_accumulating, zero=0),
+        "zero1": partial(_accumulating, zero=1),
+        "fsdp": partial(_accumulating, zero=3),
+        "megatron": megatron,
+    }
 )
