@@ -46,6 +46,14 @@ def rows_of(table: npt.NDArray[_Value], rows: npt.NDArray[Any]) -> npt.NDArray[_
     return wide(narrow(table)[rows], table.shape[1])
 
 
+def running_sums(begins: I64, ends: I64, amounts: npt.NDArray[_Value], length: int) -> npt.NDArray[_Value]:
+    """Returns the sums [length] of the `amounts` that are at each position: each from its begin to before its end."""
+    change = np.zeros(length + 1, amounts.dtype)
+    np.add.at(change, begins, amounts)
+    np.add.at(change, ends, np.negative(amounts))
+    return np.cumsum(change)[:-1]
+
+
 def by_first(ids: I64) -> I64:
     """Returns numbers [N] that are equal where `ids` [N] are, from 0 in the order in which these first come."""
     _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from gdp.arrays import F64, I64
+from gdp.arrays import I64
 from gdp.cluster import Cluster
 from gdp.graph import Graph
 from gdp.graph.microbatches import shared_ops
@@ -54,14 +54,10 @@ def _shared_out(work_ns: I64, counts: I64) -> int:
     weights = rates / (rates * counts).sum()
     best = 0.0
     for turn in range(_ROUNDS if len(counts) > 1 else 1):
-        best = max(best, _value(work_ns, weights))
+        best = max(best, float((work_ns * weights).min(axis=1).sum()))
         chosen = np.argmin(work_ns * weights, axis=1)
         loads = np.bincount(chosen, work_ns[np.arange(len(work_ns)), chosen], len(counts)) / counts
         step = 0.5 / (turn + 1)
         weights = weights * np.exp(step * (loads / max(loads.max(), 1.0) - 1.0))
         weights /= (weights * counts).sum()
     return math.floor(best * (1 - 1e-9))
-
-
-def _value(work_ns: I64, weights: F64) -> float:
-    return float((work_ns * weights).min(axis=1).sum())

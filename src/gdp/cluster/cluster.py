@@ -131,14 +131,8 @@ class Cluster:
     def to_document(self) -> dict[str, Any]:
         """The `gdp-cluster` document with every field explicit: one link for each ordered pair, bare numbers."""
         devices = [
-            {
-                "name": device.name,
-                "kind": device.kind,
-                "memory": device.memory_bytes,
-                "flops": dict(sorted(device.flops_per_second.items())),
-                "memory_bandwidth": device.memory_bytes_per_second,
-                "launch": device.launch_ns,
-            }
+            {"name": device.name, "kind": device.kind, **cluster_file.figures_of(device)}
+            | {"flops": dict(sorted(device.flops_per_second.items()))}
             for device in self.devices
         ]
         names, channels = [device.name for device in self.devices], self.channels
@@ -222,12 +216,6 @@ def _check(cluster: Cluster) -> None:
             raise InputError(
                 f"cluster {cluster.name!r}: {field} of a device to itself is not 0; there is no such route"
             )
-    if len(set(cluster.channels)) < num_channels:
-        raise InputError(f"cluster {cluster.name!r}: two channels have one name; name each once")
-    if [len(row) for row in cluster.route_channels] != [num_devices] * num_devices:
-        raise InputError(
-            f"cluster {cluster.name!r}: route_channels is not {num_devices} rows of {num_devices}; mend it"
-        )
     apart = ~np.eye(num_devices, dtype=np.bool_)
 
     def name(pair: I64) -> str:

@@ -4,7 +4,7 @@ docs/machine-model.md, section 6, is the definition.
 """
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import permutations
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from gdp import files
-from gdp.cluster.catalogue import KINDS
+from gdp.cluster.catalogue import KINDS, DeviceKind
 from gdp.cluster.device import Device, Route, check_devices
 from gdp.cluster.quantities import parse_number, parse_rate, parse_size, parse_time
 from gdp.errors import InputError, suggest
@@ -59,6 +59,10 @@ def _is_rates(value: object) -> bool:
     return type(value) is dict and all(type(key) is str and _is_quantity(item) for key, item in value.items())
 
 
+def _parse_rates(rates: Mapping[str, object], where: str) -> Mapping[str, int]:
+    return MappingProxyType({dtype: parse_number(rate, f"{where} {dtype}") for dtype, rate in rates.items()})
+
+
 def _is_names(value: object) -> bool:
     """a list of names"""
     return type(value) is list and all(type(item) is str for item in value)
@@ -76,14 +80,16 @@ _DOCUMENT_FIELDS = {
     "devices": files.is_list,
     "links": files.is_list,
 }
-_DEVICE_FIELDS = {
-    "name": _is_text,
-    "kind": _is_text,
-    "memory": _is_quantity,
-    "flops": _is_rates,
-    "memory_bandwidth": _is_quantity,
-    "launch": _is_quantity,
+_Figure = tuple[str, Callable[[object], bool], Callable[[Any, str], Any]]
+"""The attribute of `Device`, the check of a value in a document, and the reader of it."""
+
+_FIGURES: Mapping[str, _Figure] = {
+    "memory": ("memory_bytes", _is_quantity, parse_size),
+    "flops": ("flops_per_second", _is_rates, _parse_rates),
+    "memory_bandwidth": ("memory_bytes_per_second", _is_quantity, parse_rate),
+    "launch": ("launch_ns", _is_quantity, parse_time),
 }
+_DEVICE_FIELDS = {"name": _is_text, "kind": _is_text} | {field: check for field, (_, check, _) in _FIGURES.items()}
 _LINK_FIELDS = {
     "from": _is_endpoint,
     "to": _is_endpoint,
@@ -99,32 +105,20 @@ def _read_device(record: object, number: int) -> Device:
     where = f"device {number} {name!r}" if isinstance(name, str) else f"device {number}"
     files.require_keys(record, where, _DEVICE_FIELDS, {"name", "kind"})
     assert isinstance(record, dict)
-    figures = {**_built_in_figures(record["kind"]), **record}
+    kind = KINDS.get(record["kind"])
+    figures = ({} if kind is None else figures_of(kind)) | record
     if missing := [key for key in _DEVICE_FIELDS if key not in figures]:
         raise InputError(
             f"{where}: kind {record['kind']!r} is not built in, so {', '.join(missing)} must be given; "
             f"add what is missing, or {suggest(record['kind'], list(KINDS))}"
         )
-    rates = {dtype: parse_number(rate, f"{where}: flops {dtype}") for dtype, rate in figures["flops"].items()}
-    return Device(
-        name=record["name"],
-        kind=record["kind"],
-        memory_bytes=parse_size(figures["memory"], f"{where}: memory"),
-        flops_per_second=MappingProxyType(rates),
-        memory_bytes_per_second=parse_rate(figures["memory_bandwidth"], f"{where}: memory_bandwidth"),
-        launch_ns=parse_time(figures["launch"], f"{where}: launch"),
-    )
+    values = {name: read(figures[field], f"{where}: {field}") for field, (name, _, read) in _FIGURES.items()}
+    return Device(record["name"], record["kind"], **values)
 
 
-def _built_in_figures(name: str) -> dict[str, Any]:
-    if (kind := KINDS.get(name)) is None:
-        return {}
-    return {
-        "memory": kind.memory_bytes,
-        "flops": dict(kind.flops_per_second),
-        "memory_bandwidth": kind.memory_bytes_per_second,
-        "launch": kind.launch_ns,
-    }
+def figures_of(device: Device | DeviceKind) -> dict[str, Any]:
+    """Returns the figures of a device, or of those of a kind, as a document has them."""
+    return {field: getattr(device, name) for field, (name, _, _) in _FIGURES.items()}
 
 
 def _read_links(records: Sequence[object], devices: Sequence[Device]) -> dict[tuple[int, int], Route]:

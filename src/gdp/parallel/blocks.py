@@ -94,9 +94,9 @@ class Blocks:
         """[T] results of a block's forward ops which the step need not hold: neither resident nor kept to its end."""
         graph = self.graph
         is_held = np.zeros(graph.num_tensors, np.bool_)
-        is_held[self.graph.base[graph.is_kept]] = True
+        is_held[graph.base[graph.is_kept]] = True
         is_held |= graph.is_resident | (graph.tensor_bytes == 0)
-        return self.is_forward[graph.producers] & ~is_held[self.base] & ~is_held
+        return self.is_forward[graph.producers] & ~is_held[graph.base] & ~is_held
 
     @cached_property
     def is_read(self) -> Bool:
@@ -109,10 +109,10 @@ class Blocks:
         block = self.of_op[graph.producers[graph.edge_tensors]]
         by_forward = ~self.is_backward[graph.consumers]
         is_output = np.zeros(graph.num_tensors, np.bool_)
-        is_output[self.graph.base[graph.edge_tensors[by_forward & (self.of_op[graph.consumers] != block)]]] = True
+        is_output[graph.base[graph.edge_tensors[by_forward & (self.of_op[graph.consumers] != block)]]] = True
         has_gradient = np.zeros(graph.num_ops, np.bool_)
         has_gradient[graph.consumers[self.is_backward[graph.producers[graph.edge_tensors]]]] = True
-        is_inner = has_gradient[graph.consumers] & ~is_output[self.graph.base[graph.edge_tensors]]
+        is_inner = has_gradient[graph.consumers] & ~is_output[graph.base[graph.edge_tensors]]
         is_own = (self.of_op[graph.consumers] == block) | is_inner
         return np.asarray(self.is_activation[graph.edge_tensors] & self.is_backward[graph.consumers] & is_own, np.bool_)
 
@@ -121,7 +121,7 @@ class Blocks:
         """[N] the forward ops that overwrite memory of other ops, such as running statistics."""
         graph = self.graph
         writes = np.zeros(graph.num_ops, np.bool_)
-        writes[graph.producers[graph.is_resident[self.base] & (graph.resident_bytes[graph.producers] == 0)]] = True
+        writes[graph.producers[graph.is_resident[graph.base] & (graph.resident_bytes[graph.producers] == 0)]] = True
         return np.asarray(writes & graph.is_in_phase("forward") & ~self.is_source, np.bool_)
 
     @cached_property
@@ -133,7 +133,7 @@ class Blocks:
         """
         graph, tensors = self.graph, self.graph.edge_tensors
         makers, readers = graph.producers[tensors], graph.consumers
-        is_resident = graph.is_resident[self.base]
+        is_resident = graph.is_resident[graph.base]
         is_forward_pass = graph.is_in_phase("forward")
         writes = self.writes_buffer
         written = graph.groups[writes & (graph.groups >= 0)]

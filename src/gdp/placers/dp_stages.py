@@ -18,7 +18,7 @@ from itertools import chain
 
 import numpy as np
 
-from gdp.arrays import F64, I64
+from gdp.arrays import F64, I64, running_sums
 from gdp.budget import Clock, has_time
 from gdp.compiled import kernel
 from gdp.placers.base import best_of, columns_of, device_subsets
@@ -102,17 +102,14 @@ def _cut_times(problem: Problem, units: Units, order: I64, devices: I64) -> F64:
     np.maximum.at(last, graph.edge_tensors, op_position[graph.consumers])
     np.minimum.at(first, graph.edge_tensors, op_position[graph.consumers])
     size = graph.tensor_bytes.astype(np.float64)
-    onwards, backwards = np.zeros((2, num_units + 2))
-    np.add.at(onwards, start + 1, size)  # crosses the cuts after its producer, up to its last consumer
-    np.add.at(onwards, last + 1, -size)
-    np.add.at(backwards, first + 1, size)
-    np.add.at(backwards, start + 1, -size)
-    crossing = np.cumsum(onwards)[: num_units + 1], np.cumsum(backwards)[: num_units + 1]
+    # a tensor crosses the cuts after its producer, up to its last consumer
+    onwards = running_sums(start + 1, last + 1, size, num_units + 1)
+    backwards = running_sums(first + 1, start + 1, size, num_units + 1)
     found = np.zeros((len(devices), num_units + 1))
     for stage in range(len(devices) - 1):
         here, there = int(devices[stage]), int(devices[stage + 1])
         rates = cluster.bytes_per_second[here, there], cluster.bytes_per_second[there, here]
-        found[stage] = np.maximum(crossing[0] / float(rates[0]), crossing[1] / float(rates[1])) * 1e9
+        found[stage] = np.maximum(onwards / float(rates[0]), backwards / float(rates[1])) * 1e9
     return np.maximum(found, 0.0)
 
 

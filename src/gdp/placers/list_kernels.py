@@ -43,24 +43,24 @@ class Ready(NamedTuple):
 class Offers(NamedTuple):
     """The op that each device would start first."""
 
-    op: Any  # int64 [D] -1: none
-    start_ns: Any  # int64 [D] earliest start: checked when the op is chosen
-    is_stale: Any  # bool [D] whether another op may start sooner by now
+    op: Annotated[Any, "int64 [D]"]  # -1: none
+    start_ns: Annotated[Any, "int64 [D]"]  # earliest start: checked when the op is chosen
+    is_stale: Annotated[Any, "bool [D]"]  # whether another op may start sooner by now
 
 
 class Queues(NamedTuple):
     """The ops that wait in `earliest_first`. N ops, D devices."""
 
-    rank: Any  # uint32 [N]
-    op_of_rank: Any  # uint32 [N]
-    favourite: Any  # int64 [N] the child that a device waits for when it can start there first, -1: none
-    is_uniform: Any  # bool [N] takes equally long everywhere: where it starts first, it ends first
-    missing: Any  # int64 [N] inputs that are not placed yet
-    is_ready: Any  # bool [N]
-    is_placed: Any  # bool [N]
-    options: Any  # int64 [N] devices in whose heaps an op still is
-    last: Any  # int64 [D] the op placed last, -1: none
-    fresh: Any  # int64 [N] ops that became ready
+    rank: Annotated[Any, "uint32 [N]"]
+    op_of_rank: Annotated[Any, "uint32 [N]"]
+    favourite: Annotated[Any, "int64 [N]"]  # the child that a device waits for when it can start there first, -1: none
+    is_uniform: Annotated[Any, "bool [N]"]  # takes equally long everywhere: where it starts first, it ends first
+    missing: Annotated[Any, "int64 [N]"]  # inputs that are not placed yet
+    is_ready: Annotated[Any, "bool [N]"]
+    is_placed: Annotated[Any, "bool [N]"]
+    options: Annotated[Any, "int64 [N]"]  # devices in whose heaps an op still is
+    last: Annotated[Any, "int64 [D]"]  # the op placed last, -1: none
+    fresh: Annotated[Any, "int64 [N]"]  # ops that became ready
     ready: Ready
     offers: Offers
 
@@ -70,20 +70,17 @@ class Queues(NamedTuple):
         num_ops, num_devices = schedule.op_time_ns.shape
         graph = problem.graph
         is_counted = ~schedule.floating[graph.producers[graph.edge_tensors]]
-        return cls(
-            *problem.simulator.ranks(problem.order),
-            favourite,
+        queues = zeros(cls, N=num_ops, D=num_devices)
+        queues.last[:] = queues.offers.op[:] = -1
+        queues.offers.start_ns[:], queues.offers.is_stale[:] = NEVER, True
+        rank, op_of_rank = problem.simulator.ranks(problem.order)
+        return queues._replace(
+            rank=rank,
+            op_of_rank=op_of_rank,
+            favourite=favourite,
             is_uniform=(schedule.op_time_ns == schedule.op_time_ns[:, :1]).all(axis=1),
             missing=np.bincount(graph.consumers[is_counted], minlength=num_ops),
-            is_ready=np.zeros(num_ops, np.bool_),
             is_placed=schedule.floating.copy(),
-            options=np.zeros(num_ops, np.int64),
-            last=np.full(num_devices, -1, np.int64),
-            fresh=np.empty(num_ops, np.int64),
-            ready=zeros(Ready, D=num_devices, N=num_ops),
-            offers=Offers(
-                np.full(num_devices, -1, np.int64), np.full(num_devices, NEVER), np.ones(num_devices, np.bool_)
-            ),
         )
 
 
@@ -145,7 +142,7 @@ def earliest_first(arrays, schedule, queues, state, count):
         chosen = offers.op[at]
         is_stale[at] = True
         if is_forced:
-            at = roomiest(schedule, chosen)
+            at = roomiest(schedule, schedule.unit[chosen])
         elif schedule.unit_device[schedule.unit[chosen]] < 0 and (schedule.foresight or not queues.is_uniform[chosen]):
             at = _first_to_end(arrays, schedule, chosen, at, offers.start_ns[at])
         is_stale[at] = True
@@ -324,7 +321,7 @@ def in_order(arrays, schedule, op_of_rank, gaps, state, count):
                     if end_ns < best_ns:
                         best, best_ns = device, end_ns
         if best < 0:
-            best = roomiest(schedule, op)
+            best = roomiest(schedule, unit[op])
         arrival_ns = place(arrays, schedule, op, best)
         time_ns = op_time_ns[op, best]
         gap = _find_gap(starts[best], ends[best], counts[best], arrival_ns, time_ns)

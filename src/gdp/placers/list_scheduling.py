@@ -71,7 +71,7 @@ def heft(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placeme
     """Heterogeneous earliest finish time: ops by upward rank with mean transfer times, each where it ends first."""
     _check_time(problem, clock)
     sources, targets, transfer_ns = _transfers(problem)
-    ranked_ns = upward_ranks(problem, sources, targets, transfer_ns)
+    ranked_ns = longest_from(problem.mean_op_time_ns, sources, targets, transfer_ns)  # HEFT's upward rank
     _, op_of_rank = ranks_of(problem.priority(GPIPE if GPIPE in problem.orders else B_LEVEL, ranked_ns))
 
     def begin(schedule: PartialSchedule) -> Slice:
@@ -79,11 +79,6 @@ def heft(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placeme
         return partial(in_order, problem.simulator.arrays, schedule, op_of_rank, gaps)
 
     return _best_schedule(problem, begin, clock)
-
-
-def upward_ranks(problem: Problem, sources: I64, targets: I64, transfer_ns: I64) -> I64:
-    """[N] longest path from each op to the end of the step: mean op times, and between them mean transfer times [P]."""
-    return longest_from(problem.mean_op_time_ns, sources, targets, transfer_ns)
 
 
 def favourite_children(problem: Problem) -> I64:

@@ -12,12 +12,11 @@ import numpy as np
 from gdp.arrays import F64, I64, Bool
 from gdp.budget import Clock, has_time
 from gdp.placers.settings import REPAIR
+from gdp.simulator.allocations import Allocations
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, evaluate, simulate
 from gdp.units.grouping import group_units
 from gdp.units.units import Pairs, Units
-
-_FOREVER = np.iinfo(np.int64).max
 
 
 def excess_bytes(problem: Problem, peak_memory_bytes: I64) -> I64:
@@ -141,31 +140,15 @@ def held_bytes(simulation: Simulation, device: int) -> I64:
     Its resident bytes, its tensors, and copies that it is the last to consume: these under the device of the original
     if that still has it too, all else under `device` itself.
     """
-    problem = simulation.problem
-    graph, placement, finish_ns = problem.graph, simulation.placement, simulation.op_finish_ns
-    devices = placement[graph.producers]
-
-    # when each owner is freed on its producer's device
-    freed_ns = finish_ns[graph.producers]
-    is_local = placement[graph.consumers] == devices[graph.edge_tensors]
-    np.maximum.at(freed_ns, graph.base[graph.edge_tensors[is_local]], finish_ns[graph.consumers[is_local]])
-    np.maximum.at(freed_ns, graph.base[simulation.transfer_tensors], simulation.transfer_end_ns)
-    freed_ns[graph.base[graph.is_kept]] = _FOREVER
-    local = np.flatnonzero((devices == device) & (graph.base == np.arange(graph.num_tensors)) & ~graph.is_resident)
-
-    # copies on this device: the last consumer of each
-    received = np.flatnonzero(simulation.transfer_destinations == device)
-    last = np.full(graph.num_tensors, -1, np.int64)
-    edges = np.flatnonzero(~is_local & (placement[graph.consumers] == device))
-    edges = edges[np.argsort(finish_ns[graph.consumers[edges]], kind="stable")]
+    problem, placement, every = simulation.problem, simulation.placement, Allocations.of(simulation)
+    graph, here = problem.graph, np.flatnonzero(every.devices == device)
+    tensors, size = every.tensors[here], every.sizes_bytes[here]
+    start_ns, end_ns = every.from_ns[here], every.until_ns[here]
+    last = np.full(graph.num_tensors, -1, np.int64)  # consumer on this device
+    edges = np.flatnonzero(placement[graph.consumers] == device)
+    edges = edges[np.argsort(simulation.op_finish_ns[graph.consumers[edges]], kind="stable")]
     last[graph.edge_tensors[edges]] = graph.consumers[edges]
-    copies = simulation.transfer_tensors[received]
-
-    holder = np.concatenate((graph.producers[local], last[copies]))
-    tensors = np.concatenate((local, copies))
-    size = graph.tensor_bytes[tensors]
-    start_ns = np.concatenate((simulation.op_start_ns[graph.producers[local]], simulation.transfer_start_ns[received]))
-    end_ns = np.concatenate((freed_ns[local], finish_ns[last[copies]]))
+    holder = np.where(every.is_copy[here], last[tensors], graph.producers[tensors])
     moments = np.concatenate((end_ns, start_ns))  # frees first
     change = np.concatenate((-size, size))
     change[np.tile(start_ns == end_ns, 2)] = 0
@@ -175,7 +158,8 @@ def held_bytes(simulation: Simulation, device: int) -> I64:
     if len(order):
         peak_ns = moments[order][np.argmax(np.cumsum(change[order]))]
         alive = (start_ns <= peak_ns) & (peak_ns < end_ns)
-        is_kept_there = graph.is_resident[graph.base[tensors]] | (freed_ns[graph.base[tensors]] > peak_ns)
-        place = np.where(is_kept_there, devices[tensors], device)
+        is_kept_there = graph.is_resident.copy()
+        is_kept_there[every.tensors[~every.is_copy & (every.until_ns > peak_ns)]] = True
+        place = np.where(is_kept_there[graph.base[tensors]], placement[graph.producers[tensors]], device)
         np.add.at(held, (holder[alive], place[alive]), size[alive])
     return held

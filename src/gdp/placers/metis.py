@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, product
 
 import numpy as np
 import numpy.typing as npt
@@ -65,11 +65,8 @@ def _settings(problem: Problem, seed: int) -> Iterator[tuple[I64, int, bool, int
     """Yields (devices, imbalance, True for recursive bisection, seed) without end, the most promising first."""
     subsets = device_subsets(problem, smallest=min(2, problem.num_devices))
     repeats = 1 if problem.num_devices == 1 else 64
-    for repeat in range(repeats):
-        for devices in subsets:
-            for imbalance in METIS.imbalances:
-                for recursive in (False, True):
-                    yield devices, imbalance, recursive, seed * repeats + repeat
+    for repeat, devices, imbalance, recursive in product(range(repeats), subsets, METIS.imbalances, (False, True)):
+        yield devices, imbalance, recursive, seed * repeats + repeat
 
 
 class Partitioner:

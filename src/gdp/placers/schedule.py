@@ -43,11 +43,7 @@ def home_of(schedule, unit, device):
         return schedule.unit_device[unit]
     if schedule.allowed[unit, device]:
         return device
-    best = np.int64(-1)
-    for other in range(len(schedule.free_ns)):
-        if schedule.allowed[unit, other] and (best < 0 or room_bytes(schedule, other) > room_bytes(schedule, best)):
-            best = other
-    return best
+    return roomiest(schedule, unit)
 
 
 @inner
@@ -195,11 +191,11 @@ def may_go(schedule, op, device):
 
 
 @inner
-def roomiest(schedule, op):
-    """Returns the device with most room, for an op that fits nowhere."""
+def roomiest(schedule, unit):
+    """Returns the device with most room, for a unit that is nowhere yet."""
     best = np.int64(-1)
     for device in range(len(schedule.free_ns)):
-        if may_go(schedule, op, device) and (best < 0 or room_bytes(schedule, device) > room_bytes(schedule, best)):
+        if schedule.allowed[unit, device] and (best < 0 or room_bytes(schedule, device) > room_bytes(schedule, best)):
             best = device
     return best
 
@@ -209,4 +205,4 @@ def settle_rest(schedule):
     """Places floating units that nothing consumes."""
     for op in range(len(schedule.unit)):
         if schedule.unit_device[schedule.unit[op]] < 0:
-            settle(schedule, schedule.unit[op], roomiest(schedule, op))
+            settle(schedule, schedule.unit[op], roomiest(schedule, schedule.unit[op]))

@@ -5,9 +5,10 @@ import io
 import numpy as np
 
 from gdp.errors import InputError
-from gdp.report.memory_curves import Allocations, memory_curves
+from gdp.report.memory_curves import memory_curves
 from gdp.report.tables import short
 from gdp.report.timeline_text import busy_shares
+from gdp.simulator.allocations import Allocations
 from gdp.simulator.simulate import Simulation
 
 _PHASES = {"forward": 0, "backward": 1, "update": 2, "": 3}

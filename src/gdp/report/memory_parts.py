@@ -13,7 +13,8 @@ from gdp.arrays import I64
 from gdp.graph import Graph
 from gdp.graph.copies import ACCUMULATE, EXCHANGE_START, RECOMPUTED
 from gdp.graph.held_memory import HeldMemory
-from gdp.report.memory_curves import Allocations, alive_at
+from gdp.report.memory_curves import alive_at
+from gdp.simulator.allocations import Allocations
 from gdp.simulator.simulate import Simulation
 
 PARAMETERS, STATE, GRADIENTS, GATHERED, KEPT, AGAIN, CHUNKS, OTHER = (

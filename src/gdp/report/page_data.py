@@ -24,11 +24,12 @@ from gdp.report.copies import Copies
 from gdp.report.exchanges import exchanges_document
 from gdp.report.layouts import layout_document
 from gdp.report.limits import Limits
-from gdp.report.memory_curves import Allocations, MemoryCurve, alive_at, memory_curves
+from gdp.report.memory_curves import MemoryCurve, alive_at, memory_curves
 from gdp.report.memory_parts import MemoryParts
 from gdp.report.tables import short, writable
 from gdp.report.waits import Waits
 from gdp.search.place import Progress
+from gdp.simulator.allocations import Allocations
 from gdp.simulator.plan import Baseline, Plan
 from gdp.simulator.simulate import NEVER, Simulation
 

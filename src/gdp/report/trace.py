@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from gdp.report.copies import Copies
-from gdp.report.memory_curves import Allocations, memory_curves
+from gdp.report.memory_curves import memory_curves
 from gdp.report.page_data import transfer_lanes
 from gdp.report.tables import writable
 from gdp.report.waits import AFTER_TRANSFER, AT_ONCE, DEVICE_BUSY, Waits
+from gdp.simulator.allocations import Allocations
 from gdp.simulator.simulate import Simulation
 
 _DEVICES, _CHANNELS = 1, 2

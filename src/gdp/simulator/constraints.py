@@ -165,7 +165,7 @@ def allowed_devices(
     allowed = np.array(runnable if rules else narrow(runnable))
     for rule in rules:
         allowed[rule.ops] &= rule.devices
-    _intersect_groups(graph, allowed)
+    intersect_groups(graph, allowed)
     if not allowed.any(axis=1).all():
         op = int(np.argmin(allowed.any(axis=1)))
         raise InputError(_no_device(graph, cluster, runnable, pin_rules, forbid_rules, op))
@@ -251,7 +251,7 @@ def _compile(pattern: str, text: str) -> re.Pattern[str]:
         raise InputError(f"{text}: {pattern!r} is not a regular expression ({error}); mend it") from None
 
 
-def _intersect_groups(graph: Graph, allowed: Bool) -> None:
+def intersect_groups(graph: Graph, allowed: Bool) -> None:
     """Let every op of a group go only where all of them may."""
     grouped = np.flatnonzero(graph.groups >= 0)
     if not len(grouped) or allowed[grouped].all():

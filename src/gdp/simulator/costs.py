@@ -23,6 +23,7 @@ from gdp.cluster import Cluster, Device
 from gdp.cluster.catalogue import KINDS
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.graph.fingerprint import numbered
 
 NS_PER_SECOND = 10**9
 # what PyTorch calls types that devices have no rate of their own for; they take float32's as a matter of course
@@ -141,9 +142,8 @@ def _times_on(device: Device, measured: Mapping[str, tuple[list[int], list[int]]
 
 
 def _rows_by_dtype(graph: Graph) -> Mapping[str, npt.NDArray[np.intp]]:
-    codes = {dtype: code for code, dtype in enumerate(dict.fromkeys(graph.dtypes))}
-    code_of = np.fromiter((codes[dtype] for dtype in graph.dtypes), np.int64, graph.num_ops)
-    return {dtype: np.flatnonzero(code_of == code) for dtype, code in codes.items()}
+    dtypes, code = numbered(graph.dtypes)
+    return {dtype: np.flatnonzero(code == number) for number, dtype in enumerate(dtypes)}
 
 
 def _roofline(graph: Graph, device: Device, rows_by_dtype: Mapping[str, npt.NDArray[np.intp]], is_needed: Bool) -> I64:

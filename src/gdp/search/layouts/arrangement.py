@@ -156,17 +156,18 @@ def _even(machine: DeviceSpeeds, devices: list[int], batch_size: int, is_fixed: 
 def _groups(machine: DeviceSpeeds, devices: list[int], data: int) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Yields ways to cut `devices` into `data` groups of the same kinds: neighbours together, or far apart."""
     size = len(devices) // data
+    if data == 1:
+        yield (tuple(devices),)
+        return
     if machine.alike(devices):
         yield tuple(tuple(devices[start : start + size]) for start in range(0, data * size, size))
-        if size > 1 and data > 1:
+        if size > 1:
             yield tuple(tuple(devices[start::data]) for start in range(data))
         return
     by_kind: dict[int, list[int]] = {}
     for device in devices:
         by_kind.setdefault(int(machine.kinds[device]), []).append(device)
-    if any(len(same) % data for same in by_kind.values()) or data == 1:
-        if data == 1:
-            yield (tuple(devices),)
+    if any(len(same) % data for same in by_kind.values()):
         return
     parts = {kind: len(same) // data for kind, same in by_kind.items()}
     yield tuple(

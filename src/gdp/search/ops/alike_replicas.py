@@ -19,6 +19,7 @@ from gdp.search.candidate import Candidate
 from gdp.search.question import Question
 from gdp.search.solution import Solution
 from gdp.simulator.problem import Placement, Problem
+from gdp.units.reduction import reduce
 from gdp.units.units import Units
 
 
@@ -74,16 +75,8 @@ def searched_in_one(
     problem, placement = one.problem, one.restrict(start.placement)
     # an op that may not be in its stage is anywhere
     starts = (Candidate(placement, order=problem.order),) if placement.max() < problem.num_devices else ()
-    alone = Question.about(
-        problem,
-        seed=question.seed,
-        starts=starts,
-        checkpoint=question.checkpoint,
-        num_threads=question.num_threads,
-        asks_policy=question.asks_policy,
-        settings=question.settings,
-    )
-    found = place(alone, clock).best
+    alone = replace(question, problem=problem, reduction=reduce(problem), starts=starts)
+    found = place(replace(alone, known=(), noise=None, bound_ns=0, on_progress=None), clock).best
     if found is None or clock.stop.is_set():
         return []
     whole = one.expand(found.placement)

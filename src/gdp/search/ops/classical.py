@@ -51,12 +51,12 @@ class ClassicalRuns:
             began = time.perf_counter()
             try:
                 found = self._best_of(name, least.part(0.5).at_least(min(PLACERS_LATE_S, least.seconds_left or 0.0)))
+                reason = "skipped" if clock.stop.is_set() else "failed"
             except NoTimeError:
-                self.baselines[name] = Baseline("skipped", None, time.perf_counter() - began)
-                continue
+                found, reason = None, "skipped"
             seconds = time.perf_counter() - began
             if found is None:
-                self.baselines[name] = Baseline("skipped" if clock.stop.is_set() else "failed", None, seconds)
+                self.baselines[name] = Baseline(reason, None, seconds)
                 continue
             status = "ok" if found.replay.feasible else "infeasible"
             self.baselines[name] = Baseline(status, found.replay.step_time_ns, seconds)

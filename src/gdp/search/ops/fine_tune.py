@@ -41,6 +41,7 @@ class FineTuneConfig:
     zero_shot_share: float = 1 / 3  # of the budget at most
 
 
+@one_thread()
 def fine_tune(
     question: Question, clock: Clock, *, policy: Policy | None = None, config: FineTuneConfig | None = None
 ) -> Solution:
@@ -51,11 +52,7 @@ def fine_tune(
     """
     if policy is None:
         policy = load_checkpoint(question.checkpoint or shipped())
-    with one_thread():
-        return _fine_tune(question, clock, policy, config or FineTuneConfig())
-
-
-def _fine_tune(question: Question, clock: Clock, policy: Policy, config: FineTuneConfig) -> Solution:
+    config = config or FineTuneConfig()
     problem, num_threads = question.reduction.problem, question.num_threads
     first = clock.part(config.zero_shot_share)
     at_once = config.zero_shot or ZeroShotConfig.sized(problem, first, question.settings.policy)

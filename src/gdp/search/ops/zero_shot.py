@@ -100,16 +100,15 @@ class Evaluator:
         assert self.best is not None
         return self.best.placement
 
-    def try_out(self, placements: I64) -> list[Figures]:
-        """Simulates `placements` [S, N]; returns their figures."""
-        step_time_ns, peaks = evaluate_many(self.problem, placements, num_threads=self.question.num_threads)
-        return self.look(placements, step_time_ns, peaks)
+    def try_out(self, placements: I64, stop_ns: int = NEVER) -> list[Figures]:
+        """Simulates `placements` [S, N], each until it must take `stop_ns`; returns their figures."""
+        num_threads = self.question.num_threads
+        measured = evaluate_many(self.problem, placements, stop_ns=stop_ns, num_threads=num_threads)
+        return self.look(placements, *measured)
 
     def try_to_improve(self, placements: I64) -> None:
         """Simulates `placements` [S, N] until they are known to be worse than the best one, if that fits."""
-        stop_ns = self.best.step_time_ns + 1 if self.best is not None and self.best.fits else NEVER
-        num_threads = self.question.num_threads
-        self.look(placements, *evaluate_many(self.problem, placements, stop_ns=stop_ns, num_threads=num_threads))
+        self.try_out(placements, self.best.step_time_ns + 1 if self.best is not None and self.best.fits else NEVER)
 
     def look(self, placements: I64, step_time_ns: I64, peak_memory_bytes: I64) -> list[Figures]:
         """Takes in `placements` [S, N] that were simulated; returns their figures."""

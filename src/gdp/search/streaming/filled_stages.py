@@ -16,7 +16,7 @@ from itertools import islice, pairwise, permutations, product
 
 import numpy as np
 
-from gdp.arrays import F64, I64
+from gdp.arrays import F64, I64, running_sums
 from gdp.search.settings import StreamingSettings
 from gdp.search.streaming.stream_layout import StreamLayout
 from gdp.simulator.problem import Placement
@@ -35,22 +35,19 @@ class _Chain:
     @classmethod
     def of(cls, layout: StreamLayout) -> "_Chain":
         problem, graph = layout.problem, layout.problem.graph
-        num_ops, every = graph.num_ops, np.arange(graph.num_ops)
+        num_ops = graph.num_ops
         is_free = layout.may.any(axis=1)
         held = np.zeros(num_ops + 1, np.int64)
         np.add.at(held, layout.homes + 1, np.where(is_free, graph.resident_bytes, 0))
-        fallback_ns = problem.op_time_ns[every, layout.fallback]
-        times = np.zeros((problem.num_devices, num_ops + 1), np.int64)
-        for device in range(problem.num_devices):
-            spent = np.where(layout.may[:, device], problem.op_time_ns[:, device], fallback_ns)
-            np.add.at(times[device], layout.homes + 1, np.maximum(spent, 0))
+        times = np.zeros((num_ops + 1, problem.num_devices), np.int64)
+        np.add.at(times, layout.homes + 1, layout.time_ns)
         moved = _crossing(layout)
         held = np.cumsum(held)
         starts = np.flatnonzero(np.diff(held, prepend=-1))
         ends = np.append(starts[1:], num_ops + 1)
         cuts = np.array([first + int(np.argmin(moved[first:last])) for first, last in zip(starts, ends, strict=True)])
         cuts[0], cuts[-1] = 0, num_ops
-        return cls(cuts - 1, held[cuts], np.cumsum(times, axis=1)[:, cuts], moved[cuts])
+        return cls(cuts - 1, held[cuts], np.cumsum(times, axis=0)[cuts].T, moved[cuts])
 
     def ends(self, sequence: tuple[int, ...], rest: int, room_bytes: F64) -> list[int]:
         """Returns the cut at which each stage of `sequence` ends; `rest` is the number of the stage between the full
@@ -210,7 +207,4 @@ def _crossing(layout: StreamLayout) -> I64:
     last = first.copy()
     np.maximum.at(last, graph.edge_tensors, layout.homes[graph.consumers])
     size = np.where(graph.is_resident, 0, graph.tensor_bytes)
-    change = np.zeros(graph.num_ops + 2, np.int64)
-    np.add.at(change, first + 1, size)
-    np.add.at(change, last + 1, -size)
-    return np.cumsum(change)[:-1]
+    return running_sums(first + 1, last + 1, size, graph.num_ops + 1)

@@ -18,8 +18,9 @@ from hashlib import blake2b
 
 import numpy as np
 
-from gdp.arrays import F64, I64, Bool
+from gdp.arrays import F64, I64, Bool, running_sums
 from gdp.search.settings import StreamingSettings
+from gdp.simulator.constraints import intersect_groups
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
 from gdp.units.forward_units import forward_units
@@ -42,15 +43,12 @@ def roomy(problem: Problem, most: float = 1.0) -> Bool:
     limits = problem.memory_limit_bytes
     has_room = ((passing + weights)[:, None] <= limits) & (passing[:, None] <= most * limits)
     may = problem.allowed & has_room
-    is_source = np.ones(graph.num_ops, np.bool_)
-    is_source[targets] = False
+    is_source = problem.simulator.arrays.num_inputs == 0
     first = np.full(graph.num_ops, graph.num_ops)
     np.minimum.at(first, sources, targets)
     held = np.flatnonzero(is_source & (first < graph.num_ops) & (graph.resident_bytes > 0))
     may[held] &= may[first[held]]
-    whole = np.ones((int(graph.group_index.max()) + 1, problem.num_devices), np.bool_)
-    np.logical_and.at(whole, graph.group_index, may)
-    may = whole[graph.group_index]
+    intersect_groups(graph, may)
     return np.where(may.any(axis=1, keepdims=True), may, problem.allowed)
 
 
@@ -101,10 +99,8 @@ def working_bytes(problem: Problem, position: I64, may: Bool) -> I64:
     for device in range(problem.num_devices):
         is_there = may[graph.producers, device]
         np.logical_or.at(is_there, graph.edge_tensors, may[graph.consumers, device])
-        change = np.zeros(graph.num_ops + 1, np.int64)
-        np.add.at(change, position[graph.producers[is_there]], size[is_there])
-        np.add.at(change, last[is_there] + 1, -size[is_there])
-        live = np.cumsum(change)[position]
+        begins, ends = position[graph.producers[is_there]], last[is_there] + 1
+        live = running_sums(begins, ends, size[is_there], graph.num_ops)[position]
         most[device] = live[may[:, device]].max(initial=0)
     return most
 
@@ -157,8 +153,7 @@ class StreamLayout:
         fallback[fixed & problem.allowed[:, host]] = host
         order, position = _least_working(problem, np.argsort(alone.op_start_ns, kind="stable"), may)
         sources, targets = graph.producers[graph.edge_tensors], graph.consumers
-        is_source = np.ones(graph.num_ops, np.bool_)
-        is_source[targets] = False
+        is_source = problem.simulator.arrays.num_inputs == 0
         first = np.full(graph.num_ops, _NEVER, np.int64)
         np.minimum.at(first, sources, position[targets])
         may_move = may[:, host] & (graph.groups < 0) & (may.sum(axis=1) > 1) & ~fixed
@@ -201,6 +196,12 @@ class StreamLayout:
         gates = self.order[ends[is_gate]]
         placement[gates] = self.host
         return placement, self._orders(turns, placement, ends, sent, first_window[chosen])
+
+    @cached_property
+    def time_ns(self) -> I64:
+        """[N, D] the time of each op in the turn of a device: there, or on its fallback."""
+        fallback_ns = self.problem.op_time_ns[np.arange(len(self.fallback)), self.fallback]
+        return np.maximum(np.where(self.may, self.problem.op_time_ns, fallback_ns[:, None]), 0)
 
     @cached_property
     def room_bytes(self) -> I64:

@@ -256,15 +256,11 @@ def _evened(problem: Problem, host: int, shares: StreamShares) -> StreamShares:
 
 def _demand(layout: StreamLayout, main: int) -> Demand:
     """Returns what the linear programme needs to know of a step."""
-    problem, graph = layout.problem, layout.problem.graph
+    graph = layout.problem.graph
     is_free = layout.may[:, main]
-    every = np.arange(problem.num_ops)
-    fallback_ns = problem.op_time_ns[every, layout.fallback]
-    times = np.where(layout.may, problem.op_time_ns, fallback_ns[:, None])
-    spent = fallback_ns[~is_free].sum()
     return Demand(
         int(graph.resident_bytes[layout.may.any(axis=1)].sum()),
-        np.maximum(times, 0)[is_free].sum(axis=0) + spent,
+        layout.time_ns[is_free].sum(axis=0) + layout.time_ns[~is_free, main].sum(),
         layout.room_bytes,
         layout.settings.buffered_weights * _usual_bytes(graph.resident_bytes[layout.streamable]),
     )
@@ -280,13 +276,12 @@ def _usual_bytes(size: I64) -> int:
 def _tables(alone: Simulation, main: int, host: int, table_share: float) -> Bool:
     """[N] large tables of which an op reads a few rows, with their readers: the host computes these."""
     problem, graph = alone.problem, alone.problem.graph
-    readers_of: list[list[int]] = [[] for _ in range(graph.num_ops)]
-    for producer, consumer in zip(graph.producers[graph.edge_tensors].tolist(), graph.consumers.tolist(), strict=True):
-        readers_of[producer].append(consumer)
+    sources = graph.producers[graph.edge_tensors]
     is_table = np.zeros(graph.num_ops, np.bool_)
     for op in np.flatnonzero(graph.resident_bytes > table_share * max(int(alone.missing_bytes[main]), 1)).tolist():
-        moved = [op, *readers_of[op]]
+        readers = graph.consumers[sources == op]
+        moved = [op, *readers]
         may = problem.allowed[moved, host].all() and (graph.groups[moved] < 0).all()
-        if may and len(moved) > 1 and graph.bytes_accessed[readers_of[op]].sum() < graph.resident_bytes[op]:
+        if may and len(moved) > 1 and graph.bytes_accessed[readers].sum() < graph.resident_bytes[op]:
             is_table[moved] = True
     return is_table

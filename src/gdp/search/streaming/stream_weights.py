@@ -112,12 +112,11 @@ class _Descent:
         if turns not in self._tried:
             yield from self._attempt(turns, None if self._best is None else self._best[1], least_gain)
 
-    def _attempt(self, turns: Turns, guess: F64 | None, least_gain: float | None = None) -> Iterator[Simulation]:
+    def _attempt(self, turns: Turns, guess: F64 | None, least_gain: float) -> Iterator[Simulation]:
         """Yields steps with these turns down to the least that has to be streamed; keeps the fastest that fits.
 
         Ends early where fewer weights streamed can hardly make the fastest step, or gain less than `least_gain` of it.
         """
-        least_gain = self.settings.exact_gain if least_gain is None else least_gain
         self._tried.add(turns)
         for number, (found, streamed) in enumerate(self.layout.fit(turns, self._known, guess), 1):
             yield found
@@ -143,7 +142,7 @@ class _Descent:
         parts = np.array(turns.parts) * rng.uniform(0.7, 1.4, len(turns.parts))
         rounds = min(max(round(turns.rounds * rng.uniform(0.5, 2.0)), 1), self.settings.most_rounds)
         begin = replace(turns, parts=tuple((parts / parts.sum()).tolist()), rounds=rounds)
-        yield from self._attempt(begin, streamed)
+        yield from self._attempt(begin, streamed, self.settings.exact_gain)
         yield from self.run()
         if kept[1] < self.best_ns:
             self._best, self.best_ns = kept
@@ -157,7 +156,7 @@ class _Descent:
                 best, streamed = self._best
                 for turns in _changed(best, step, self.settings):
                     if turns not in self._tried:
-                        yield from self._attempt(turns, streamed)
+                        yield from self._attempt(turns, streamed, self.settings.exact_gain)
                     if self.best_ns < self.settings.kept_gain * before_ns:
                         is_better = True
                         break
