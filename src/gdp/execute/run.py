@@ -116,7 +116,7 @@ def run(
     kwargs: Mapping[str, Any] | None = None,
     *,
     plan: Plan,
-    on: Sequence[str] | None = None,
+    on: str | Sequence[str] | None = None,
     graph: Graph | None = None,
     cluster: Cluster | None = None,
     steps: int = 20,

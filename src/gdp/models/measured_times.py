@@ -34,6 +34,8 @@ class MeasuredTimes:
 
     def __init__(self, path: str | Path, *, create: bool = False) -> None:
         self.path = Path(path)
+        if self.path.is_dir():
+            raise InputError(f"{path}: is a directory; name a file")
         if not create and not self.path.is_file():
             raise InputError(f"{path}: no such file of measured times; `gdp run --times {path}` makes one")
         with closing(self._connect(create=create)) as connection:

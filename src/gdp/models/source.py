@@ -51,6 +51,8 @@ class ModelSource:
         """Returns a module with its inputs, (module, args) or (module, args, kwargs), as one object."""
         from gdp.models.pytorch.capture_step import Built
 
+        if len(example) not in (2, 3) or not isinstance(example[1], tuple | list):
+            raise InputError("model is a tuple; (module, args) or (module, args, kwargs) is expected, args a tuple")
         name = type(example[0]).__name__
         source = cls(f"{name}:inputs", reading)
         source._named, source._built = example[0], Built.by(lambda: example, name).copied()
@@ -312,7 +314,7 @@ class ModelSource:
         if isinstance(workload, Workload):
             return workload
         if os.path.isdir(name):
-            raise InputError(f"{name}: is a directory; name a gdp-graph file")
+            raise InputError(f"{name}: is a directory; name a gdp-graph file, or hf:{name} for its config.json")
         if name.partition("/")[0] in PAPERS.family_names():
             raise InputError(f"model {name!r}: no variant of that name; `gdp workloads --variants` lists them")
         if os.sep in name:

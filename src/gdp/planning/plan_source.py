@@ -198,6 +198,8 @@ def simulation_of(plan: Plan, graph: GraphSource | None = None, cluster: Cluster
     A plan from a file is read with its graph and devices; see `PlanSource`. `graph` and `cluster` are others to be
     taken in their place.
     """
+    if not isinstance(plan, Plan):
+        raise InputError(f"plan is a {type(plan).__name__}; a gdp.Plan is expected, as gdp.Plan.load(path) returns")
     if plan.problem is not None and graph is None and cluster is None:
         return replay(plan.problem, plan)
     with prefixed(plan.path) if plan.path is not None else prefixed("plan"):

@@ -56,7 +56,7 @@ def place(
     cluster: Cluster | str,
     constraints: Constraints | None = None,
     *,
-    parallel: Layout | str = AUTO,
+    parallel: Layout | str | None = None,
     batches: int | None = None,
     placer: str = AUTO,
     budget: Clock | Budget | str | float = "30s",
@@ -77,9 +77,9 @@ def place(
     faster. It may also be a `Problem` on `cluster`, which has its constraints. `cluster` may be the text of DEVICES
     such as "2xl4-24g+cpu-16core", and `budget` a number of seconds, "30s", "20000sims" or a clock that has begun.
 
-    `parallel` is how the batch of a training step is cut: "auto" chooses, "none" places the ops of the whole step, and
-    "data=4,zero=1" is one layout. `batches` is the number of batches of a forward pass in flight: the plan has the
-    layout that serves them fastest.
+    `parallel` is how the batch of a training step is cut: None chooses where it can be cut, "auto" insists on that,
+    "none" places the ops of the whole step, and "data=4,zero=1" is one layout. `batches` is the number of batches of a
+    forward pass in flight: the plan has the layout that serves them fastest.
 
     `auto` runs the classical placers, slow ones if there is time, asks the policy where the time is short, and
     searches in the time left; it never answers worse than the best of them, and never with a plan that does not fit
@@ -102,11 +102,15 @@ def place(
         num_threads=num_threads,
         settings=settings or DEFAULTS,
     )
-    if not isinstance(parallel, str | Layout):
+    if not isinstance(parallel, str | Layout | None):
         raise InputError(f"parallel is {parallel!r}; 'auto', 'none', or a layout such as 'data=4,zero=1' is expected")
+    if on_progress is not None and not callable(on_progress):
+        raise InputError(f"on_progress is {on_progress!r}; a function of a gdp.Progress is expected")
+    if stop is not None and not isinstance(stop, threading.Event):
+        raise InputError(f"stop is {stop!r}; a threading.Event is expected")
     cluster, limits = Cluster.of(cluster), Constraints.of(constraints, keywords, place)
     layout = Layout.parse(parallel) if isinstance(parallel, str) and parallel not in (AUTO, NONE) else parallel
-    question = PlaceQuestion.of(model, cluster, limits, None if layout == AUTO else layout, batches, options)
+    question = PlaceQuestion.of(model, cluster, limits, layout, batches, options)
     if not isinstance(budget, Clock):
         question.prepare()
     clock = Clock.of(budget, stop=stop)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,11 @@ class SearchOptions:
             raise InputError(f"robust is {self.robust!r}; at least 0 and below 0.5 is expected, such as 0.02 or 2%")
         if not isinstance(self.seed, Integral) or not 0 <= self.seed < 2**63:
             raise InputError(f"seed is {self.seed!r}; an integer from 0 to 2^63 - 1 is expected")
+        if not isinstance(self.settings, Settings):
+            raise InputError(f"settings is a {type(self.settings).__name__}; gdp.search.settings.Settings is expected")
         solver_of(self.placer)
+        if self.checkpoint is not None and not Path(self.checkpoint).is_file():
+            raise InputError(f"checkpoint: {self.checkpoint}: no such file; check the path")
         if self.num_threads is not None and not (isinstance(self.num_threads, Integral) and self.num_threads > 0):
             raise InputError(f"num_threads is {self.num_threads!r}; an integer above 0 is expected")
 
