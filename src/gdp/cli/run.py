@@ -149,7 +149,8 @@ def _execute(
             raise
         warm_up(())
         executable = build()
-        with _live(f"running on {', '.join(target.place for target in targets)}"), stop_on_interrupt() as stop:
+        places = ", ".join(target.place for target in targets)
+        with _live(f"running on {places}"), stop_on_interrupt("ends after this step; Ctrl-C again ends now") as stop:
             result = run_on_host(executable, plan, targets, **options, stop=stop)
         if stop.is_set():
             interrupted.set()

@@ -138,8 +138,8 @@ def _in_log(line: StatusLine | str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stop_on_interrupt(*, has_answer: bool = True) -> Iterator[Stop]:
-    """Yields an event that the first Ctrl-C or a SIGTERM sets; a second Ctrl-C ends the process.
+def stop_on_interrupt(note: str = "", *, has_answer: bool = True) -> Iterator[Stop]:
+    """Yields an event that the first Ctrl-C or a SIGTERM sets, with a `note` in the log; a second Ctrl-C exits.
 
     They raise KeyboardInterrupt as long as `has_answer` of the event is false, as it is from the start here.
     """
@@ -151,6 +151,8 @@ def stop_on_interrupt(*, has_answer: bool = True) -> Iterator[Stop]:
             before(number, frame)
         if stop.is_set() and number == signal.SIGINT:
             os._exit(_INTERRUPTED)
+        if note:
+            os.write(2, f"gdp: {note}\n".encode())  # a print may be what the signal interrupts
         stop.interrupt()
 
     if threading.current_thread() is not threading.main_thread():
