@@ -15,6 +15,7 @@ from gdp.search.ops.local_search import LocalSearch
 from gdp.search.ops.zero_shot import Refiner
 from gdp.search.place import Progress, place
 from gdp.search.question import Question
+from gdp.search.settings import DEFAULTS
 from gdp.search.solvers import solve
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate
@@ -48,7 +49,7 @@ def test_refinements_differ_from_the_incumbent_and_improve_a_bad_one() -> None:
     incumbent = rng.integers(0, 3, problem.num_ops)
     constructor = read_policy()
     assert isinstance(constructor, Constructor)
-    refiner = Refiner(problem, constructor)
+    refiner = Refiner(problem, constructor, DEFAULTS.policy.refinement_units)
     start_ns = evaluate(problem, incumbent)[0]
     times = []
     for _ in range(6):

@@ -1,6 +1,7 @@
 """Reads and checks the inputs of commands: graphs, plans, placers, checkpoints."""
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -190,6 +191,8 @@ def open_plan(
     from gdp.planning.plan_source import PlanSource
     from gdp.simulator.plan import Plan
 
+    if not path.exists() and re.fullmatch(r"[\w.]+:[\w.]+|hf:.+", str(path)):
+        raise InputError(f"{path}: is a MODEL, and a gdp-plan file is expected; gdp place makes one")
     options = {name: value for name, value in given.items() if name in (*READING, *LIMITS)}
     return PlanSource(Plan.load(path), model=model or "", devices=devices or "", options=options)
 

@@ -96,7 +96,8 @@ def _plan_for(target: "ExportTarget", opened: OpenRequest, stop: "Stop") -> "Kep
             num_threads=options.num_threads,
             on_progress=tell,
         )
-        for note in (_comparison(placed), *placed.notes):
+        is_as_fast = placed.ordinary.step_time_ns == placed.plan.step_time_ns
+        for note in (*(() if is_as_fast else (_comparison(placed),)), *placed.notes):
             log(f"gdp: note: {note}")
     stop.has_answer = True
     return KeptAnswer(placed.plan, None, tuple(progress.improvements(line.history)))

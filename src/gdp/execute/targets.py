@@ -82,7 +82,8 @@ def _target(name: str, place: str, option: str) -> Target:
         count = torch.cuda.device_count()
         if first >= count:
             raise InputError(
-                f"device {name!r} of the plan: there is no {place} here, but {count} CUDA devices; see {option}"
+                f"device {name!r} of the plan: there is no {place} here, but {count} CUDA devices; name what there is "
+                f"by {option}, such as cpu for any core"
             )
         return Target(name, torch.device("cuda", first))
     cores, here = tuple(range(first, last + 1)), host.available_cores()

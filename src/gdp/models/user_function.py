@@ -138,6 +138,8 @@ def _remedy(reason: str) -> str:
             "it is built on the CPU: .cuda() and device='cuda' are taken as that, streams, events, generators and "
             "queries of a card are not; leave them out"
         )
+    if reason.startswith("ModuleNotFoundError"):
+        return "run gdp in its directory, or name that in PYTHONPATH"
     return "--traceback shows more"
 
 
