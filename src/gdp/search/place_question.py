@@ -55,8 +55,6 @@ class SearchOptions:
         if not isinstance(self.settings, Settings):
             raise InputError(f"settings is a {type(self.settings).__name__}; gdp.search.settings.Settings is expected")
         solver_of(self.placer)
-        if self.checkpoint is not None and not Path(self.checkpoint).is_file():
-            raise InputError(f"checkpoint: {self.checkpoint}: no such file; check the path")
         if self.num_threads is not None and not (isinstance(self.num_threads, Integral) and self.num_threads > 0):
             raise InputError(f"num_threads is {self.num_threads!r}; an integer above 0 is expected")
 
@@ -96,6 +94,8 @@ class PlaceQuestion:
         `parallel` is a layout, "auto" for any, "none" for op placement, or None: any layout if the batch of a training
         step can be cut, unless the step fits on the only device. InputError where there is no layout as asked.
         """
+        if options.checkpoint is not None and not Path(options.checkpoint).is_file():
+            raise InputError(f"checkpoint: {options.checkpoint}: no such file; check the path")
         if isinstance(model, str | tuple):
             model = ModelSource(model) if isinstance(model, str) else ModelSource.of_example(model)
         if isinstance(model, Problem) and (model.cluster is not cluster or constraints != Constraints()):
