@@ -6,8 +6,8 @@ ends is noticed at once by its closed connections.
 """
 
 import itertools
+import json
 import math
-import pickle
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -130,27 +130,30 @@ class Communicator:
         Each key is on one rank.
         """
         receives, first = everywhere or self._rank == 0, self._first_tag + _ITEM
-        forms = [(key, tuple(tensor.shape), tensor.stride(), tensor.dtype) for key, tensor in own.items()]
-        forms_of = self.collect_objects(forms)
+        forms_of = self.collect_values([[key, *_form_of(tensor)] for key, tensor in own.items()])
         incoming = {
-            peer: [_incoming(first + place, *form) for place, (_, *form) in enumerate(forms_of[peer])]
+            peer: [
+                _incoming(first + place, tuple(shape), tuple(stride), getattr(torch, dtype))
+                for place, (_, shape, stride, dtype) in enumerate(forms_of[peer])
+            ]
             for peer in self.peers
         }
         copies = {key: _copy(tensor) for key, tensor in own.items()}
         sent_tensors = [SentTensor(first + place, tensor) for place, tensor in enumerate(copies.values())]
         received = self._exchange(_TENSORS + everywhere, sent_tensors, incoming if receives else {})
-        held = {forms_of[peer][tag - first][0]: content for (peer, tag), content in received.items()}
+        held = {_key_of(forms_of[peer][tag - first][0]): content for (peer, tag), content in received.items()}
         return held | copies if receives else {}
 
-    def collect_objects(self, own: Any) -> list[Any]:
-        """Returns an object of each rank on all ranks."""
-        tag, content = self._first_tag + _ITEM, torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
+    def collect_values(self, own: Any) -> list[Any]:
+        """Returns the JSON value of each rank on all ranks."""
+        text = json.dumps(own, default=int).encode()
+        tag, content = self._first_tag + _ITEM, torch.frombuffer(bytearray(text), dtype=torch.uint8)
         sizes = {peer: [_incoming(tag)] for peer in self.peers}
         lengths = self._exchange(_OBJECTS, [SentTensor(tag, torch.tensor([len(content)]))], sizes)
         texts = {peer: [_incoming(tag, (int(lengths[peer, tag]),), (1,), torch.uint8)] for peer in self.peers}
         received = self._exchange(_OBJECTS, [SentTensor(tag, content)], texts)
         received[self._rank, tag] = content
-        return [pickle.loads(received[rank, tag].numpy().tobytes()) for rank in range(len(self.peers) + 1)]
+        return [json.loads(received[rank, tag].numpy().tobytes()) for rank in range(len(self.peers) + 1)]
 
     def _exchange(
         self, kind: int, sent_tensors: Sequence[SentTensor], incoming: Mapping[int, Sequence[IncomingMessage]]
@@ -261,6 +264,15 @@ class Communicator:
         if content.dtype == layout.dtype and content.stride() == layout.stride and tuple(content.shape) == layout.size:
             return content
         return fill(self._program.memory_for(tag, content.device), content)
+
+
+def _form_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+    return tuple(tensor.shape), tensor.stride(), str(tensor.dtype).removeprefix("torch.")
+
+
+def _key_of(key: Any) -> Any:
+    """Returns a key of tensors as it was before JSON, which has lists for tuples."""
+    return tuple(key) if isinstance(key, list) else key
 
 
 def _incoming(

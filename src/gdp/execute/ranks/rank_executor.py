@@ -10,7 +10,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import numpy.typing as npt
@@ -154,7 +154,7 @@ class ProcessExecutor(PlanExecutor):
     def act_once(self, act: Callable[[], None]) -> None:
         """Acts on the first rank, while the others wait; an InputError of the act is raised on all."""
         with self._ending("writing"):
-            text, *_ = self._communicator.collect_objects(message_of(act) if self.ranks.is_first else "")
+            text, *_ = self._communicator.collect_values(message_of(act) if self.ranks.is_first else "")
         if text:
             raise InputError(text)
 
@@ -213,16 +213,25 @@ class ProcessExecutor(PlanExecutor):
         devices[self._rank] = own
         if offsets_ns is None:
             return ProcessRecord(tuple(devices), start_ns, finish_ns)
-        gathered = communicator.collect_objects((replace(own, held={}), communicator.transfer_times_ns()))
+        queued, arrivals = ([[*key, times] for key, times in of.items()] for of in communicator.transfer_times_ns())
+        gathered = communicator.collect_values(
+            [own.ops, own.start_ns, own.finish_ns, own.wait_ns, own.end_ns, queued, arrivals]
+        )
         if not self.ranks.is_first:
             return ProcessRecord(tuple(devices), start_ns, finish_ns)
         sent: dict[tuple[int, int], tuple[int, int]] = {}
         arrived: dict[tuple[int, int], int] = {}
-        for rank, ((record, (queued, arrivals)), offset_ns) in enumerate(zip(gathered, offsets_ns, strict=True)):
+        for rank, ((ops, starts_ns, ends_ns, waits_ns, end_ns, queued, arrivals), offset_ns) in enumerate(
+            zip(gathered, offsets_ns, strict=True)
+        ):
             held = own.held if rank == self._rank else {}
-            devices[rank] = replace(record.shifted(offset_ns), held=held)
-            sent |= {key: (put_ns + offset_ns, turn_ns + offset_ns) for key, (put_ns, turn_ns) in queued.items()}
-            arrived |= {key: arrival_ns + offset_ns for key, arrival_ns in arrivals.items()}
+            devices[rank] = DeviceRecord(
+                held, tuple(ops), tuple(starts_ns), tuple(ends_ns), tuple(waits_ns), end_ns
+            ).shifted(offset_ns)
+            sent |= {
+                (tensor, to): (put_ns + offset_ns, turn_ns + offset_ns) for tensor, to, (put_ns, turn_ns) in queued
+            }
+            arrived |= {(tensor, to): arrival_ns + offset_ns for tensor, to, arrival_ns in arrivals}
         sizes = self.program.graph.tensor_bytes.tolist()
         transfers = [
             Transfer(tensor, sizes[tensor], source, to, *sent[tensor, to], arrived[tensor, to])
