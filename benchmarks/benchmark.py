@@ -36,7 +36,7 @@ HELP = {
     "choices": "What has a device of its own.",
     "counts": "Micro-batches.",
     "devices": "DEVICES each.",
-    "drawn": "Directory of `gdp architectures`, of another seed than the graphs trained on.",
+    "drawn": "Directory of `benchmarks.architectures`, of another seed than the graphs trained on.",
     "evaluations": "Placements that a run simulates.",
     "fine_tune_budget": "Training on a workload.",
     "graphs": "Number of drawn graphs.",

@@ -76,7 +76,7 @@ class TrainedBenchmark(Benchmark):
 
     name = "trained"
     checkpoint: tuple[Path, ...]  # others than the first: trained with other seeds
-    drawn: Path | None = None  # directory of `gdp architectures`, of another seed than the graphs trained on
+    drawn: Path | None = None  # `benchmarks.architectures` of another seed than the graphs trained on
     graphs: int = 26  # of it
     budget: Budget = field(default_factory=lambda: Budget(seconds=3.0))
     seeds: int = 2

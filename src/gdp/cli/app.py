@@ -14,7 +14,6 @@ from typing import Annotated
 
 import typer
 
-from gdp.cli.architectures import architectures
 from gdp.cli.capture import capture
 from gdp.cli.compare import compare
 from gdp.cli.devices import devices_app
@@ -40,7 +39,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(devices_app, name="devices")
-for command in (place, run, export, report, architectures, compare, simulate, capture, train, workloads):
+for command in (place, run, export, report, compare, simulate, capture, train, workloads):
     app.command()(command)
 
 

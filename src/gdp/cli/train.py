@@ -17,7 +17,7 @@ def train(
         list[str],
         typer.Argument(
             metavar="GRAPH...",
-            help="gdp-graph files, MODELs, directories of gdp architectures, or training-set: all built-in graphs.",
+            help="gdp-graph files, MODELs, directories of drawn graphs, or training-set: all built-in graphs.",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="The file to write, such as my.safetensors.")],

@@ -24,7 +24,7 @@ from gdp.policy import checkpoint
 from gdp.policy.base import Policy
 from gdp.policy.scheduler import SchedulerPolicy
 from gdp.policy.training import ppo
-from gdp.policy.training.graph_set import INDEX, GraphSet, StoredGraph
+from gdp.policy.training.graph_set import DRAWER, INDEX, GraphSet, StoredGraph
 from gdp.policy.training.pool import PoolConfig
 from gdp.policy.training.pretrain import Provenance, TrainingConfig, TrainingProgress, TrainingRun, best_path, train
 from gdp.policy.training.processes import Processes
@@ -249,7 +249,7 @@ def _policy(options: TrainOptions, held_out: Sequence[str]) -> tuple[Policy, str
 def _pairs(texts: Sequence[str], clusters: Sequence[Cluster], held_out: Sequence[str]) -> list[TaskSource]:
     """Returns each graph on each of `clusters`, or by default on the usual cluster of the graph.
 
-    A directory of `gdp architectures` stands for its graphs, by default without a cluster.
+    A directory of drawn graphs stands for its graphs, by default without a cluster.
 
     Raises InputError for a graph without a usual cluster, and for one of a family that is `held_out`.
     """
@@ -266,7 +266,7 @@ def _pairs(texts: Sequence[str], clusters: Sequence[Cluster], held_out: Sequence
                 pairs += [TaskSource(stored, cluster) for stored in _stored(name) for cluster in places]
                 continue
             if Path(name).is_dir() and PAPERS.find(name) is None:
-                raise InputError(f"{name}: is a directory without {INDEX}; make its graphs with gdp architectures")
+                raise InputError(f"{name}: is a directory without {INDEX}; make its graphs with {DRAWER}")
             graph = source.load(name)
             _check_held_out((graph.name,), held_out, name)
             workload = PAPERS.find(graph.name)
@@ -280,7 +280,7 @@ def _pairs(texts: Sequence[str], clusters: Sequence[Cluster], held_out: Sequence
 def _stored(name: str) -> Sequence[StoredGraph]:
     graphs = GraphSet.open(name).graphs
     if not graphs:
-        raise InputError(f"{name}: has no graphs yet; make them with gdp architectures")
+        raise InputError(f"{name}: has no graphs yet; make them with {DRAWER}")
     return graphs
 
 

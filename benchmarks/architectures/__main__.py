@@ -1,5 +1,6 @@
-"""Parses, calls and prints: `gdp architectures`."""
+"""`python -m benchmarks.architectures DIR --count N`: draws graphs of training steps, to train policies on."""
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,11 +8,25 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.architectures.draw import DEFAULT, FAMILIES
+from benchmarks.architectures.drawn_set import make_set, summary
+from benchmarks.architectures.likeness import BuiltIns
+from gdp.cli import main as run_commands
 from gdp.cli.options import JsonOption
 from gdp.cli.shared import INTERRUPTED, OK, check_writable, print_json, print_text
 from gdp.errors import InputError
+from gdp.policy.training.graph_set import INDEX
+from gdp.report.progress import StatusLine, live, stop_on_interrupt
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs the command line `args` (default: the process's own) and returns its exit status."""
+    return run_commands(args, commands=app, name="architectures")
+
+
+@app.command()
 def architectures(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory of the graphs; gdp train reads it.")],
     count: Annotated[int, typer.Option(metavar="N", min=1, help="Number of graphs, those that are there included.")],
@@ -23,18 +38,11 @@ def architectures(
     json: JsonOption = False,
 ) -> int:
     """Draw architectures and keep the graphs of their training steps, to train policies on; Ctrl-C saves."""
-
-    check_writable(directory / "set.json")
-    from gdp.policy.training.architectures.draw import DEFAULT, FAMILIES
-
+    check_writable(directory / INDEX)
     families = tuple(dict.fromkeys(family or DEFAULT))
     for name in families:
         if name not in FAMILIES:
             raise InputError(f"--family: {name!r} is unknown; one of {', '.join(FAMILIES)} is expected")
-    from gdp.policy.training.architectures.likeness import BuiltIns
-    from gdp.policy.training.graph_set import make_set
-    from gdp.report.progress import StatusLine, live, stop_on_interrupt
-
     line = StatusLine("reading built-in workloads")
     drawn, began = list[int](), time.process_time()
 
@@ -52,7 +60,7 @@ def architectures(
             on_graph=on_graph,
             must_stop=stop.is_set,
         )
-    answer = made.to_document() | {"num_drawn": len(drawn), "cpu_seconds": time.process_time() - began}
+    answer = summary(made) | {"num_drawn": len(drawn), "cpu_seconds": time.process_time() - began}
     if json:
         print_json(answer)
     else:
@@ -83,3 +91,7 @@ def _text(answer: Mapping[str, Any]) -> str:
 
 def _gib(sizes: Sequence[int]) -> str:
     return " / ".join(f"{size / 2**30:.3g}" for size in sizes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

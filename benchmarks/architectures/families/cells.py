@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gdp.policy.training.architectures.families.images import ConvUnit, ImageStem, ImageStyle, Resize
-from gdp.policy.training.architectures.families.parts import ClassLoss, Draws, Example, WeightedSum
+from benchmarks.architectures.families.images import ConvUnit, ImageStem, ImageStyle, Resize
+from benchmarks.architectures.families.parts import ClassLoss, Draws, Example, WeightedSum
 
 _OPS_OF: Mapping[str, int] = MappingProxyType(
     {

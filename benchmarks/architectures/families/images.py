@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gdp.policy.training.architectures.families.parts import Draws, activation
+from benchmarks.architectures.families.parts import Draws, activation
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from gdp.errors import InputError
-from gdp.graph import Graph
-from gdp.models.pytorch import capture_fn
-from gdp.policy.training.architectures.families import (
+from benchmarks.architectures.families import (
     cells,
     mixtures,
     recurrent,
@@ -23,8 +20,11 @@ from gdp.policy.training.architectures.families import (
     unrolled,
     wired,
 )
-from gdp.policy.training.architectures.families.parts import Draws, Example
-from gdp.policy.training.architectures.likeness import MAX_LIKENESS, BuiltIns
+from benchmarks.architectures.families.parts import Draws, Example
+from benchmarks.architectures.likeness import MAX_LIKENESS, BuiltIns
+from gdp.errors import InputError
+from gdp.graph import Graph
+from gdp.models.pytorch import capture_fn
 
 VERSION = 1  # of the graphs: raise it with every change that makes other graphs of a seed
 MIN_OPS, MAX_OPS = 300, 3000

@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from gdp.policy.training.architectures.families.images import (
+from benchmarks.architectures.families.images import (
     CONV_KINDS,
     RESIZE_KINDS,
     ChannelGate,
@@ -15,7 +15,7 @@ from gdp.policy.training.architectures.families.images import (
     ImageStyle,
     Resize,
 )
-from gdp.policy.training.architectures.families.parts import ClassLoss, Draws, Example
+from benchmarks.architectures.families.parts import ClassLoss, Draws, Example
 
 OPS_OF_UNIT = 14  # ops of a step of a ConvUnit, on average
 

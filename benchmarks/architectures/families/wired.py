@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gdp.policy.training.architectures.families.images import CONV_KINDS, ConvUnit, ImageStem, ImageStyle, Resize
-from gdp.policy.training.architectures.families.parts import ClassLoss, Draws, Example, PlainMLP, WeightedSum
+from benchmarks.architectures.families.images import CONV_KINDS, ConvUnit, ImageStem, ImageStyle, Resize
+from benchmarks.architectures.families.parts import ClassLoss, Draws, Example, PlainMLP, WeightedSum
 
 
 def draw_wiring(draws: Draws, num_nodes: int) -> list[list[int]]:

@@ -6,12 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.architectures.draw import DEFAULT, FAMILIES, MAX_OPS, MIN_OPS, captured, draw
+from benchmarks.architectures.drawn_set import make_set
+from benchmarks.architectures.likeness import MAX_LIKENESS, BuiltIns, neighbourhoods, structure
 from benchmarks.workloads import model_of
 from gdp.errors import InputError
 from gdp.models.source import load
-from gdp.policy.training.architectures.draw import DEFAULT, FAMILIES, MAX_OPS, MIN_OPS, captured, draw
-from gdp.policy.training.architectures.likeness import MAX_LIKENESS, BuiltIns, neighbourhoods, structure
-from gdp.policy.training.graph_set import INDEX, GraphSet, make_set
+from gdp.policy.training.graph_set import INDEX, GraphSet
 from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource
 
 SMALL = (60, 100)  # ops to aim at

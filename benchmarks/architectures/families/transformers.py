@@ -7,15 +7,15 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from gdp.policy.training.architectures.families.feeds import (
+from benchmarks.architectures.families.feeds import (
     CAUSAL_FEEDS,
     FEEDS,
     DrawnFeedForward,
     ExpertFeed,
     ExpertPlan,
 )
-from gdp.policy.training.architectures.families.mixers import CAUSAL_MIXERS, MIXERS, WINDOWS, DrawnAttention, mixer
-from gdp.policy.training.architectures.families.parts import ClassLoss, Draws, Example, RandomDropout, vector_norm
+from benchmarks.architectures.families.mixers import CAUSAL_MIXERS, MIXERS, WINDOWS, DrawnAttention, mixer
+from benchmarks.architectures.families.parts import ClassLoss, Draws, Example, RandomDropout, vector_norm
 
 CROSS, EXPERTS = "cross", "experts"
 _OPS_OF: Mapping[str, int] = MappingProxyType(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gdp.policy.training.architectures.families.parts import Draws, activation
+from benchmarks.architectures.families.parts import Draws, activation
 
 FEEDS = ("plain", "gated", "squared", "local", "deep", "parallel")
 CAUSAL_FEEDS = ("plain", "gated", "squared", "deep", "parallel")

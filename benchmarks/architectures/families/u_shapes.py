@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gdp.policy.training.architectures.families.images import RESIZE_KINDS, ImageStyle, Resize
-from gdp.policy.training.architectures.families.parts import Draws, Example
-from gdp.policy.training.architectures.families.residual import BlockPlan, DrawnBlock
+from benchmarks.architectures.families.images import RESIZE_KINDS, ImageStyle, Resize
+from benchmarks.architectures.families.parts import Draws, Example
+from benchmarks.architectures.families.residual import BlockPlan, DrawnBlock
 
 
 class SkipJoin(nn.Module):

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gdp.policy.training.architectures.families.parts import ClassLoss, Draws, Example, ValueLoss
-from gdp.policy.training.architectures.families.recurrent import CellForm, HistoryAttention, RecurrentStack, StackPlan
+from benchmarks.architectures.families.parts import ClassLoss, Draws, Example, ValueLoss
+from benchmarks.architectures.families.recurrent import CellForm, HistoryAttention, RecurrentStack, StackPlan
 
 _LAYERS = (1, 2, 2, 3, 4, 6, 8)
 _STEPS = (4, 160)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gdp.policy.training.architectures.families.images import ImageStyle
-from gdp.policy.training.architectures.families.parts import ClassLoss, Draws, Example, PlainMLP, ValueLoss
-from gdp.policy.training.architectures.families.recurrent import RecurrentStack, StackPlan
-from gdp.policy.training.architectures.families.residual import DenseTrunk, ResidualTrunk, draw_trunk
-from gdp.policy.training.architectures.families.tables import TableBag
-from gdp.policy.training.architectures.families.transformers import StepEmbeddings, TransformerPlan, TransformerStack
+from benchmarks.architectures.families.images import ImageStyle
+from benchmarks.architectures.families.parts import ClassLoss, Draws, Example, PlainMLP, ValueLoss
+from benchmarks.architectures.families.recurrent import RecurrentStack, StackPlan
+from benchmarks.architectures.families.residual import DenseTrunk, ResidualTrunk, draw_trunk
+from benchmarks.architectures.families.tables import TableBag
+from benchmarks.architectures.families.transformers import StepEmbeddings, TransformerPlan, TransformerStack
 
 SOURCES = ("images", "images", "tokens", "frames", "tables")
 BODIES = ("transformer", "experts", "recurrent", "waves", "perceptrons")

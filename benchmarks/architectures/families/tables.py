@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gdp.policy.training.architectures.families.parts import Draws, Example, PlainMLP
+from benchmarks.architectures.families.parts import Draws, Example, PlainMLP
 
 INTERACTIONS = ("crosses", "squares", "attention", "pairs", "concatenation")
 

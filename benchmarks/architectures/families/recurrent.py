@@ -7,7 +7,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from gdp.policy.training.architectures.families.parts import (
+from benchmarks.architectures.families.parts import (
     ClassLoss,
     Draws,
     Example,
