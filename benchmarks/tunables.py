@@ -1,11 +1,12 @@
 """Benchmark `tunables`: what each number that tunes a search is good for.
 
-A problem is placed with the settings as they are, which says the numbers that its search reads; then with each of these
-halved and doubled. A number that moves no plan of any problem is not worth a name.
+A problem is placed with the settings as they are, which says the numbers that its search reads; then with these halved
+and doubled. Several that move no plan together are taken to move none alone; else each half of them is tried (group
+testing: Dorfman, 1943). A number that moves no plan of any problem is not worth a name.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, partial
 from hashlib import sha256
@@ -89,17 +90,11 @@ class TunablesBenchmark(Benchmark):
         readers: dict[str, set[str]] = defaultdict(set)
         for problem in [problem for problem in PROBLEMS if problem.name in self.problems]:
             usual = self._row(rows, problem, "usual", partial(self._traced, problem, rows))
-            for number in usual["reads"]:
-                if not self._is_asked(number):
-                    continue
+            numbers = [number for number in usual["reads"] if self._is_asked(number)]
+            for number in numbers:
                 readers[number].add(problem.name)
-                for factor in (HALF, DOUBLE):
-                    changed = scaled(number, factor)
-                    if changed is None:
-                        continue
-                    made = self._row(
-                        rows, problem, f"{number}-{factor:g}", partial(self._placed, problem, changed, rows)
-                    )
+            for factor in (HALF, DOUBLE):
+                for number, made in self._made(rows, problem, usual, numbers, factor):
                     if made["plan"] != usual["plan"]:
                         moved[number].add(problem.name)
                     if made["status"] == usual["status"] == "ok":
@@ -120,6 +115,24 @@ class TunablesBenchmark(Benchmark):
             if self._is_asked(number)
         ]
         return {"numbers": numbers, "num_problems": len(self.problems)}
+
+    def _made(
+        self, rows: Rows, problem: TunedProblem, usual: dict[str, Any], numbers: Sequence[str], factor: float
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yields each of `numbers` that can be scaled, and the row of the plan with it."""
+        changed = scaled(numbers, factor)
+        if changed == DEFAULTS or (changed is None and len(numbers) == 1):
+            return
+        row = usual
+        if changed is not None:
+            name = numbers[0] if len(numbers) == 1 else sha256(" ".join(numbers).encode()).hexdigest()[:16]
+            row = self._row(rows, problem, f"{name}-{factor:g}", partial(self._placed, problem, changed, rows))
+        if changed is not None and (len(numbers) == 1 or row["plan"] == usual["plan"]):
+            yield from ((number, row) for number in numbers if scaled([number], factor) not in (None, DEFAULTS))
+            return
+        middle = len(numbers) // 2
+        yield from self._made(rows, problem, usual, numbers[:middle], factor)
+        yield from self._made(rows, problem, usual, numbers[middle:], factor)
 
     def _is_asked(self, number: str) -> bool:
         return self.numbers == ("all",) or number.startswith(self.numbers)
@@ -161,20 +174,23 @@ def all_numbers() -> Iterator[str]:
             yield f"{room.name}.{item.name}"
 
 
-def scaled(number: str, factor: float) -> Settings | None:
-    """Returns the settings with a number, or all of a tuple, times `factor`; None where they do not allow that.
+def scaled(numbers: Iterable[str], factor: float) -> Settings | None:
+    """Returns the settings with `numbers`, of tuples all items, times `factor`; None where they do not allow that.
 
     Counts stay at least 1, and what is at most 1, a share or a probability, stays so.
     """
-    room, _, name = number.partition(".")
-    record = getattr(DEFAULTS, room)
-    value = getattr(record, name)
-    other = tuple(_scaled(item, factor) for item in value) if isinstance(value, tuple) else _scaled(value, factor)
-    if other == value:
-        return None
+    changes: dict[str, dict[str, Any]] = defaultdict(dict)
+    for number in numbers:
+        room, _, name = number.partition(".")
+        value = _value(DEFAULTS, number)
+        changes[room][name] = (
+            tuple(_scaled(item, factor) for item in value) if isinstance(value, tuple) else _scaled(value, factor)
+        )
     try:
-        return replace(DEFAULTS, **{room: replace(record, **{name: other})})
-    except ValueError:  # the record knows better
+        return replace(
+            DEFAULTS, **{room: replace(getattr(DEFAULTS, room), **values) for room, values in changes.items()}
+        )
+    except ValueError:  # a record knows better
         return None
 
 
@@ -204,6 +220,8 @@ def traced(settings: Settings, reads: set[str]) -> Settings:
 def _scaled(value: Any, factor: float) -> Any:
     if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, tuple):
+        return tuple(_scaled(item, factor) for item in value)
     if isinstance(value, int):
         return max(1, round(value * factor))
     return min(1.0, value * factor) if value <= 1 else value * factor

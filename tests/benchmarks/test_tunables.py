@@ -19,12 +19,13 @@ PROBLEM = "inception-v3-b32 on 2xp100-pcie-16g (ops)"
 def test_numbers_are_halved_and_doubled() -> None:
     """A share stays at most 1, a count at least 1, a tuple changes as a whole, and no other number changes."""
     assert DEFAULTS.layouts.late_share == 0.7
-    doubled = scaled("layouts.late_share", DOUBLE)
+    doubled = scaled(["layouts.late_share"], DOUBLE)
     assert doubled == replace(DEFAULTS, layouts=replace(DEFAULTS.layouts, late_share=1.0))
-    halved = scaled("local_search.levels", HALF)
+    halved = scaled(["local_search.levels"], HALF)
     assert halved is not None
     assert halved.local_search.levels == (15, 50, 150)
-    assert scaled("local_search.num_islands", HALF) is None
+    assert scaled(["local_search.num_islands"], HALF) == DEFAULTS  # None: by the number of threads
+    assert scaled(["local_search.guided", "local_search.cold"], 100.0) is None  # hotter at the end than at the start
     assert "layouts.late_share" in set(all_numbers())
 
 
