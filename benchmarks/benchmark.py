@@ -37,6 +37,7 @@ HELP = {
     "counts": "Micro-batches.",
     "devices": "DEVICES each.",
     "drawn": "Directory of `benchmarks.architectures`, of another seed than the graphs trained on.",
+    "enough": "Plans that a number moves, after which it is not tried on further problems.",
     "evaluations": "Placements that a run simulates.",
     "fine_tune_budget": "Training on a workload.",
     "graphs": "Number of drawn graphs.",

@@ -2,7 +2,8 @@
 
 A problem is placed with the settings as they are, which says the numbers that its search reads; then with these halved
 and doubled. Several that move no plan together are taken to move none alone; else each half of them is tried (group
-testing: Dorfman, 1943). A number that moves no plan of any problem is not worth a name.
+testing: Dorfman, 1943). A number that has moved enough plans is not tried on further problems; one that moves none of
+any problem is not worth a name.
 """
 
 from collections import defaultdict
@@ -76,6 +77,7 @@ class TunablesBenchmark(Benchmark):
     budget: Budget = field(default_factory=lambda: Budget(simulations=100))
     problems: tuple[str, ...] = tuple(problem.name for problem in PROBLEMS)
     numbers: tuple[str, ...] = ("all",)  # beginnings of their names, such as layouts.
+    enough: int = 1  # plans that a number moves, after which it is not tried on further problems
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,13 +90,17 @@ class TunablesBenchmark(Benchmark):
         ratios: dict[tuple[str, float], list[float]] = defaultdict(list)
         moved: dict[str, set[str]] = defaultdict(set)
         readers: dict[str, set[str]] = defaultdict(set)
+        tried: dict[str, set[str]] = defaultdict(set)
         for problem in [problem for problem in PROBLEMS if problem.name in self.problems]:
             usual = self._row(rows, problem, "usual", partial(self._traced, problem, rows))
-            numbers = [number for number in usual["reads"] if self._is_asked(number)]
-            for number in numbers:
+            for number in usual["reads"]:
                 readers[number].add(problem.name)
+            numbers = [
+                number for number in usual["reads"] if self._is_asked(number) and len(moved[number]) < self.enough
+            ]
             for factor in (HALF, DOUBLE):
                 for number, made in self._made(rows, problem, usual, numbers, factor):
+                    tried[number].add(problem.name)
                     if made["plan"] != usual["plan"]:
                         moved[number].add(problem.name)
                     if made["status"] == usual["status"] == "ok":
@@ -105,6 +111,7 @@ class TunablesBenchmark(Benchmark):
                 "name": number,
                 "value": _shown(_value(DEFAULTS, number)),
                 "num_read": len(readers[number]),
+                "num_tried": len(tried[number]),
                 "num_moved": len(moved[number]),
                 "half": _mean(ratios[number, HALF]),
                 "double": _mean(ratios[number, DOUBLE]),
@@ -114,7 +121,7 @@ class TunablesBenchmark(Benchmark):
             for number in all_numbers()
             if self._is_asked(number)
         ]
-        return {"numbers": numbers, "num_problems": len(self.problems)}
+        return {"numbers": numbers, "num_problems": len(self.problems), "enough": self.enough}
 
     def _made(
         self, rows: Rows, problem: TunedProblem, usual: dict[str, Any], numbers: Sequence[str], factor: float
