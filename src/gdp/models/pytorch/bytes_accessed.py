@@ -14,15 +14,24 @@ from torch import Tag, Tensor
 from torch._ops import OpOverload
 
 from gdp.models.experts import share_hit
-from gdp.models.names import names
+from gdp.models.names import by_name, names
 from gdp.models.stored_weights import StoredWeight
 
 NO_BYTES = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
-_ROW_READERS = frozenset({"embedding", "index", "index_select", "gather", "take"})
+_ROW_READERS = frozenset({"embedding", "index", "_unsafe_index", "index_select", "gather", "take"})
 _ROW_WRITERS = names(
     """
-    index_put_ _index_put_impl_ index_add_ index_copy_ index_fill_ scatter_ scatter_add_ scatter_reduce_
+    index_put_ _index_put_impl_ index_add_ index_copy_ index_fill_ index_reduce_ put_
+    scatter_ scatter_add_ scatter_reduce_
     """
+)
+# readers of rows that they do not return: the arguments that are the table and the indices
+_TABLES = by_name(
+    {
+        "_embedding_bag _embedding_bag_forward_only": (0, 1),
+        "_embedding_bag_per_sample_weights_backward": (1, 2),
+        "embedding_renorm_": (0, 1),
+    }
 )
 _OVERWRITERS = frozenset({"copy_", "fill_", "zero_"})
 _GROUPED = frozenset({"_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"})
@@ -69,15 +78,41 @@ def bytes_accessed(
     if name in _ROW_READERS and read:
         rows = -(-bytes_made * stored_bytes(read[0]) // max(1, num_bytes(read[0])))
         return bytes_read - stored_bytes(read[0]) + rows + bytes_made
-    if name in _ROW_WRITERS and read:
-        # (table, indices, values): values as large as rows written; without values, an index for each element
-        values = read[-1]
-        rows = num_bytes(values) if len(read) > 2 else values.numel() * changed[0].element_size()
-        is_adding = "add" in name or "reduce" in name or ("index_put" in name and tuple(args[3:4]) == (True,))
+    if name in _TABLES:
+        table, indices = (args[position] for position in _TABLES[name])
+        rows = -(-stored_bytes(table) * indices.numel() // max(1, int(table.shape[0])))
+        return bytes_read - stored_bytes(table) + rows * (2 if changed else 1) + bytes_made
+    if name in _ROW_WRITERS:
+        is_adding = "add" in name or "reduce" in name or ("put_" in name and tuple(args[3:4]) == (True,))
+        rows = _num_elements_written(name, args) * changed[0].element_size()
         return bytes_read - bytes_changed + rows * (2 if is_adding else 1)
     if changed and (name in _OVERWRITERS or Tag.nondeterministic_seeded in func.tags):
         return bytes_read
     return bytes_read + bytes_made + bytes_changed
+
+
+def _num_elements_written(name: str, args: Sequence[Any]) -> int:
+    """Returns the number of elements of the table, the first argument, that a writer of rows writes to."""
+    table: Tensor = args[0]
+    if name == "put_":
+        return int(args[1].numel())
+    if name.startswith("scatter"):
+        return int(args[2].numel())
+    if "index_put" not in name:  # dimension, index
+        return int(args[2].numel()) * (table.numel() // max(1, table.shape[args[1]] if table.dim() else 1))
+    # an index for each dimension, None: all of it; a mask of one or more dimensions may select all elements of them
+    shapes, masked, whole, dim = list[torch.Size](), [1], 1, 0
+    for index in args[1]:
+        if index is None:
+            whole *= table.shape[dim]
+        elif index.dtype in (torch.bool, torch.uint8):
+            masked.append(index.numel())
+            dim += index.dim() - 1
+        else:
+            shapes.append(index.shape)
+        dim += 1
+    selected = max(*masked, math.prod(torch.broadcast_shapes(*shapes)))
+    return int(selected * whole * math.prod(table.shape[dim:]))
 
 
 class StoredMemories:

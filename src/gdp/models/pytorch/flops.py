@@ -155,6 +155,11 @@ def _scatter(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> in
     return int(next(item for item in reversed(list(args)) if isinstance(item, Tensor)).numel())
 
 
+def _embedding_bag(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """table, indices, .., weights at 6: one addition per element looked up, and a product if it has a weight."""
+    return int(args[1].numel() * args[0].shape[1]) * (2 if len(args) > 6 and args[6] is not None else 1)
+
+
 def _sort(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
     numel = int(args[0].numel())
     return numel * max(1, math.ceil(math.log2(max(2, numel))))
@@ -208,16 +213,23 @@ _FORMULAS: dict[str, Formula] = by_name(
         "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
         "mkldnn_rnn_layer": _rnn_layer,
         "mkldnn_rnn_layer_backward": lambda args, kwargs, outputs: 2 * _rnn_layer(args, kwargs, outputs),
-        "scatter_add scatter_reduce index_add index_put _index_put_impl": _scatter,
+        "scatter_add scatter_reduce index_add index_reduce index_put _index_put_impl put": _scatter,
         "_cdist_forward": lambda args, kwargs, outputs: 3 * outputs[0].numel() * int(args[0].shape[-1]),
         # a [.., n, n], b [.., n, m]: a product and a sum for each element of the triangle and column of b
         "linalg_solve_triangular": lambda args, kwargs, outputs: int(outputs[0].numel() * args[0].shape[-1]),
         "sort argsort": _sort,
         "_fft_r2c _fft_c2r _fft_c2c": _fourier,
-        # table, indices: one addition per element looked up
-        "_embedding_bag _embedding_bag_forward_only": lambda args, kwargs, outputs: int(
+        "_embedding_bag _embedding_bag_forward_only": _embedding_bag,
+        # gradient of the bags, indices: one addition per element looked up
+        "_embedding_bag_backward _embedding_bag_dense_backward": lambda args, kwargs, outputs: int(
             args[1].numel() * args[0].shape[1]
         ),
+        # gradient of the bags, table, indices: a product of two rows for each index
+        "_embedding_bag_per_sample_weights_backward": lambda args, kwargs, outputs: int(
+            2 * args[2].numel() * args[1].shape[1]
+        ),
+        # table, indices: square, sum, scale
+        "embedding_renorm": lambda args, kwargs, outputs: int(3 * args[1].numel() * args[0].shape[1]),
         "max_pool1d max_pool2d_with_indices max_pool3d_with_indices": _pool,
         "avg_pool1d avg_pool2d avg_pool3d": _pool,
         # one tensor in a list, see `Recorder`: square and sum, or compare
@@ -271,7 +283,7 @@ _FORMULAS: dict[str, Formula] = by_name(
         "upsample_linear1d_backward": _read(3),  # two products, a sum
         "avg_pool2d_backward avg_pool3d_backward upsample_nearest2d_backward": _read(1),
         "max_pool2d_with_indices_backward max_pool3d_with_indices_backward embedding_dense_backward": _read(1),
-        "_adaptive_avg_pool2d_backward _embedding_bag_backward": _out(1),
+        "_adaptive_avg_pool2d_backward": _out(1),
         "dot vdot": _read(2),
         # square, sum, times g / norm; backward: times v, sum, v times that, subtract, scale
         "_weight_norm_interface": _read(3),
