@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gdp.execute.equality import compare, eager_step
 from gdp.models.pytorch import Capture, capture
 
 IDS = torch.zeros(4, 5, dtype=torch.long)
@@ -89,3 +90,150 @@ def test_gathers_and_scatters_touch_rows(case: str) -> None:
     ((_, found),) = costs(captured, case.split()[0])
     assert found == num_bytes
     assert not captured.coverage.unknown
+
+
+def kinds(captured: Capture) -> list[str]:
+    """The kinds of ops that compute, in order."""
+    graph = captured.graph
+    return [kind.removeprefix("aten.") for kind in graph.kinds if kind.startswith("aten.")]
+
+
+DROPOUTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {  # and whether it is one kernel
+    "module": (nn.Dropout(0.1), True),
+    "function": (lambda x: functional.dropout(x, 0.1), True),
+    "all kept": (lambda x: functional.dropout(x, 0.0), False),
+    "in place": (lambda x: functional.dropout(x, 0.1, inplace=True), False),  # composed on cards, too
+    "of channels": (lambda x: functional.dropout1d(x.reshape(4, 4, 8), 0.1), False),
+    "alpha": (lambda x: functional.alpha_dropout(x, 0.1, training=True), False),
+}
+
+
+@pytest.mark.parametrize("case", DROPOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_is_one_kernel(case: str, dtype: torch.dtype) -> None:
+    """16 x 8 elements: in, out and a mask of a byte each; backward as much; channels and alpha are composed."""
+    function, is_fused = DROPOUTS[case]
+    model = Calls(lambda w, x: function(x @ w), 8, 8, dtype=dtype)
+    captured = capture(model, (torch.zeros(16, 8, dtype=dtype),))
+    size = 16 * 8 * (2 * dtype.itemsize + 1)
+    assert costs(captured, "native_dropout") == ([(3 * 128, size)] if is_fused else [])
+    assert costs(captured, "native_dropout_backward") == ([(128, size)] if is_fused else [])
+    assert ("bernoulli_" in kinds(captured)) == (not is_fused and case != "all kept")
+
+
+def test_dropout_keeps_a_byte() -> None:
+    """A mask of [1024, 1024] is 1 MiB beside activations of 4 MiB, also in a layer of Transformers."""
+    captured = capture(nn.Sequential(nn.Linear(1024, 1024), nn.Dropout(0.1)), (torch.zeros(1024, 1024),))
+    graph = captured.graph
+    op = graph.kinds.index("aten.native_dropout")
+    assert sorted(graph.tensor_bytes[graph.producers == op].tolist()) == [2**20, 2**22]
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    assert kinds(capture(layer, (torch.zeros(2, 4, 8),))).count("native_dropout") == 3  # and one inside attention
+
+
+@pytest.mark.parametrize(
+    ("model", "note"),
+    [
+        (nn.Dropout(0.1), "the model is in training mode: dropout is drawn; call .eval()"),
+        (nn.Dropout(0.1).eval(), None),
+        (nn.Dropout(0.0), None),
+        (nn.Linear(8, 8), None),
+        (nn.TransformerEncoderLayer(8, 2, 16), "dropout is drawn"),
+        (nn.BatchNorm1d(4), "batch norms take the batch's statistics"),
+    ],
+)
+def test_models_left_in_training_mode(model: nn.Module, note: str | None) -> None:
+    """Inference says once that a model draws dropout or counts a batch; training does not."""
+    notes = capture(nn.Sequential(model), (torch.zeros(3, 4, 8),), training=False).notes
+    assert len(notes) == (note is not None)
+    assert note is None or note in notes[0]
+
+
+NORM_BYTES = 4 * 8 * 2  # of [4, 8] in a half type
+
+
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_norms_are_one_kernel(has_weight: bool) -> None:
+    """[4, 8] in bfloat16: in and out, a float32 for each row, the weight; backward in, gradient, out, weight twice."""
+    norm = nn.RMSNorm(8, elementwise_affine=has_weight, dtype=torch.bfloat16)
+    captured = capture(Calls(lambda w, x: norm(x * w), 8, dtype=torch.bfloat16), (torch.zeros(4, 8).bfloat16(),))
+    weight = 16 * has_weight
+    assert costs(captured, "_fused_rms_norm") == [(4 * 32, 2 * NORM_BYTES + 16 + weight)]
+    assert costs(captured, "_fused_rms_norm_backward") == [(9 * 32, 3 * NORM_BYTES + 16 + 2 * weight)]
+
+
+CELLS: dict[str, tuple[nn.Module, list[str], int, int]] = {  # kernel, FLOPs and bytes for 4 x 32 states
+    # gates of input and state 2 x 3 x 128, state, output, 5 x 128 kept, two biases of 96
+    "gru": (nn.GRUCell(16, 32), ["mm", "mm", "_thnn_fused_gru_cell"], 16 * 128, 4 * (13 * 128 + 192)),
+    "gru without biases": (
+        nn.GRUCell(16, 32, bias=False),
+        ["mm", "mm", "_thnn_fused_gru_cell"],
+        16 * 128,
+        4 * 13 * 128,
+    ),
+    # gates 2 x 4 x 128, cell, both states, 4 x 128 kept, two biases of 128
+    "lstm": (nn.LSTMCell(16, 32), ["mm", "mm", "_thnn_fused_lstm_cell"], 21 * 128, 4 * (15 * 128 + 256)),
+}
+
+
+@pytest.mark.parametrize("case", CELLS)
+def test_cells_are_two_products_and_a_kernel(case: str) -> None:
+    """Cells of recurrent nets run as on a card: the kernel adds the biases."""
+    cell, expected, flops, num_bytes = CELLS[case]
+    captured = capture(cell, (torch.zeros(4, 16),), training=False)
+    assert [kind for kind in kinds(captured) if kind != "zeros"] == expected
+    assert costs(captured, expected[-1]) == [(flops, num_bytes)]
+    assert not captured.coverage.unknown
+
+
+def test_log_sigmoid_keeps_its_input() -> None:
+    """[4, 8]: in and out; backward the gradient, the input and its gradient; CPUs alone keep a buffer."""
+    captured = capture(Calls(lambda w: functional.logsigmoid(w), 4, 8))
+    assert costs(captured, "log_sigmoid_forward") == [(32, 2 * 128)]
+    assert costs(captured, "log_sigmoid_backward") == [(32, 3 * 128)]
+
+
+class Unrolled(nn.Module):
+    """Two steps of a cell."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.cell(x)
+        hidden: Tensor = state[0] if isinstance(state, tuple) else state
+        again = self.cell(x, state)
+        return (hidden * (again[0] if isinstance(again, tuple) else again)).sum()
+
+
+EXECUTED: dict[str, Callable[[], nn.Module]] = {
+    "rms norm": lambda: nn.Sequential(nn.Linear(16, 16), nn.RMSNorm(16)),
+    "rms norm of two dimensions": lambda: nn.Sequential(nn.Linear(16, 16), nn.RMSNorm((4, 16))),
+    "rms norm without weight": lambda: nn.Sequential(nn.Linear(16, 16), nn.RMSNorm(16, elementwise_affine=False)),
+    "gru cell": lambda: Unrolled(nn.GRUCell(16, 8)),
+    "gru cell without biases": lambda: Unrolled(nn.GRUCell(16, 8, bias=False)),
+    "lstm cell": lambda: Unrolled(nn.LSTMCell(16, 8)),
+    "lstm cell without biases": lambda: Unrolled(nn.LSTMCell(16, 8, bias=False)),
+    "log sigmoid": lambda: nn.Sequential(nn.Linear(16, 16), nn.LogSigmoid()),
+    "embedding bag": lambda: Calls(lambda w, x: functional.embedding_bag(x.argmax(1).reshape(2, 2), w), 16, 8),
+}
+
+
+@pytest.mark.parametrize("case", EXECUTED)
+def test_cpus_compute_what_cards_do(case: str) -> None:
+    """A captured step has the bits of the model's own as on a card, and is close to the one of plain PyTorch."""
+    torch.manual_seed(0)
+    model, x = EXECUTED[case](), torch.randn(4, 16)
+    captured = capture(model, (x,), loss=weighted)
+    replayed = captured.program.replay(model, (x,))
+    assert compare(replayed, eager_step(captured.program, model, (x,), {}, weighted)).is_exact
+    loss = weighted(model(x))
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    torch.testing.assert_close(replayed.loss, loss.detach())
+    for (name, _), gradient in zip(model.named_parameters(), gradients, strict=True):
+        torch.testing.assert_close(replayed.gradients[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def weighted(output: Tensor) -> Tensor:
+    return (output * torch.arange(output.numel()).reshape(output.shape)).mean()

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tag, Tensor
 from torch._ops import OpOverload
@@ -80,7 +81,7 @@ def bytes_accessed(
         return bytes_read - stored_bytes(read[0]) + rows + bytes_made
     if name in _TABLES:
         table, indices = (args[position] for position in _TABLES[name])
-        rows = -(-stored_bytes(table) * indices.numel() // max(1, int(table.shape[0])))
+        rows = -(-stored_bytes(table) * int(indices.numel()) // max(1, int(table.shape[0])))
         return bytes_read - stored_bytes(table) + rows * (2 if changed else 1) + bytes_made
     if name in _ROW_WRITERS:
         is_adding = "add" in name or "reduce" in name or ("put_" in name and tuple(args[3:4]) == (True,))
@@ -111,7 +112,7 @@ def _num_elements_written(name: str, args: Sequence[Any]) -> int:
         else:
             shapes.append(index.shape)
         dim += 1
-    selected = max(*masked, math.prod(torch.broadcast_shapes(*shapes)))
+    selected = max(*masked, math.prod(np.broadcast_shapes(*shapes)))
     return int(selected * whole * math.prod(table.shape[dim:]))
 
 

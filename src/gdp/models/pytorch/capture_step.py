@@ -126,7 +126,7 @@ def capture(
         choice = rule_choice(options, model, name)
         with explained(name):
             step = _fake_copies(model, args, kwargs or {}, mode)
-        return _noted(_record(*step, mode, name, options, choice), model)
+        return _noted(_record(*step, mode, name, options, choice), model, options)
 
 
 def capture_fn(
@@ -195,7 +195,7 @@ class Built:
                     model, args, kwargs = _fake_copies(model, args, kwargs, self.mode)
             began = time.monotonic()
             recorded = _record(model, args, kwargs, self.mode, name, options, rule_choice(options, model, name))
-            return _noted(replace(recorded, seconds=time.monotonic() - began), built)
+            return _noted(replace(recorded, seconds=time.monotonic() - began), built, options)
 
     def copied(self) -> "Built":
         """Returns a copy of a module and its inputs, on fake tensors of its own."""
@@ -209,9 +209,10 @@ class Built:
             return replace(self, answer=(model, tree_map(change, args), tree_map(change, kwargs)))
 
 
-def _noted(captured: Capture, model: nn.Module) -> Capture:
+def _noted(captured: Capture, model: nn.Module, options: StepOptions) -> Capture:
     """Adds notes on the `model` as the user gave it."""
-    return replace(captured, notes=(*captured.notes, *notes_of(model, set(captured.graph.kinds))))
+    notes = notes_of(model, captured.program, is_training=options.training)
+    return replace(captured, notes=(*captured.notes, *notes))
 
 
 class _BuildMode(FakeTensorMode):  # type: ignore[no-untyped-call]

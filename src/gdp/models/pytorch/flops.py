@@ -254,6 +254,16 @@ _FORMULAS: dict[str, Formula] = by_name(
         "_fused_rms_norm": _out(4),
         # g scale, times x, sum; x a, subtract, times 1 / root; gradient of scale: normalise, times, sum
         "_fused_rms_norm_backward": _read(9),
+        # with biases: three sums and the function of each of two gates; three sums, a product and tanh; the state's 3
+        "_thnn_fused_gru_cell": _out(16),
+        # gradients of both gates 5, of the new state 5, two products; six sums for the biases
+        "_thnn_fused_gru_cell_backward": lambda args, kwargs, outputs: (23 if args[2] else 17) * int(args[0].numel()),
+        # with biases: three sums and the function of each of four gates; the cell's 3, the state's 2
+        "_thnn_fused_lstm_cell": _out(21),
+        # tanh; gradients of the cell 7, of three gates 4 and of one 3; of the last cell; four sums for the biases
+        "_thnn_fused_lstm_cell_backward_impl": lambda args, kwargs, outputs: (
+            (28 if args[5] else 24) * int(args[2].numel())
+        ),
         # sum; subtract, square, sum
         "var std var_mean std_mean": _read(4),
         "linalg_vector_norm norm": _read(2),

@@ -1,25 +1,44 @@
 """Notes on a captured module: what its code does that a graph does not show."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from gdp.models.pytorch.replacements import LSTM
+from gdp.models.pytorch.program import Program
+from gdp.models.pytorch.replacements import ATTENTION, LSTM
 
 COMPILED = "fusion under torch.compile is not modelled: each operator is a kernel of its own, with its launch"
 DATA_PARALLEL = "nn.DataParallel is left out: the plain module is captured, with the whole batch"
 LSTM_LAYERS = "an nn.LSTM layer is one op, oneDNN's of CPUs; its time on a GPU, where cuDNN runs it, is an estimate"
 
-_LSTM_KIND = LSTM._schema.name.replace("::", ".")
+_LSTM_KIND, _ATTENTION_KIND = (func._schema.name.replace("::", ".") for func in (LSTM, ATTENTION))
+_DROPOUTS = ("aten.native_dropout", "aten.bernoulli_", _ATTENTION_KIND)
+_BATCH_NORMS = ("aten.native_batch_norm", "aten.cudnn_batch_norm")
 
 
-def notes_of(model: nn.Module, kinds: Iterable[str]) -> list[str]:
-    """Returns notes on a captured `model`, whose ops are of these kinds."""
+def notes_of(model: nn.Module, program: Program, *, is_training: bool) -> list[str]:
+    """Returns notes on a captured `model`."""
+    kinds = set(program.graph.kinds)
     notes = [COMPILED] if _is_compiled(model) else []
     notes += [DATA_PARALLEL] if any(isinstance(part, nn.DataParallel) for part in model.modules()) else []
-    return notes + ([LSTM_LAYERS] if _LSTM_KIND in kinds else [])
+    notes += [LSTM_LAYERS] if _LSTM_KIND in kinds else []
+    return notes if is_training else notes + _left_in_training(model, program)
+
+
+def _left_in_training(model: nn.Module, program: Program) -> list[str]:
+    """Returns a note if modules of an inference are in training mode and compute more for it."""
+    graph, parts = program.graph, dict(getattr(model, "_orig_mod", model).named_modules())
+    effects: dict[str, None] = {}
+    for op, (kind, path) in enumerate(zip(graph.kinds, graph.modules, strict=True)):
+        if not getattr(parts.get(path), "training", False):
+            continue
+        if kind in _DROPOUTS and any(call.seed >= 0 for call in program.calls[op]):
+            effects["dropout is drawn"] = None
+        elif kind in _BATCH_NORMS:
+            effects["batch norms take the batch's statistics"] = None
+    return [f"the model is in training mode: {', '.join(effects)}; call .eval()"] if effects else []
 
 
 def _is_compiled(model: nn.Module) -> bool:

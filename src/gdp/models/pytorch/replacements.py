@@ -19,6 +19,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn import functional
 
+from gdp.models.pytorch.card_kernels import FUSED, LOG_SIGMOID_BACKWARD, log_sigmoid_backward
+
 aten = torch.ops.aten
 
 # cuDNN prefers weights in one chunk, but each is a tensor of the graph
@@ -160,6 +162,8 @@ _ELSEWHERE: Mapping[OpOverload, Callable[..., Any]] = {
     LAYER_NORM_BACKWARD: _layer_norm_backward,
 }
 _ON_CPU: Mapping[OpOverload, Callable[..., Any]] = {
+    **FUSED,
+    LOG_SIGMOID_BACKWARD: log_sigmoid_backward,
     ATTENTION: _attention_on_cpu,
     ATTENTION_BACKWARD: _attention_backward_on_cpu,
     LSTM_BACKWARD: _lstm_backward_on_cpu,
