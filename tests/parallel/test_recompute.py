@@ -326,11 +326,10 @@ def test_a_transformer_holds_inputs_of_blocks_and_one_block() -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_time_and_memory_are_those_of_torch_checkpoint(dropout: float) -> None:
-    """PyTorch recomputes the same, and with dropout the last product too, whose mask is drawn after it."""
+    """PyTorch recomputes the same; with dropout, the last product too, as one kernel draws the mask and applies it."""
     ours, theirs = recomputed(transformer_step(dropout), "blocks"), transformer_step(dropout, is_checkpointed=True)
     assert activations(in_order(ours)) == pytest.approx(activations(in_order(theirs)), rel=0.02)
-    last_product = 2 * 16 * 128 * 256 * 64 + 16 * 128 * 64  # of `down`, with its bias
-    assert theirs.flops.sum() - ours.flops.sum() == (6 * last_product if dropout else 0)
+    assert theirs.flops.sum() == ours.flops.sum()
     assert ours.bytes_accessed.sum() == pytest.approx(theirs.bytes_accessed.sum(), rel=0.05)
     assert step(ours).step_time_ns <= step(theirs).step_time_ns
 
