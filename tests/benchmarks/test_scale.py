@@ -1,10 +1,17 @@
 """Benchmark `scale` on a workload that takes seconds: every figure is there, and phases are those of the page."""
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.page import machine, render
-from benchmarks.scale import AS_JSON, CHOSEN, FIXED, ScaleBenchmark, ScaleRow, measured
+from benchmarks.scale import AS_JSON, CASES, CHOSEN, FIXED, ScaleBenchmark, ScaleRow, asked_model, measured
 from gdp.parallel.layout import NONE
+
+
+def test_cases_can_be_asked(tmp_path: Path) -> None:
+    """Each case has a model that there is."""
+    assert [model for case in CASES if not (model := asked_model(case.model, tmp_path))] == []
 
 
 @pytest.mark.parametrize("layout", [NONE, "microbatches=2", CHOSEN])

@@ -43,6 +43,7 @@ CASES = [
     if "stages" not in layout or step == "layers"  # the encoder is not a chain
 ]
 OFFLOADED = [("data=2,offload=auto", "a CPU beside", step) for step in STEPS]
+REPEATED = {("layers", "unlike"), ("encoder", "a CPU beside")}  # placed twice, with each layout
 
 
 @pytest.mark.parametrize(("layout", "machine", "step"), [*CASES, *OFFLOADED])
@@ -51,8 +52,9 @@ def test_every_layout_keeps_the_contract(layout: str, machine: str, step: str) -
     parts, cluster = Parts(STEPS[step], BATCH), MACHINES[machine]
     clock = Clock(Budget(simulations=BUDGET))
     plan = place(parts, cluster, parallel=layout, budget=clock, seed=3, robust=0.0)
-    again = place(Parts(STEPS[step], BATCH), cluster, parallel=layout, budget=f"{BUDGET}sims", seed=3, robust=0.0)
-    assert plan.to_document() == again.to_document()
+    if layout == "auto" or (step, machine) in REPEATED:
+        again = place(Parts(STEPS[step], BATCH), cluster, parallel=layout, budget=f"{BUDGET}sims", seed=3, robust=0.0)
+        assert plan.to_document() == again.to_document()
     assert clock.simulations <= 3 * BUDGET  # the first of each phase is always made
     problem = problem_of(parts, cluster, plan.layout)
     wrong = verify(problem, plan)
