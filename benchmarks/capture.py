@@ -30,7 +30,7 @@ from gdp.models.serving import Serving
 from gdp.models.source import ModelSource
 from gdp.simulator.problem import Problem
 
-WORKLOADS = ("dlrm",)  # built in: plain PyTorch, 26 embedding tables
+WORKLOADS = ("dlrm",)  # plain PyTorch, 26 embedding tables
 NAMES = (*model_configs.names(), *WORKLOADS)
 STEPS = ("training", "inference", "prefill", "decode")
 DEVICE = "h100-sxm-80g"  # of the times that shares are of
@@ -52,7 +52,7 @@ class CaptureBenchmark(Benchmark):
         measured: list[dict[str, Any]] = []
         with tempfile.TemporaryDirectory(prefix="gdp-configs-") as directory:
             for name in self.models:
-                text = name if name in WORKLOADS else model_configs.write_model(name, directory)
+                text = model_configs.asked_model(name, directory)
                 decodes = False
                 for step in ("training", "decode", "prefill", "inference"):
                     if step == "inference" and decodes:

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.workloads import model_of
 from gdp import files
 from gdp.errors import InputError, suggest
 
@@ -47,6 +48,11 @@ def write_model(text: str, directory: str | Path) -> str:
     name, _, sizes = text.partition("?")
     path, sizes = write_config(name, directory), sizes or get(name).sizes
     return f"hf:{path}?{sizes}" if sizes else f"hf:{path}"
+
+
+def asked_model(name: str, directory: str | Path) -> str:
+    """Returns the MODEL of a published config or workload `name`; a config is written to `directory`."""
+    return write_model(name, directory) if name.partition("?")[0] in _configs() else model_of(name)
 
 
 @cache

@@ -22,7 +22,6 @@ import numpy as np
 from benchmarks import model_configs
 from benchmarks.benchmark import Benchmark, Say, require_seconds
 from benchmarks.rows import Rows
-from benchmarks.workloads import model_of
 from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock, Effort, search_s
 from gdp.cluster import Cluster
@@ -180,19 +179,13 @@ def measured(case: Mapping[str, str]) -> dict[str, Any]:
     budget_s = require_seconds("scale", Budget.parse(case["budget"]), "60s")
     make = _measured_choice if case["layout"] == CHOSEN else _measured_step
     with tempfile.TemporaryDirectory(prefix="gdp-configs-") as directory:
-        figures = make(asked_model(case["model"], directory), case["layout"], cluster, budget_s)
+        figures = make(model_configs.asked_model(case["model"], directory), case["layout"], cluster, budget_s)
     return {
         **{name: case[name] for name in ("model", "layout", "devices")},
         **figures,
         "budget_s": budget_s,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
-
-
-def asked_model(name: str, directory: str | Path) -> str:
-    """Returns the MODEL of a workload or published config `name`; a config is written to `directory`."""
-    is_config = name.partition("?")[0] in model_configs.names()
-    return model_configs.write_model(name, directory) if is_config else model_of(name)
 
 
 class _Phases:

@@ -15,7 +15,7 @@ from benchmarks.figures import dot_plot
 from benchmarks.rows import Rows
 from benchmarks.runs import WorkloadRuns
 from benchmarks.search import PAPER_WORKLOADS
-from benchmarks.workloads import workloads
+from benchmarks.workloads import model_of, workloads
 from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.graph import Graph
@@ -114,7 +114,7 @@ def _inputs(name: str) -> tuple[Graph, Cluster]:
     if not text:
         return graphs.workload_inputs(workload)
     layout = Layout.parse(text)
-    return Step.of(ModelSource(workload).part(layout.num_parts).graph, layout).graph, Cluster.parse(
+    return Step.of(ModelSource(model_of(workload)).part(layout.num_parts).graph, layout).graph, Cluster.parse(
         workloads.get(workload).cluster
     )
 

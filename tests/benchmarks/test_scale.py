@@ -4,14 +4,21 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import capture
+from benchmarks.model_configs import asked_model
 from benchmarks.page import machine, render
-from benchmarks.scale import AS_JSON, CASES, CHOSEN, FIXED, ScaleBenchmark, ScaleRow, asked_model, measured
+from benchmarks.scale import AS_JSON, CASES, CHOSEN, FIXED, ScaleBenchmark, ScaleRow, measured
+from benchmarks.short import LARGE_STEPS
+from gdp.models.papers import PAPERS
 from gdp.parallel.layout import NONE
 
 
-def test_cases_can_be_asked(tmp_path: Path) -> None:
-    """Each case has a model that there is."""
-    assert [model for case in CASES if not (model := asked_model(case.model, tmp_path))] == []
+def test_models_of_benchmarks_can_be_asked(tmp_path: Path) -> None:
+    """Each model that a benchmark names is one that gdp reads."""
+    steps = [step.partition(":")[0] for step in LARGE_STEPS]
+    for name in (*(case.model for case in CASES), *capture.NAMES, *steps):
+        model = asked_model(name, tmp_path)
+        assert PAPERS.find(model) or model.startswith(("hf:", "benchmarks.workloads:")), name
 
 
 @pytest.mark.parametrize("layout", [NONE, "microbatches=2", CHOSEN])
