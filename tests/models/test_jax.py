@@ -300,6 +300,19 @@ def test_costs_of_lookups_and_sorts() -> None:
     assert cost["sort"] == (12 * 2, 2 * 48)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "product"), [("int8", "int8"), ("uint8", "int8"), ("int4", "int8"), ("int32", "int32"), ("bool", "int8")]
+)
+def test_products_of_integers(dtype: str, product: str) -> None:
+    """[4, 8] @ [8, 16] of integers is 2 x 512 FLOPs; up to 8 bits at the rate of int8; buffers have their types."""
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((4, 8), (8, 16))]
+    graph = capture_jax(
+        lambda a, b: jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32), *shapes
+    ).graph
+    assert graph.dtypes == (dtype, dtype, product)
+    assert graph.flops.tolist() == [0, 0, 1024]
+
+
 def test_registered_formulas() -> None:
     """A primitive without a formula is named, and a registered function gives its FLOPs."""
 

@@ -27,7 +27,9 @@ from gdp.graph.fingerprint import numbered
 
 NS_PER_SECOND = 10**9
 # what PyTorch calls types that devices have no rate of their own for; they take float32's as a matter of course
-_PLAIN_DTYPES = {"bool", "uint8", "int8", "int16", "int32", "int64", "complex64", "complex128"}
+_PLAIN_DTYPES = {"bool", "complex32", "complex64", "complex128"} | {
+    f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
+}
 _SMALL_FLOATS, _HALVES = ("float8", "float4"), ("bfloat16", "float16")
 _MAX = 2**63 - 1
 _MOST_TIMES = 2**28  # of ops on unlike devices, 2 GB
@@ -166,6 +168,8 @@ def _roofline(graph: Graph, device: Device, rows_by_dtype: Mapping[str, npt.NDAr
 def _rate(rates: Mapping[str, int], dtype: str) -> int:
     """Returns the peak rate of a type, or of the type that is computed in in its place."""
     substitutes = _HALVES if dtype.startswith(_SMALL_FLOATS) else ()
+    if dtype.startswith("float8"):  # AMD's variants have the rate of the others
+        substitutes = ("float8_e4m3fn", *substitutes)
     return next(rates[name] for name in (dtype, *substitutes, "float32") if name in rates)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from gdp.models.experts import share_hit
 from gdp.models.jax.equations import IDENTITIES, called_jaxpr
 from gdp.models.jax.loops import known_number, trip_count
-from gdp.models.names import names
+from gdp.models.names import element_bits, names
 from gdp.models.pytorch.flops import FORMULA, MOVEMENT, POINTWISE, UNKNOWN, registered_formula
 
 Params = Mapping[str, Any]
@@ -68,13 +68,17 @@ def num_bytes(aval: Any) -> int:
 
 
 def dtype_name(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
-    """Returns the type of a primitive's arithmetic: its first float result, or the first float operand of a product."""
+    """Returns the type of a primitive's arithmetic: its first float result, or the first float operand of a product.
+
+    Without floats it is the first integer type; products of integers of up to 8 bits run at the rate of int8.
+    """
     ordered = (*inputs, *outputs) if name in _PRODUCTS else (*outputs, *inputs)
-    for aval in ordered:
-        dtype = str(getattr(aval, "dtype", ""))
-        if dtype.startswith(("float", "bfloat", "complex")) and dtype != "float0":
-            return dtype
-    return "int64"
+    dtypes = [str(getattr(aval, "dtype", "")) for aval in ordered]
+    floats = [dtype for dtype in dtypes if dtype.startswith(("float", "bfloat", "complex")) and dtype != "float0"]
+    integers = [dtype for dtype in dtypes if dtype.startswith(("int", "uint", "bool"))]
+    dtype = next(iter((*floats, *integers)), "int64")
+    is_small = name in _PRODUCTS and not floats and (element_bits(dtype) or 64) <= 8
+    return "int8" if is_small else dtype
 
 
 def keeps_operand_whole(name: str, position: int) -> bool:

@@ -110,12 +110,14 @@ def _unread_experts(call: OnnxCall) -> int:
 
 
 def dtype_of(call: OnnxCall) -> str:
-    """Returns the type of the arithmetic: the first float output or input, int8 in quantised products; else int64."""
+    """Returns the type of the arithmetic: the first float output or input, int8 in quantised products; else the first.
+
+    There may be no tensor; then it is int64.
+    """
     if table_name(call.kind) in _INT8:
         return "int8"
-    return next(
-        (value.dtype for value in (*call.outputs, *call.inputs) if value is not None and value.is_float), "int64"
-    )
+    values = [value for value in (*call.outputs, *call.inputs) if value is not None]
+    return next((value.dtype for value in values if value.is_float), values[0].dtype if values else "int64")
 
 
 # Formulas

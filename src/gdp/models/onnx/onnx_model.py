@@ -121,16 +121,16 @@ def _assemble(model: ModelProto, scope: GraphScope, inputs: Mapping[str, TensorI
     modules = _modules(scope.steps)
     for item, value in inputs.items():
         tensors[item] = (len(ops), value.num_bytes, False)
-        ops.append(Op(names.of(item), "input", dtype=_dtype(value), phase="forward"))
+        ops.append(Op(names.of(item), "input", dtype=value.dtype, phase="forward"))
     for item, (value, num_bytes) in scope.parameters.items():
         if item in read:
             tensors[item] = (len(ops), num_bytes, True)
             module = _path(item) or modules.get(item, "")
-            ops.append(Op(names.of(item), "parameter", 0, 0, _dtype(value), num_bytes, "forward", module))
+            ops.append(Op(names.of(item), "parameter", 0, 0, value.dtype, num_bytes, "forward", module))
     for item in sorted(filter(scope.is_constant, outputs)):
         value = scope.values[item]
         tensors[item] = (len(ops), value.num_bytes, False)
-        ops.append(Op(names.of(item), "constant", 0, value.num_bytes, _dtype(value), phase="forward"))
+        ops.append(Op(names.of(item), "constant", 0, value.num_bytes, value.dtype, phase="forward"))
     consumers: dict[str, list[int]] = {item: [] for item in tensors}
     for step in scope.steps:
         number = len(ops)
@@ -149,11 +149,6 @@ def _assemble(model: ModelProto, scope: GraphScope, inputs: Mapping[str, TensorI
         for item, (producer, num_bytes, resident) in tensors.items()
     ]
     return Graph.build(name, ops, rows)
-
-
-def _dtype(value: TensorInfo) -> str:
-    """Returns the type of a source, as in a PyTorch capture."""
-    return value.dtype if value.is_float else "int64"
 
 
 def _module(node: NodeProto) -> str:

@@ -35,7 +35,11 @@ _TABLES = by_name(
     }
 )
 _OVERWRITERS = frozenset({"copy_", "fill_", "zero_"})
-_GROUPED = frozenset({"_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"})
+_GROUPED = names(
+    """
+    _grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2 grouped_mm_fallback grouped_mm_fallback_backward
+    """
+)
 
 
 def num_bytes(tensor: Tensor) -> int:

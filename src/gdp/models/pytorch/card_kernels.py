@@ -41,7 +41,7 @@ def kernels_of_cards() -> contextlib.AbstractContextManager[None]:
     computed = [(func._schema.name, function, "CPU") for func, function in FUSED.items()]
     # PyTorch has no shapes of the first, and wrong ones of the second without biases
     cells = [(name, function, "Meta") for name, function, _ in computed if "cell" in name]
-    return kernels([*composed, *computed, *cells])
+    return kernels([*composed, *computed, *cells, ("_scaled_grouped_mm_v2", _grouped_shapes, "Meta")])
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
@@ -69,6 +69,13 @@ def _lstm_cell(
     gates = input.matmul(w_ih.t()), hx[0].matmul(w_hh.t())
     hy, cy, _ = aten._thnn_fused_lstm_cell(*gates, hx[1], b_ih, b_hh)
     return hy, cy
+
+
+def _grouped_shapes(a: Tensor, b: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Returns the result of a product of groups without content, of which PyTorch has no shapes."""
+    by_name = dict(zip(("offs", "bias", "out_dtype"), args[6:], strict=False)) | options
+    num_groups = [by_name["offs"].shape[0]] if a.dim() == b.dim() == 2 else [a.shape[0]] if a.dim() == b.dim() else []
+    return a.new_empty((*num_groups, a.shape[-2], b.shape[-1]), dtype=by_name.get("out_dtype") or torch.bfloat16)
 
 
 # What the kernels compute

@@ -75,6 +75,16 @@ def count_flops(func: OpOverload, args: Args, kwargs: Mapping[str, Any], outputs
     return sum(output.numel() for output in outputs), kind
 
 
+def product_operand(func: OpOverload, args: Args) -> Tensor | None:
+    """Returns the operand of a product whose type says in which type the card multiplies; None for other calls.
+
+    Results may be wider, and weights that are packed in fewer bits are unpacked to the type of the activations.
+    """
+    formula = _classify(func)[1]
+    position = None if formula is None else _OPERANDS.get(formula)
+    return None if position is None else args[position]
+
+
 @cache
 def _classify(func: OpOverload) -> tuple[str, Formula | None]:
     name = func._schema.name.removeprefix("aten::").removesuffix("_")
@@ -104,7 +114,16 @@ def _grouped_product(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor
     """Mixture-of-experts product: rows (or columns, or inner dimension) of the groups add up to the operand's own."""
     a, b = args[0], args[1]
     rows, inner = int(a.shape[-2]), int(a.shape[-1])
-    return 2 * rows * inner * int(b.shape[-1]) * (int(a.shape[0]) if a.dim() == b.dim() == 3 else 1)
+    return 2 * rows * inner * _pairs(a) * int(b.shape[-1]) * (int(a.shape[0]) if a.dim() == b.dim() == 3 else 1)
+
+
+def _packed_product(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """[m, k] @ a weight of n columns in any packing: a pair of four-bit elements counts as one in a shape."""
+    return 2 * int(args[0].numel()) * _pairs(args[0]) * int(outputs[0].shape[-1])
+
+
+def _pairs(operand: Tensor) -> int:
+    return 2 if operand.dtype is torch.float4_e2m1fn_x2 else 1
 
 
 def _convolution(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
@@ -205,8 +224,10 @@ _REDUCTIONS = """
 _FORMULAS: dict[str, Formula] = by_name(
     {
         "mm bmm mv _int_mm linear": _product,
-        "addmm baddbmm addmv _addmm_activation": _added_product,
-        "_grouped_mm _scaled_grouped_mm": _grouped_product,
+        "addmm baddbmm addmv addbmm _addmm_activation": _added_product,
+        "_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2": _grouped_product,
+        "_scaled_mm _scaled_mm_v2 _weight_int8pack_mm _weight_int4pack_mm _weight_int4pack_mm_for_cpu": _packed_product,
+        "_foreach_mm": lambda args, kwargs, outputs: _product([args[0][0], args[1][0]], kwargs, outputs),
         "convolution": _convolution,
         "convolution_backward": _convolution_backward,
         "_scaled_dot_product_flash_attention_for_cpu": _attention,
@@ -301,6 +322,8 @@ _FORMULAS: dict[str, Formula] = by_name(
         _REDUCTIONS: _read(1),
     }
 )
+
+_OPERANDS = {_product: 0, _packed_product: 0, _grouped_product: 0, _added_product: 1}
 
 _POINTWISE = names(
     """

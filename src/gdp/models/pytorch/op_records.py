@@ -57,11 +57,18 @@ def layout_of(tensor: Tensor) -> StridedLayout:
 
 
 def dtype_name(tensors: Iterable[Tensor]) -> str:
-    """Returns the type of an op's arithmetic: of the first float tensor that it makes, writes or reads; else int64."""
-    for tensor in tensors:
-        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            return str(tensor.dtype).removeprefix("torch.")
-    return "int64"
+    """Returns the type of an op's arithmetic: of the first float tensor that it makes, writes or reads, or the first.
+
+    There may be no tensor; then it is int64.
+    """
+    dtypes = [tensor.dtype for tensor in tensors]
+    floats = (dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
+    return str(next(floats, dtypes[0] if dtypes else torch.int64)).removeprefix("torch.")
+
+
+def product_dtype(operand: Tensor) -> str:
+    """Returns the type in which products with this operand run: both 8 bit integers have the rate of int8."""
+    return "int8" if operand.dtype is torch.uint8 else dtype_name([operand])
 
 
 def experts_per_token(values: list[ValueRecord], record: OpRecord) -> int | None:

@@ -14,9 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from gdp.errors import InputError
 from gdp.models.pytorch.bytes_accessed import bytes_accessed, is_grouped_product
 from gdp.models.pytorch.card_kernels import LOG_SIGMOID
-from gdp.models.pytorch.flops import FORMULA, UNKNOWN, count_flops
+from gdp.models.pytorch.flops import FORMULA, UNKNOWN, count_flops, product_operand
 from gdp.models.pytorch.memories import Memories
-from gdp.models.pytorch.op_records import PENDING, OpRecord, ValueRecord, dtype_name, experts_per_token, layout_of
+from gdp.models.pytorch.op_records import (
+    PENDING,
+    OpRecord,
+    ValueRecord,
+    dtype_name,
+    experts_per_token,
+    layout_of,
+    product_dtype,
+)
 from gdp.models.pytorch.optimizers import StatePart, UpdateRule
 from gdp.models.pytorch.recorded_calls import Call, Ref
 from gdp.models.pytorch.replacements import LSTM, workspace_bytes
@@ -210,7 +218,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.covered[how] += 1
         record.dtype = dtype_name((*made, *written, *read))
         if how == FORMULA:
-            record.dtype = stored.arithmetic(read) or record.dtype
+            operand = product_operand(func, args)
+            record.dtype = stored.arithmetic(read) or (record.dtype if operand is None else product_dtype(operand))
         per_token = experts_per_token(self.memories.values, record) if is_grouped_product(func) else None
         record.bytes_accessed = bytes_accessed(
             func, args, read, made, written, stored_bytes=stored.num_bytes, per_token=per_token
