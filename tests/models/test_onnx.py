@@ -167,7 +167,6 @@ DEPENDS_ON_CONTENT = (
 )
 UNKNOWN = {  # Scan: of opset 8, which had a batch
     "AffineGrid",
-    "GridSample",
     "ImageDecoder",
     "LinearAttention",
     "MaxRoiPool",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gdp.models import textbook_flops as textbook
 from gdp.models.experts import share_hit
 from gdp.models.jax.equations import IDENTITIES, called_jaxpr
 from gdp.models.jax.loops import known_number, trip_count
@@ -298,6 +299,16 @@ def _per_input(position: int) -> Formula:
     return lambda params, inputs, outputs: num_elements(inputs[position])
 
 
+def _of_matrices(count: Callable[..., int]) -> Formula:
+    """Counts each matrix of the first input by its rows and columns, and the primitive's parameters."""
+
+    def formula(params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+        *batch, m, n = (int(size) for size in inputs[0].shape)
+        return math.prod(batch) * count(m, n, params)
+
+    return formula
+
+
 _FORMULAS: dict[str, Formula] = {
     "dot_general": _dot_general,
     "conv_general_dilated": _convolution,
@@ -310,9 +321,21 @@ _FORMULAS: dict[str, Formula] = {
     ),
     "sort": _sort,
     "fft": _fourier,
-    # Golub and Van Loan, Matrix Computations: n^3 / 3 of each matrix, section 4.2; 2 n^3 / 3 of each square one, 3.2;
-    # n^2 for each right-hand side, 3.1
-    "cholesky": lambda params, inputs, outputs: num_elements(inputs[0]) * int(inputs[0].shape[-1]) // 3,
-    "lu": lambda params, inputs, outputs: 2 * num_elements(inputs[0]) * int(min(inputs[0].shape[-2:])) // 3,
+    "cholesky": _of_matrices(lambda m, n, params: textbook.cholesky(n)),
+    "lu": _of_matrices(lambda m, n, params: textbook.lu(m, n)),
+    "eigh": _of_matrices(lambda m, n, params: textbook.eigh(n)),
+    "eig": _of_matrices(lambda m, n, params: textbook.eig(n)),
+    "geqrf": _of_matrices(lambda m, n, params: textbook.qr(m, n, has_q=False)),
+    "qr": _of_matrices(lambda m, n, params: textbook.qr(m, n, is_complete=bool(params.get("full_matrices")))),
+    "householder_product": lambda params, inputs, outputs: (
+        textbook.householder_product(*(int(size) for size in inputs[0].shape[-2:]), int(inputs[1].shape[-1]))
+        * math.prod(inputs[0].shape[:-2])
+    ),
+    "svd": _of_matrices(
+        lambda m, n, params: textbook.svd(
+            m, n, has_vectors=bool(params["compute_uv"]), is_complete=bool(params["full_matrices"])
+        )
+    ),
+    # n^2 for each right-hand side (Golub and Van Loan, section 3.1)
     "triangular_solve": lambda params, inputs, outputs: num_elements(inputs[1]) * int(inputs[0].shape[-1]),
 }

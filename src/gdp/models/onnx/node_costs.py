@@ -16,6 +16,7 @@ from gdp.models.experts import share_hit
 from gdp.models.names import by_name, names
 from gdp.models.onnx.onnx_file import DEFAULT_DOMAINS, TensorInfo
 from gdp.models.pytorch.flops import FORMULA, MOVEMENT, POINTWISE, UNKNOWN
+from gdp.models.textbook_flops import interpolation
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -378,6 +379,9 @@ _FORMULAS: dict[str, Formula] = by_name(
         "Det": lambda call: 2 * call.input(0).numel * call.input(0).shape[-1] // 3,
         "DFT": _fourier,
         "Resize Upsample": _resize,
+        "GridSample": lambda call: interpolation(
+            call.out.numel, len(call.out.shape) - 2, str(call.attributes.get("mode", "linear"))
+        ),
         "ScatterElements ScatterND Scatter": _scatter,
         "Dropout": _out(3),  # draw, times mask, scale
     }

@@ -17,6 +17,8 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.flop_counter import flop_registry
 
 from gdp.models.names import by_name, names
+from gdp.models.pytorch import linear_algebra
+from gdp.models.textbook_flops import interpolation
 
 Args = Sequence[Any]
 Formula = Callable[[Args, Mapping[str, Any], list[Tensor]], int]
@@ -169,6 +171,11 @@ def _rnn_layer(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> 
     return int(2 * steps * (args[1].numel() + args[2].numel()))
 
 
+def _grid_sample(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """x, grid, mode"""
+    return interpolation(outputs[0].numel(), outputs[0].dim() - 2, ("linear", "nearest", "cubic")[args[2]])
+
+
 def _scatter(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
     """One addition per element scattered: the last tensor among the arguments."""
     return int(next(item for item in reversed(list(args)) if isinstance(item, Tensor)).numel())
@@ -221,7 +228,7 @@ _REDUCTIONS = """
 """
 
 # by name without namespace `aten` and final underscore
-_FORMULAS: dict[str, Formula] = by_name(
+_FORMULAS: dict[str, Formula] = linear_algebra.FORMULAS | by_name(
     {
         "mm bmm mv _int_mm linear": _product,
         "addmm baddbmm addmv addbmm _addmm_activation": _added_product,
@@ -235,7 +242,6 @@ _FORMULAS: dict[str, Formula] = by_name(
         "mkldnn_rnn_layer": _rnn_layer,
         "mkldnn_rnn_layer_backward": lambda args, kwargs, outputs: 2 * _rnn_layer(args, kwargs, outputs),
         "scatter_add scatter_reduce index_add index_reduce index_put _index_put_impl put": _scatter,
-        "_cdist_forward": lambda args, kwargs, outputs: 3 * outputs[0].numel() * int(args[0].shape[-1]),
         # a [.., n, n], b [.., n, m]: a product and a sum for each element of the triangle and column of b
         "linalg_solve_triangular": lambda args, kwargs, outputs: int(outputs[0].numel() * args[0].shape[-1]),
         "sort argsort": _sort,
@@ -307,9 +313,12 @@ _FORMULAS: dict[str, Formula] = by_name(
         # 16 products, 15 sums; backward: 16 products, 16 sums
         "upsample_bicubic2d": _out(31),
         "upsample_bicubic2d_backward": _read(32),
-        # bilinear; backward: 4 products and sums for the input, 8 products and 6 sums for both coordinates
-        "grid_sampler_2d": _out(7),
+        "grid_sampler_2d grid_sampler_3d": _grid_sample,
+        # linear: 4 or 8 products and sums for the input; 4 products and 3 sums, or 8 and 7, for each coordinate
         "grid_sampler_2d_backward": _read(22),
+        "grid_sampler_3d_backward": _read(61),
+        "upsample_trilinear3d": _out(15),  # eight products, seven sums
+        "upsample_trilinear3d_backward": _read(15),
         "upsample_linear1d": _out(3),
         "upsample_linear1d_backward": _read(3),  # two products, a sum
         "avg_pool2d_backward avg_pool3d_backward upsample_nearest2d_backward": _read(1),
