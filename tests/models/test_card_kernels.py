@@ -209,6 +209,18 @@ class Unrolled(nn.Module):
         return (hidden * (again[0] if isinstance(again, tuple) else again)).sum()
 
 
+class First(nn.Module):
+    """The outputs of a recurrent net."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.network(x.unsqueeze(1))[0]
+        return output
+
+
 EXECUTED: dict[str, Callable[[], nn.Module]] = {
     "rms norm": lambda: nn.Sequential(nn.Linear(16, 16), nn.RMSNorm(16)),
     "rms norm of two dimensions": lambda: nn.Sequential(nn.Linear(16, 16), nn.RMSNorm((4, 16))),
@@ -217,6 +229,9 @@ EXECUTED: dict[str, Callable[[], nn.Module]] = {
     "gru cell without biases": lambda: Unrolled(nn.GRUCell(16, 8, bias=False)),
     "lstm cell": lambda: Unrolled(nn.LSTMCell(16, 8)),
     "lstm cell without biases": lambda: Unrolled(nn.LSTMCell(16, 8, bias=False)),
+    "gru": lambda: First(nn.GRU(16, 8, 2)),
+    "gru without biases": lambda: First(nn.GRU(16, 8, bias=False)),
+    "rnn": lambda: First(nn.RNN(16, 8)),
     "log sigmoid": lambda: nn.Sequential(nn.Linear(16, 16), nn.LogSigmoid()),
     "embedding bag": lambda: Calls(lambda w, x: functional.embedding_bag(x.argmax(1).reshape(2, 2), w), 16, 8),
 }
@@ -372,3 +387,28 @@ def test_small_products_take_the_time_of_their_rate() -> None:
         graph = capture(Calls(lambda _, a, b, f=function: f(a, b), 1), (operand, operand), training=False).graph
         times = op_times(graph, Cluster.parse(card))
         assert times.max() == pytest.approx(2 * size**3 / tera / 1000, rel=0.03)
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], torch.dtype, int, int]] = {  # gates, and ops of a layer each
+    "lstm": (lambda: nn.LSTM(16, 32, 2), torch.float32, 4, 2),
+    "lstm in a half type": (lambda: nn.LSTM(16, 32, 2, batch_first=True), torch.bfloat16, 4, 2),
+    "lstm in float64": (lambda: nn.LSTM(16, 32), torch.float64, 4, 1),
+    "gru": (lambda: nn.GRU(16, 32), torch.float32, 3, 1),
+    "gru in a half type": (lambda: nn.GRU(16, 32, 2), torch.float16, 3, 2),
+    "gru both ways": (lambda: nn.GRU(16, 32, bidirectional=True), torch.float32, 3, 2),
+    "rnn": (lambda: nn.RNN(16, 32, batch_first=True), torch.float32, 1, 1),
+    "rnn with relu": (lambda: nn.RNN(16, 32, nonlinearity="relu", bias=False), torch.bfloat16, 1, 1),
+}
+
+
+@pytest.mark.parametrize("case", NETWORKS)
+def test_layers_are_one_op(case: str) -> None:
+    """First layers on 4 x 6 steps multiply by 16 + 32 inputs for each gate of 32 units; backward is twice that."""
+    build, dtype, gates, num_ops = NETWORKS[case]
+    network = build().to(dtype)
+    captured = capture(network, (torch.zeros(4, 6, 16, dtype=dtype),), loss=lambda out: out[0].float().mean())
+    forward, backward = costs(captured, "mkldnn_rnn_layer"), costs(captured, "mkldnn_rnn_layer_backward")
+    assert len(forward) == len(backward) == num_ops
+    assert forward[0][0] == 2 * 24 * (16 + 32) * 32 * gates
+    assert [flops for flops, _ in backward[::-1]] == [2 * flops for flops, _ in forward]
+    assert not captured.coverage.unknown

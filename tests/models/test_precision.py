@@ -391,7 +391,7 @@ def test_notes() -> None:
     models = {
         "torch.compile": (torch.compile(nn.Linear(8, 8), backend="eager"), x),
         "nn.DataParallel": (nn.DataParallel(nn.Linear(8, 8)), x),
-        "oneDNN": (nn.LSTM(8, 4), torch.randn(3, 2, 8)),
+        "nn.GRU or nn.RNN is one op": (nn.LSTM(8, 4), torch.randn(3, 2, 8)),
         "whole matrix of scores": (Flex(), torch.randn(2, 32, 16)),
     }
     for words, (model, example) in models.items():

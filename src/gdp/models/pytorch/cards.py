@@ -23,6 +23,7 @@ from torch.utils._device import DeviceContext
 from gdp.models.pytorch.autocast import cuda_autocast_on_cpu
 from gdp.models.pytorch.card_kernels import kernels_of_cards
 from gdp.models.pytorch.fused_attention import attention_as_on_a_card, flex_attention_as_operators, note, recorders
+from gdp.models.pytorch.recurrent_layers import layers_as_on_a_card
 
 CARDS = frozenset({"cuda", "xpu", "mps", "hpu", "npu", "xla", "mtia", "maia"})
 """Types of devices that stand for a card; autocast has CUDA's lists for each."""
@@ -80,6 +81,7 @@ def as_if_on_a_card(*, has_card: bool = False) -> Iterator["OnCpu"]:
         undo.enter_context(flex_attention_as_operators())
         undo.enter_context(attention_as_on_a_card())
         undo.enter_context(kernels_of_cards())
+        undo.enter_context(layers_as_on_a_card())
         for owner, name, replacement in replacements:
             undo.enter_context(patch.object(owner, name, replacement))
         undo.callback(_restore_default_device, _default_device())

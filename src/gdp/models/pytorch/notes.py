@@ -11,7 +11,10 @@ from gdp.models.pytorch.replacements import ATTENTION, LSTM
 
 COMPILED = "fusion under torch.compile is not modelled: each operator is a kernel of its own, with its launch"
 DATA_PARALLEL = "nn.DataParallel is left out: the plain module is captured, with the whole batch"
-LSTM_LAYERS = "an nn.LSTM layer is one op, oneDNN's of CPUs; its time on a GPU, where cuDNN runs it, is an estimate"
+LSTM_LAYERS = (
+    "a layer of nn.LSTM, nn.GRU or nn.RNN is one op, oneDNN's of CPUs; its time on a GPU, where cuDNN runs it, is an "
+    "estimate"
+)
 
 _LSTM_KIND, _ATTENTION_KIND = (func._schema.name.replace("::", ".") for func in (LSTM, ATTENTION))
 _DROPOUTS = ("aten.native_dropout", "aten.bernoulli_", _ATTENTION_KIND)

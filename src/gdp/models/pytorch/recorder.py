@@ -308,7 +308,7 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     with torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else contextlib.nullcontext():
         result = func(*args, **kwargs)
     if func is LSTM and torch.is_grad_enabled():  # without a kernel, the workspace has no size
-        workspace = result[3].new_empty(workspace_bytes(args[0], hidden_size=args[10]))
+        workspace = result[3].new_empty(workspace_bytes(args[0], hidden_size=args[10], mode=args[9]))
         return *result[:3], workspace
     if func is LOG_SIGMOID:  # only CPUs fill the buffer
         return result[0], result[1].new_empty(0)

@@ -1,14 +1,17 @@
 """Replacements for operators that PyTorch has on CPUs only, or that differ there.
 
-A model is captured on the CPU, where attention and LSTM layers become operators that GPUs lack. On other devices the
-public functions replace them, so that PyTorch finds the device's own kernels; a backward pass runs the forward pass
-again and differentiates it. A plan may put the two passes on different devices: tensors that only the CPU's backward
-pass reads (attention's logarithms of sums, an LSTM's workspace) are zeros when another device makes them, and the CPU's
-backward pass computes them again when it is given zeros.
+A model is captured on the CPU, where attention and layers of recurrent nets become operators that GPUs lack. On other
+devices the public functions replace them, so that PyTorch finds the device's own kernels; a backward pass runs the
+forward pass again and differentiates it. A plan may put the two passes on different devices: tensors that only the
+CPU's backward pass reads (attention's logarithms of sums, an LSTM's workspace) are zeros when another device makes
+them, and the CPU's backward pass computes them again when it is given zeros.
+
+In `card_kernels.py` are operators that cards have and CPUs lack.
 
 Dropout in attention is drawn once more by the backward pass, from the same seed: see `Recorder`.
 """
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +34,9 @@ ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.d
 LSTM = aten.mkldnn_rnn_layer.default
 LSTM_BACKWARD = aten.mkldnn_rnn_layer_backward.default
 LAYER_NORM_BACKWARD = aten.native_layer_norm_backward.default
-_NUM_LSTM_TENSORS = 7  # input, two weights, two biases, output and cell: first among the arguments of both passes
+RELU_MODE, TANH_MODE, LSTM_MODE, GRU_MODE = range(4)
+_NUM_KEPT = (1, 1, 5, 4)  # a gate each, and the LSTM's cell, or the part of the GRU's new state that it resets
+NUM_LSTM_TENSORS = 7  # input, two weights, two biases, output and cell: first among the arguments of both passes
 
 
 def function_for(func: OpOverload, device: torch.device | None) -> Callable[..., Any]:
@@ -40,12 +45,12 @@ def function_for(func: OpOverload, device: torch.device | None) -> Callable[...,
     return replacements.get(func, func)
 
 
-def workspace_bytes(input: Tensor, hidden_size: int) -> int:
-    """Returns the least that an LSTM layer keeps for its backward pass: four gates and a cell per step and sequence.
+def workspace_bytes(input: Tensor, hidden_size: int, mode: int = LSTM_MODE) -> int:
+    """Returns the least that a layer keeps for its backward pass; an LSTM, four gates and a cell per step and sequence.
 
     Kernels keep more, and differ: oneDNN keeps 15 values instead of 5 for 1,024 units, 35 steps and 64 sequences.
     """
-    return 5 * math.prod(input.shape[:2]) * hidden_size * input.element_size()
+    return _NUM_KEPT[mode] * math.prod(input.shape[:2]) * hidden_size * input.element_size()
 
 
 def _attention(
@@ -96,42 +101,61 @@ def _by_name(func: OpOverload, args: Sequence[Any]) -> dict[str, Any]:
 
 
 def _lstm(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    input, w_ih, w_hh, b_ih, b_hh, hx, cx = args[:_NUM_LSTM_TENSORS]
+    input, w_ih, w_hh, b_ih, b_hh, hx, cx = args[:NUM_LSTM_TENSORS]
     options = _by_name(LSTM, args)
-    has_biases, is_reversed = options["has_biases"], options["reverse"]
+    has_biases, is_reversed, mode = options["has_biases"], options["reverse"], options["mode"]
     steps = input.flip(0) if is_reversed else input  # oneDNN has time first, even with `batch_first`
     weights = [w_ih, w_hh, *([b_ih, b_hh] if has_biases else [])]
-    states = [hx.unsqueeze(0), cx.unsqueeze(0)]
-    output, hy, cy = torch.lstm(steps, states, weights, has_biases, 1, 0.0, options["train"], False, False)
-    num_bytes = workspace_bytes(input, options["hidden_size"]) if torch.is_grad_enabled() else 0
+    is_differentiated = w_hh.requires_grad
+    if not is_differentiated:  # a model's own weights require gradients, by which PyTorch chooses how to multiply
+        weights = [weight.detach().requires_grad_() for weight in weights]
+    rest = weights, has_biases, 1, 0.0, options["train"], False, False
+    with contextlib.nullcontext() if is_differentiated else torch.no_grad():
+        if mode == LSTM_MODE:
+            output, hy, cy = torch.lstm(steps, [hx.unsqueeze(0), cx.unsqueeze(0)], *rest)
+        else:
+            output, hy = _PLAIN_LAYERS[mode](steps, hx.unsqueeze(0), *rest)
+            cy = torch.zeros_like(hy)  # there is no cell
+    num_bytes = workspace_bytes(input, options["hidden_size"], mode) if torch.is_grad_enabled() else 0
     workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=input.device)
     return output.flip(0) if is_reversed else output, hy.squeeze(0), cy.squeeze(0), workspace
 
 
+def _is_native(input: Tensor, mode: int) -> bool:
+    """Returns whether a layer is oneDNN's on CPUs: an LSTM in float32."""
+    return mode == LSTM_MODE and input.dtype is torch.float32
+
+
+def _lstm_on_cpu(*args: Any) -> Any:
+    run = LSTM if _is_native(args[0], _by_name(LSTM, args)["mode"]) else _lstm
+    return run(*args)
+
+
 def _lstm_backward(*args: Any) -> Sequence[Tensor]:
-    input, w_ih, w_hh, b_ih, b_hh, hx, cx = args[:_NUM_LSTM_TENSORS]
+    input, w_ih, w_hh, b_ih, b_hh, hx, cx = args[:NUM_LSTM_TENSORS]
     options = _by_name(LSTM_BACKWARD, args)
     gradients = [options[name] for name in ("grad_output", "grad_hy", "grad_cy")]
     forward_options = _forward_options(options | {"train": True})  # cuDNN needs it to differentiate
 
-    def run(input: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, hx: Tensor, cx: Tensor) -> tuple[Tensor, ...]:
-        return _lstm(input, w_ih, w_hh, b_ih, b_hh, hx, cx, *forward_options)[:3]
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return _lstm(*tensors, *forward_options)[:3]
 
-    bias = b_ih if options["has_biases"] else input.new_zeros(w_ih.shape[0])
-    d_input, d_w_ih, d_w_hh, d_bias, d_hx, d_cx = _gradients(run, (input, w_ih, w_hh, bias, hx, cx), gradients)
-    return d_input, d_w_ih, d_w_hh, d_bias, d_bias, d_hx, d_cx  # the biases are added up: one gradient for both
+    biases = (b_ih, b_hh) if options["has_biases"] else (input.new_zeros(w_ih.shape[0]),) * 2
+    return _gradients(run, (input, w_ih, w_hh, *biases, hx, cx), gradients)
 
 
 def _forward_options(backward: Mapping[str, Any]) -> list[Any]:
     """Returns the forward pass's arguments after its tensors, from those of the backward pass by name."""
-    return [backward[argument.name] for argument in LSTM._schema.arguments[_NUM_LSTM_TENSORS:]]
+    return [backward[argument.name] for argument in LSTM._schema.arguments[NUM_LSTM_TENSORS:]]
 
 
 def _lstm_backward_on_cpu(*args: Any) -> Any:
     *others, workspace = args
+    if not _is_native(args[0], _by_name(LSTM_BACKWARD, args)["mode"]):
+        return _lstm_backward(*args)
     if not workspace.any():
         with torch.enable_grad():  # or no workspace is made
-            tensors, options = args[:_NUM_LSTM_TENSORS], _forward_options(_by_name(LSTM_BACKWARD, args))
+            tensors, options = args[:NUM_LSTM_TENSORS], _forward_options(_by_name(LSTM_BACKWARD, args))
             workspace = LSTM(*tensors, *options)[3]
     return LSTM_BACKWARD(*others, workspace)
 
@@ -154,6 +178,11 @@ def _gradients(
         return torch.autograd.grad(outputs, leaves, output_gradients, materialize_grads=True)
 
 
+_PLAIN_LAYERS: Mapping[int, Callable[..., tuple[Tensor, Tensor]]] = {
+    RELU_MODE: torch.rnn_relu,
+    TANH_MODE: torch.rnn_tanh,
+    GRU_MODE: torch.gru,
+}
 _ELSEWHERE: Mapping[OpOverload, Callable[..., Any]] = {
     ATTENTION: _attention,
     ATTENTION_BACKWARD: _attention_backward,
@@ -166,5 +195,6 @@ _ON_CPU: Mapping[OpOverload, Callable[..., Any]] = {
     LOG_SIGMOID_BACKWARD: log_sigmoid_backward,
     ATTENTION: _attention_on_cpu,
     ATTENTION_BACKWARD: _attention_backward_on_cpu,
+    LSTM: _lstm_on_cpu,
     LSTM_BACKWARD: _lstm_backward_on_cpu,
 }
