@@ -69,7 +69,77 @@ def llama(num_layers: int = 4) -> Example:
     return LlamaForCausalLM(config).eval(), (torch.arange(32).reshape(2, 16),)
 
 
-MODELS = {"tied": tied, "bert": bert, "llama": llama}
+class Body(nn.Module):
+    """Layers, with a buffer and a parameter of the container itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.register_buffer("scale", torch.full((1,), 2.0))
+        self.register_buffer("shift", torch.full((1,), 3.0), persistent=False)
+        self.gain = nn.Parameter(torch.full((64,), 5.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for layer in self.layers[:3]:
+            x = torch.relu(layer(x))
+        return self.layers[3](x * self.gain.exp() + self.shift)  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    """A body between tensors of the model itself, of which one is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.ones(64))
+        self.unused = nn.Parameter(torch.ones(64))
+        self.model, self.head = Body(), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.model(x + self.token))  # type: ignore[no-any-return]
+
+
+def owned() -> Example:
+    torch.manual_seed(0)
+    return Net().eval(), (torch.randn(8, 64),)
+
+
+_SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def clip() -> Example:
+    """A model with `logit_scale` of its own."""
+    from transformers import CLIPConfig, CLIPModel
+
+    torch.manual_seed(0)
+    text = {**_SMALL, "vocab_size": 100, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2}
+    config = CLIPConfig(
+        text_config=text, vision_config={**_SMALL, "image_size": 32, "patch_size": 8}, projection_dim=16
+    )
+    return CLIPModel(config).eval(), (torch.arange(32).reshape(2, 16), torch.randn(2, 3, 32, 32))
+
+
+def gemma3n() -> Example:
+    """A decoder whose body has scales of its own, projections in lists, and a table of embeddings for each layer."""
+    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+    torch.manual_seed(0)
+    config = Gemma3nTextConfig(
+        **_SMALL | {"num_hidden_layers": 4},
+        num_key_value_heads=1,
+        head_dim=16,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        activation_sparsity_pattern=[0.0] * 4,
+        vocab_size=100,
+        vocab_size_per_layer_input=100,
+        hidden_size_per_layer_input=8,
+        use_cache=False,
+    )
+    return Gemma3nForCausalLM(config).eval(), (torch.arange(32).reshape(2, 16),)
+
+
+MODELS = {"tied": tied, "bert": bert, "llama": llama, "owned": owned, "clip": clip, "gemma3n": gemma3n}
 
 
 @cache

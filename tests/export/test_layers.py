@@ -62,6 +62,15 @@ DECODERS = {  # architecture of llama.cpp, model type of Transformers, the field
     "QWEN3MOE": ("qwen3_moe", {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32}),
     "GEMMA2": ("gemma2", {"head_dim": 16}),
     "GEMMA3": ("gemma3_text", {"head_dim": 16}),
+    "GEMMA3N": (
+        "gemma3n_text",
+        {
+            "vocab_size_per_layer_input": 100,
+            "num_kv_shared_layers": 0,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "activation_sparsity_pattern": [0.0, 0.0],
+        },
+    ),
     "PHI3": ("phi3", {}),
     "DEEPSEEK2": ("deepseek_v3", {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}),
     "GLM4": ("glm4", {"head_dim": 16}),
@@ -94,6 +103,46 @@ def test_names_of_architectures(
     known = {path: name.removesuffix(".weight").removesuffix(".bias") for path, name in names.items() if name}
     assert len(known) > len(parameters) / 2
     assert {path: tensors[path] for path in known} == known
+
+
+LAYER = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkvo"]
+
+
+def test_lists_that_gguf_stacks() -> None:
+    """Members of a list outside of layers become one tensor, as convert_hf_to_gguf.py stacks them."""
+    pytest.importorskip("gguf")
+    lists = {
+        f"model.{name}.{number}.weight": tensor
+        for name, tensor in (("altup_projections", "altup_proj"), ("altup_unembed_projections", "altup_unembd_proj"))
+        for number in range(3)
+    }
+    tensors = gguf_tensors([*LAYER, *lists])
+    assert {path: tensors[path] for path in lists} == lists
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        (  # an architecture of Gemma-3n has no convolution of a state space
+            [
+                "model.altup_projections.0.weight",
+                "model.altup_unembed_projections.0.weight",
+                "model.layers.0.mamba.conv1d.weight",
+            ],
+            "gemma3n, lacks one for 'model.layers.0.mamba.conv1d'",
+        ),
+        (["model.embed_tokens.weight", "transformer.wte.weight"], "lacks one for 'transformer.wte'"),  # one tensor
+        (["model.layers.0.nonsense.weight"], "no GGUF tensor for the parameters of 'model.layers.0.nonsense'"),
+    ],
+)
+def test_reasons_of_llama_cpp(parameters: list[str], reason: str) -> None:
+    """A refusal names the parameter that is too much, and no vision part where there is none."""
+    pytest.importorskip("gguf")
+    with pytest.raises(InputError, match=reason) as caught:
+        gguf_tensors([*LAYER, *parameters])
+    assert "text_config" not in str(caught.value)
+    with pytest.raises(InputError, match="text_config"):
+        gguf_tensors([*LAYER, "vision_tower.nonsense.weight"])
 
 
 def test_memory_of_the_cache() -> None:

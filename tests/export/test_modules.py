@@ -1,6 +1,7 @@
 """hf-device-map and torch-pipelining against accelerate and torch.distributed.pipelining."""
 
 import json
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
 
     def send(tree: Any, device: Any, **_: Any) -> Any:
         def move(x: Any) -> Any:
+            if isinstance(x, UserDict):  # Transformers' keys and values that layers share, which move in place
+                x.update({key: tuple(map(move, tensors)) for key, tensors in x.items()})
             if not isinstance(x, torch.Tensor) or (known := pretended.where.get(id(x))) == device:
                 return x
             if known is not None:
@@ -90,7 +93,13 @@ def random_devices(seed: int, num_units: int, num_devices: int = 3) -> np.ndarra
     return np.random.default_rng(seed).integers(num_devices, size=num_units)
 
 
+def own_tensors(model: torch.nn.Module, device_map: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """The parameters and buffers that have an entry."""
+    return [(path, x) for path, x in (*model.named_parameters(), *model.named_buffers()) if path in device_map]
+
+
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore:The following device_map keys do not match any submodules:UserWarning")
 def test_accelerate_runs_any_assignment(name: str, gpus: Devices) -> None:
     """accelerate runs any assignment of the units to devices, and gives the model's outputs."""
     from accelerate import dispatch_model
@@ -108,13 +117,15 @@ def test_accelerate_runs_any_assignment(name: str, gpus: Devices) -> None:
         assert np.array_equal(read_devices("hf-device-map", content, problem, units), devices)
         device_map = json.loads(content)
         check_device_map(model, device_map)  # warns of keys that are no modules, raises for parameters without device
+        for path, tensor in own_tensors(model, device_map):  # as from_pretrained loads it
+            gpus.put(tensor, device_map[path])
         dispatch_model(model, dict(device_map), main_device=next(iter(device_map.values())))
         with torch.no_grad(), gpus:
             output = leaves_of(model(*args))
         torch.testing.assert_close(output, expected)
         placement = units.place(devices).tolist()
         placed = dict(zip(problem.graph.op_names, placement, strict=True))
-        for path, parameter in model.named_parameters():
+        for path, parameter in (*model.named_parameters(), *own_tensors(model, device_map)):
             assert gpus.where[id(parameter)] == placed[path], path
 
 
@@ -135,6 +146,67 @@ def labelled(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
         max_position_embeddings=32,
     )
     return BertForSequenceClassification(config).eval(), {"input_ids": tokens, "labels": torch.tensor([0, 1])}
+
+
+@pytest.mark.parametrize(
+    ("name", "members"),
+    [
+        # the gain of `model` is read between its third layer and its last, so it is with the third
+        (
+            "owned",
+            [
+                {"input", "token", "model.scale"},
+                {"model.layers.0"},
+                {"model.layers.1"},
+                {"model.layers.2", "model.gain", "model.shift"},
+                {"model.layers.3"},
+                {"head"},
+            ],
+        ),
+        ("clip", [{"input", "logit_scale", "text_projection", "visual_projection"}, {"vision_model.encoder.layers.1"}]),
+        (
+            "gemma3n",
+            [
+                {"input", "model.embed_tokens", "lm_head"},
+                {"model.embed_tokens_per_layer", "model.per_layer_input_scale"},
+                {"model.per_layer_model_projection", "model.per_layer_projection_scale"},
+                {"model.layers.0"},
+                {"model.layers.1"},
+                {"model.layers.2"},
+                {"model.layers.3"},
+            ],
+        ),
+    ],
+)
+def test_tensors_of_containers(name: str, members: list[set[str]]) -> None:
+    """A container's own tensors glue none of its layers: they are with what it computes from them."""
+    units = hf_device_map.read_units(Problem.build(graph_of(name), gdp.Cluster.parse("3xp100-pcie-16g")))
+    numbers = [next(unit for unit, paths in enumerate(units.members) if expected <= set(paths)) for expected in members]
+    assert len(set(numbers)) == len(members)
+
+
+def test_offloaded_tensors_of_containers() -> None:
+    """A container's own tensor is where the container computes, also if the module beside it is on the CPU."""
+    # hooks fetch the weights of modules with an entry alone
+    problem = Problem.build(graph_of("owned"), gdp.Cluster.parse("p100-pcie-16g+cpu-16core"))
+    units = hf_device_map.read_units(problem)
+    devices = np.array([int("model.gain" in paths) for paths in units.members])
+    found = hf_device_map.device_map(problem, units, devices)
+    assert {path: found[path] for path in ("model.gain", "model.layers.2", "model.layers.3")} == {
+        "model.gain": 0,
+        "model.layers.2": "cpu",
+        "model.layers.3": 0,
+    }
+
+
+def test_notes_on_tensors_of_containers() -> None:
+    """A note names the tensors of containers that dispatch_model leaves, and none of the model itself."""
+    problem = Problem.build(graph_of("owned"), gdp.Cluster.parse("2xp100-pcie-16g"))
+    units = hf_device_map.read_units(problem)
+    (note,) = hf_device_map.notes(problem, units, np.arange(units.num_units) % 2)
+    assert "model.gain" in note
+    assert "token" not in note
+    assert hf_device_map.notes(problem, units, np.zeros(units.num_units, np.int64)) == []
 
 
 def test_untied_heads_may_be_elsewhere(gpus: Devices) -> None:

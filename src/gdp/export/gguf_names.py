@@ -24,7 +24,7 @@ _CONVERTED = (
     (r"\.dt_bias$", ("ssm_dt",)),
 )
 _METADATA = re.compile(r"\.act_fn\.")  # of Apertus: numbers in the file's header, no tensor
-_CONVERTED_OUTSIDE = {"altup_projections": "altup_proj", "altup_unembed_projections": "altup_unembd_proj"}
+_NOT_TEXT = re.compile(r"vision|visual|image|audio|speech|multi_?modal|mm_|projector")
 # Differences between the module paths of Transformers 5 and the names in checkpoints, which the table has.
 _PATHS = (
     ("", ""),
@@ -47,16 +47,9 @@ def gguf_tensors(parameters: Sequence[str]) -> dict[str, str]:
     for path, pattern in patterns.items():
         if not options[pattern]:
             raise InputError(
-                f"llama-cpp knows no GGUF tensor for the parameters of {path.rpartition('.')[0]!r}; it takes the "
-                "decoders of llama.cpp with the names of Transformers (model.layers.0.self_attn.q_proj, ...)"
+                f"llama-cpp knows no GGUF tensor for the parameters of {path.rpartition('.')[0]!r}; {_remedy(path)}"
             )
     tensor_of = table.of_architecture(options)
-    if tensor_of is None:
-        raise InputError(
-            "llama-cpp: no architecture of llama.cpp has a GGUF tensor for each parameter of this model; it takes "
-            "decoders of text alone (llama.cpp keeps vision and audio parts in a file of their own, which -ot does not "
-            "place), so place the part that text_config of config.json describes"
-        )
     return {path: tensor_of[pattern].format(bid=_number(path)) for path, pattern in patterns.items()}
 
 
@@ -65,19 +58,33 @@ def is_feed_forward(tensor: str) -> bool:
     return re.match(FEED_FORWARD, tensor.split(".", 2)[2]) is not None
 
 
+def _remedy(path: str) -> str:
+    if _NOT_TEXT.search(path):
+        return (
+            "it takes decoders of text alone (llama.cpp keeps vision and audio parts in a file of their own, which -ot "
+            "does not place), so place the part that text_config of config.json describes"
+        )
+    return (
+        "it takes the decoders of llama.cpp with the names of Transformers (model.layers.0.self_attn.q_proj, ...); "
+        "--for hf-device-map takes others"
+    )
+
+
 class _Table:
     """The tensors that each name can be, by the package's tables."""
 
     def __init__(self) -> None:
         try:
-            from gguf.constants import MODEL_TENSORS, TENSOR_NAMES
+            from gguf.constants import MODEL_ARCH_NAMES, MODEL_TENSORS, TENSOR_NAMES
             from gguf.tensor_mapping import TensorNameMap
         except ImportError:
             raise InputError(
                 "llama-cpp: the names of GGUF tensors come from the package gguf, which is not installed; "
                 "pip install 'gdp-placement[gguf]'"
             ) from None
-        self._architectures: dict[Any, set[Any]] = {key: set(tensors) for key, tensors in MODEL_TENSORS.items()}
+        self._architectures: dict[str, set[Any]] = {
+            MODEL_ARCH_NAMES[key]: set(tensors) for key, tensors in MODEL_TENSORS.items()
+        }
         self._names: dict[Any, str] = TENSOR_NAMES
         self._by_name: dict[str, list[Any]] = defaultdict(list)  # a later entry wins, as in TensorNameMap
         for mapping in (TensorNameMap.mappings_cfg, TensorNameMap.block_mappings_cfg):
@@ -95,29 +102,47 @@ class _Table:
         for ending, names in (_FUSED, *_CONVERTED):
             if re.search(ending, pattern):
                 return [self._by_gguf_name[name] for name in names if name in self._by_gguf_name]
-        outside = next((gguf for name, gguf in _CONVERTED_OUTSIDE.items() if f".{name}" in pattern), None)
-        return [self._by_gguf_name[outside]] if outside in self._by_gguf_name else []
+        return []
 
-    def of_architecture(self, options: dict[str, list[Any]]) -> dict[str, str] | None:
-        """Chooses one of `options` for each name, by the architecture with the fewest tensors left over."""
+    def of_architecture(self, options: dict[str, list[Any]]) -> dict[str, str]:
+        """Chooses one of `options` for each name, by the architecture with the fewest tensors left over.
+
+        InputError, with what the nearest architecture lacks, if none has a tensor for each name.
+        """
         best: tuple[tuple[bool, int], dict[str, str]] | None = None
-        for tensors in self._architectures.values():
+        nearest, lacking = "", list(options)
+        for architecture, tensors in self._architectures.items():
             chosen = {
                 name: [tensor for tensor in tensors_of_name if tensor in tensors]
                 for name, tensors_of_name in options.items()
             }
-            if not all(chosen.values()):
+            names = {
+                name: self._names[tensors_of_name[-1]] for name, tensors_of_name in chosen.items() if tensors_of_name
+            }
+            owners: dict[str, str] = {}
+            missing = [
+                name
+                for name in options
+                if name not in names or owners.setdefault(names[name], _stacked(name)) != _stacked(name)
+            ]
+            if missing:
+                nearest, lacking = min((nearest, lacking), (architecture, missing), key=lambda each: len(each[1]))
                 continue
-            names = {name: self._names[tensors_of_name[-1]] for name, tensors_of_name in chosen.items()}
             parts = {name.rpartition(".")[2] for name in names.values()}
             # few architectures, such as gpt-oss with its sinks, have a norm behind the attention and none before or
             # behind the feed-forward part
             usual = ("ffn_norm", "post_ffw_norm", "attn_sinks")
             is_odd = "post_attention_norm" in parts and parts.isdisjoint(usual)
             key = is_odd, len(tensors) - len(names)
-            if len(set(names.values())) == len(names) and (best is None or key < best[0]):
+            if best is None or key < best[0]:
                 best = key, names
-        return None if best is None else best[1]
+        if best is None:
+            more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+            raise InputError(
+                "llama-cpp: no architecture of llama.cpp has a GGUF tensor for each parameter of this model; the "
+                f"nearest, {nearest}, lacks one for {lacking[0].format(bid=0)!r}{more}; {_remedy(' '.join(lacking))}"
+            )
+        return best[1]
 
 
 def _pattern(path: str) -> str:
@@ -125,6 +150,11 @@ def _pattern(path: str) -> str:
     path = re.sub(r"\.(weight|bias)$|(?<=_proj)_bias$", "", path)
     path = re.sub(r"\bexperts\.\d+\.", "experts.", path)
     return re.sub(r"\.\d+(?=\.)", ".{bid}", path, count=1)
+
+
+def _stacked(name: str) -> str:
+    """Returns `model.altup_projections` of `model.altup_projections.1`: GGUF stacks lists outside of layers."""
+    return re.sub(r"\.\d+$", "", name)
 
 
 def _number(path: str) -> str:
@@ -137,3 +167,4 @@ def _spellings(pattern: str) -> Iterator[str]:
         name = re.sub(path, replacement, pattern) if path else pattern
         yield name
         yield re.sub(r"\.dt_bias$", ".dt_proj", name)
+        yield _stacked(name)

@@ -9,6 +9,7 @@ fit (`offload`). A CPU alone is used like a GPU.
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from gdp.errors import InputError
 from gdp.export.accelerate_maps import fetching_late, placement_of
 from gdp.export.export_target import ExportTarget, gpu_numbers, is_cpu
 from gdp.export.export_units import ExportUnits
-from gdp.export.modules import enclosing, first_input, is_inside, module_units
+from gdp.export.modules import STATE_KINDS, enclosing, first_input, is_inside, module_units
 from gdp.export.refusals import check_one_batch
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
@@ -38,27 +39,35 @@ def read_units(problem: Problem) -> ExportUnits:
 def device_map(problem: Problem, units: ExportUnits, devices: I64) -> dict[str, int | str]:
     """Returns the smallest device map with these devices [U].
 
-    A module has an entry if all in it is on one device and no module around it is. The device of the inputs is first.
+    A module has an entry if all in it is on one device and no module around it is, and so has a container's own tensor.
+    The device of the inputs is first.
     """
     graph, placement = problem.graph, units.place(devices)
+    members = set(chain.from_iterable(units.members))
     devices_in: dict[str, set[int]] = {"": set()}
-    for module, device, phase in zip(graph.modules, placement.tolist(), graph.phases, strict=True):
+    own_tensors = set[str]()
+    for name, kind, module, device, phase in zip(
+        graph.op_names, graph.kinds, graph.modules, placement.tolist(), graph.phases, strict=True
+    ):
         if phase in ("forward", ""):
-            for path in ("", *enclosing(module)):
+            is_own = kind in STATE_KINDS and name in members
+            own_tensors.update([name] * is_own)
+            for path in ("", *enclosing(name if is_own else module)):
                 devices_in.setdefault(path, set()).add(device)
-    roots = {path for members in units.members for path in members if path in devices_in}
+    roots = members & devices_in.keys()
     held = {path for root in roots for path in ("", *enclosing(root))}
     names: list[int | str] = ["cpu" if number < 0 else number for number in gpu_numbers(problem)]
+    main = names[int(placement[first_input(graph)])]
     entries: dict[str, int | str] = {}
     for path in sorted(held, key=lambda path: (path.count(".") + bool(path), path)):
         if "" in entries or any(outer in entries for outer in enclosing(path)):
             continue
         if len(devices_in[path]) == 1:
             (device,) = devices_in[path]
-            entries[path] = names[device]
+            # a container's hook fetches nothing from the CPU: its own tensors stay where offloaded modules compute
+            entries[path] = main if path in own_tensors and names[device] == "cpu" else names[device]
         elif path in roots:
             raise InputError(f"graph {graph.name!r}: module {path!r} is split over devices; this is a fault of gdp")
-    main = names[int(placement[first_input(graph)])]
     modules = list(dict.fromkeys(graph.modules))
 
     def rank(path: str) -> tuple[bool, int]:
@@ -70,6 +79,20 @@ def device_map(problem: Problem, units: ExportUnits, devices: I64) -> dict[str, 
 def write(problem: Problem, units: ExportUnits, devices: I64) -> str:
     """Writes the device map as JSON."""
     return json.dumps(device_map(problem, units, devices), indent=2) + "\n"
+
+
+def notes(problem: Problem, units: ExportUnits, devices: I64) -> list[str]:
+    """Returns a sentence on tensors that `dispatch_model` does not move."""
+    graph, entries = problem.graph, device_map(problem, units, devices)
+    rows = zip(graph.op_names, graph.kinds, graph.modules, strict=True)
+    state = {name for name, kind, module in rows if module and kind in STATE_KINDS}
+    left = ", ".join(path for path in entries if path in state)
+    if not left:
+        return []
+    return [
+        f"Tensors of modules without an entry: {left}. from_pretrained and load_checkpoint_and_dispatch load them "
+        "where the map says; dispatch_model leaves them where they are, so move them first."
+    ]
 
 
 _MAX_STEPS = 9  # of a bisection
@@ -137,4 +160,4 @@ def _fewest(order: I64, run: Callable[[I64], Offloaded | None]) -> Iterator[Offl
         count = (low + high) // 2
 
 
-TARGET = ExportTarget(NAME, "module level", "device_map.json", read_units, write, offload)
+TARGET = ExportTarget(NAME, "module level", "device_map.json", read_units, write, offload, notes=notes)

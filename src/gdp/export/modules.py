@@ -8,9 +8,14 @@ the container gets an entry of its own:
     h ---------------------^ `---------------^
 
 A module without parameters (rotary embeddings) goes with the op that feeds it: it has nothing to hold, and elsewhere
-its inputs would travel for the sake of a few sums. N ops.
+its inputs would travel for the sake of a few sums.
+
+A parameter or buffer of a container itself (a scale, a class token) has an entry of its own, as in accelerate's maps:
+it is where the container's ops that read it have their other inputs. Those of the model are with the step's inputs,
+where accelerate moves them. N ops.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -28,6 +33,8 @@ STATE_KINDS = ("parameter", "buffer", "constant")
 _NOTHING, _INPUT = -1, 0  # labels: made of nothing; an input of the step
 _LOSS, _PAD = "aten.nll_loss_forward", "aten.constant_pad_nd"
 _LARGE = 0.5  # of the work: a container of more is not made a unit, its inconsistent parts share a device instead
+_MOST_HELD = 0.5  # of a container's bytes in its own tensors: attention with its projections in one is a unit
+_CONSTANT = re.compile(r"constant_\d+")  # made by the model's code, and in the state of no module
 
 
 def module_units(problem: Problem, *, devices: Bool | None = None) -> ExportUnits:
@@ -70,6 +77,10 @@ def is_source(graph: Graph) -> Bool:
     return np.asarray(~has_inputs & (np.isin(graph.kinds, STATE_KINDS) | (graph.resident_bytes > 0)))
 
 
+def _is_state(graph: Graph, op: int) -> bool:
+    return graph.kinds[op] in ("parameter", "buffer") and _CONSTANT.fullmatch(graph.op_names[op]) is None
+
+
 class _UnitFinder:
     """Makes modules whole (units with all that is inside them), or joins units, until no op has inputs from two."""
 
@@ -85,11 +96,14 @@ class _UnitFinder:
         producers = graph.producers[graph.edge_tensors[has_content]].tolist()
         for producer, consumer in zip(producers, graph.consumers[has_content].tolist(), strict=True):
             self.inputs_of[consumer].append(producer)
-        self.work = self._work_by_module()
+        times = problem.mean_op_time_ns.tolist()
+        self.work = self._by_module([time_ns / max(sum(times), 1) for time_ns in times])
+        containers = self._containers()
         self.whole = {
             graph.modules[op]
             for op in self.forward_ops
             if graph.modules[op]
+            and not (_is_state(graph, op) and graph.modules[op] in containers)
             and (self.is_source[op] or graph.resident_bytes[op] > 0 or self._uses_source_outside(op))
         }
         self.root_of: dict[str, str] = {}  # of each module: the outermost whole one around it, "" if there is none
@@ -107,10 +121,16 @@ class _UnitFinder:
             self.whole |= conflicts
         self._join_without_parameters(labels)
         self._follow_readers(labels)
-        for op in self.forward_ops:  # tied weights
+        readers: dict[int, set[int]] = defaultdict(set)  # modules that are given a container's own tensor
+        for op in self.forward_ops:
             for producer in self.inputs_of[op]:
-                if self.is_source[producer] and min(labels[producer], labels[op]) > _INPUT:
+                if producer in self.number_of_tensor and self.root_of[self.graph.modules[op]]:
+                    readers[labels[producer]].add(labels[op])
+                elif self.is_source[producer] and min(labels[producer], labels[op]) > _INPUT:  # tied weights
                     join(self.parent, labels[producer], labels[op])
+        for number, units in readers.items():
+            if len(units) == 1:
+                join(self.parent, number, *units)
         for op, inputs in enumerate(self.inputs_of):
             if labels[op] > _INPUT and any(self.graph.kinds[producer] == "input" for producer in inputs):
                 join(self.parent, labels[op], _INPUT)
@@ -143,9 +163,8 @@ class _UnitFinder:
             for producer in self.inputs_of[op]:
                 if self.root_of[self.graph.modules[producer]] != root and labels[producer] != _NOTHING:
                     fed_by.setdefault(root, labels[producer])
-        for root, number in self.number.items():
-            if root not in users:
-                join(self.parent, number, fed_by.get(root, _INPUT))
+        for root in set(self.root_of.values()) - {"", *users}:
+            join(self.parent, self.number[root], fed_by.get(root, _INPUT))
 
     def _is_shifted(self, op: int) -> bool:
         """Returns whether `op` makes the shifted labels of a causal language model.
@@ -156,15 +175,34 @@ class _UnitFinder:
             op = self.inputs_of[op][0]
         return self.graph.kinds[op] == _PAD and all(self.graph.kinds[item] == "input" for item in self.inputs_of[op])
 
-    def _work_by_module(self) -> dict[str, float]:
-        """Returns the share of all work in each module."""
-        work: dict[str, float] = defaultdict(float)
-        times = self.problem.mean_op_time_ns.tolist()
-        total = max(sum(times), 1)
-        for module, time_ns in zip(self.graph.modules, times, strict=True):
+    def _by_module(self, values: Iterable[float]) -> dict[str, float]:
+        """Returns the sum of `values` [N] in each module."""
+        sums: dict[str, float] = defaultdict(float)
+        for module, value in zip(self.graph.modules, values, strict=True):
             for path in enclosing(module):
-                work[path] += time_ns / total
-        return work
+                sums[path] += value
+        return sums
+
+    def _containers(self) -> set[str]:
+        """Returns the modules that hold several others with parameters, and but a small part of the bytes themselves.
+
+        Those of most of the work may hold more.
+        """
+        graph, own_bytes = self.graph, dict[str, int]()
+        state = [op for op in self.forward_ops if _is_state(graph, op)]
+        for op in state:
+            own_bytes[graph.modules[op]] = own_bytes.get(graph.modules[op], 0) + int(graph.resident_bytes[op])
+        all_bytes = self._by_module(graph.resident_bytes.tolist())
+        parts = [path for path in {graph.modules[op] for op in state if self.is_parameter[op]} if path]
+        num_parts: dict[str, int] = defaultdict(int)
+        for part in parts:
+            for path in {"", *enclosing(part)} - {part}:
+                num_parts[path] += 1
+        return {
+            path
+            for path, held_bytes in own_bytes.items()
+            if num_parts[path] > 1 and (held_bytes <= _MOST_HELD * all_bytes[path] or self.work[path] > _LARGE)
+        }
 
     def _uses_source_outside(self, op: int) -> bool:
         """Returns whether `op` reads a source of another module.
@@ -179,9 +217,15 @@ class _UnitFinder:
             module: next((path for path in enclosing(module) if path in self.whole), "")
             for module in set(self.graph.modules)
         }
-        self.names = ["input", *sorted(set(self.root_of.values()) - {""})]
+        graph, roots = self.graph, sorted(set(self.root_of.values()) - {""})
+        own = [op for op in self.forward_ops if _is_state(graph, op) and not self.root_of[graph.modules[op]]]
+        self.names = ["input", *roots, *(graph.op_names[op] for op in own)]
         self.number = {root: number for number, root in enumerate(self.names) if number}
+        self.number_of_tensor = {op: number for number, op in enumerate(own, 1 + len(roots))}
         self.parent = list(range(len(self.names)))
+        for op, number in self.number_of_tensor.items():
+            if not graph.modules[op]:  # accelerate moves the model's own tensors to the device of the inputs
+                join(self.parent, number, _INPUT)
         for first, second in self.joined:
             join(self.parent, self._number_of(first), self._number_of(second))
 
@@ -195,6 +239,9 @@ class _UnitFinder:
         """Returns the unit of each op, as far as forward ops and modules tell, and modules that must become whole."""
         graph = self.graph
         labels = [self.number.get(self.root_of[module], _NOTHING) for module in graph.modules]
+        for op, number in self.number_of_tensor.items():
+            labels[op] = number
+        own = set(self.number_of_tensor.values())
         conflicts: set[str] = set()
         for op in self.forward_ops:
             if labels[op] != _NOTHING:
@@ -203,7 +250,11 @@ class _UnitFinder:
                 labels[op] = _INPUT
                 continue
             reads = [item for item in self.inputs_of[op] if not (graph.kinds[op] == _LOSS and self._is_shifted(item))]
-            units = sorted({find(self.parent, labels[item]) for item in reads if labels[item] != _NOTHING})
+            read = {labels[item] for item in reads if labels[item] != _NOTHING}
+            moved = read - own - {labels[item] for item in reads if self.is_source[item]}
+            for number in read - moved:  # weights that a container reads are where its other inputs are
+                join(self.parent, number, min(moved or read))
+            units = sorted({find(self.parent, number) for number in read})
             if len(units) > 1:
                 module = graph.modules[op]
                 if module and self.work.get(module, 0.0) <= _LARGE:
