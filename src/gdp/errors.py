@@ -19,6 +19,10 @@ class UnevenBatchError(InputError):
     """A batch that does not split into equal micro-batches."""
 
 
+class WrongBatchError(InputError):
+    """A dimension of the inputs that is taken for the batch, and is another one."""
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of an exception's text, at most 200 characters of it; without a text its type's name."""
     lines = str(error).strip().splitlines()

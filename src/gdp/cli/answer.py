@@ -124,7 +124,7 @@ def _notes(request: PlaceRequest, answer: Answer) -> Sequence[str]:
     if layouts is None:
         return ()
     if layouts.best.layout.num_parts > 1 and request.source.assumes_batch:
-        return ("parts of the batch are parts of inputs along their first dimension", *layouts.notes)
+        return (f"parts of the batch are parts of inputs along their {request.reading.cut_dimension}", *layouts.notes)
     return layouts.notes
 
 

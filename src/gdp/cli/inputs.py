@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gdp.cli.shared import log
-from gdp.errors import InputError, UnevenBatchError, prefixed
+from gdp.errors import InputError, UnevenBatchError, WrongBatchError, prefixed
 from gdp.planning.plan_directory import files_beside
 
 if TYPE_CHECKING:
@@ -33,16 +33,18 @@ def read_graph(source: "ModelSource") -> "Model":
     with live(f"reading {text}"):
         try:
             model = source.whole()
-        except UnevenBatchError:
+        except (UnevenBatchError, WrongBatchError):
             raise
         except InputError as error:
             if count > 1 and source.assumes_batch:
-                raise InputError(f"{error}; --microbatches splits inputs along their first dimension") from error
+                dimension = source.reading.cut_dimension
+            raise InputError(f"{error}; --microbatches splits inputs along their {dimension}") from error
             raise
     for note in model.notes:
         log(f"gdp: note: {note}")
     if count > 1 and source.assumes_batch:
-        log(f"gdp: note: {text}: micro-batches are parts of inputs along the first dimension, that of the first tensor")
+        dimension = source.reading.cut_dimension
+        log(f"gdp: note: {text}: micro-batches are parts of inputs along the {dimension}, that of the first tensor")
     if count > 1 and not model.is_captured:
         log(f"gdp: note: {text} is the step of one micro-batch, the whole step has {count} times its work")
     return model

@@ -92,6 +92,11 @@ class ReadingOptions:
         Path | None, typer.Option(metavar="FILE", help="Known costs of ops: FLOPs or times by kind or name.")
     ] = None
 
+    batch_dim: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="The dimension of inputs that is the batch. Default: the first, 0, if it can."),
+    ] = None
+
     def reading(self) -> "Reading":
         """Returns the options as a `Reading`, checked."""
         from gdp.planning.options import reading_of

@@ -18,16 +18,30 @@ def is_own_step(model: Any) -> bool:
     return not isinstance(model, nn.Module) or has_own_step(model)
 
 
-def first_size(example: Example) -> int | None:
-    """Returns the first dimension of the first input tensor that has one."""
-    sizes = (leaf.shape[0] for leaf in tree_leaves(example[1:]) if isinstance(leaf, Tensor) and leaf.dim())
+def batch_size(example: Example, dim: int = 0) -> int | None:
+    """Returns the size of dimension `dim` of the first input tensor that has one."""
+    sizes = (leaf.shape[dim] for leaf in tree_leaves(example[1:]) if isinstance(leaf, Tensor) and leaf.dim() > dim)
     return next(sizes, None)
 
 
-def splitter(answer: Example | JaxFunction, num_parts: int, text: str) -> Callable[[Any], Any]:
-    """Returns a function that cuts the first of `num_parts` out of each input that begins with the batch.
+def note_time_steps(model: nn.Module, steps: list[int]) -> None:
+    """Lets each call of a recurrent layer of PyTorch's, which is one op or many, add its time steps to `steps`."""
 
-    InputError, with the MODEL `text`, for one that is not split.
+    def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else kwargs.get("input")
+        if isinstance(x, Tensor):
+            steps.append(x.shape[int(bool(layer.batch_first) and x.dim() > 2)])
+
+    for layer in model.modules():
+        if isinstance(layer, nn.RNNBase):
+            layer.register_forward_pre_hook(note, with_kwargs=True)
+
+
+def splitter(answer: Example | JaxFunction, num_parts: int, text: str, dim: int = 0) -> Callable[[Any], Any]:
+    """Returns a function that cuts the first of `num_parts` out of each input that has the batch as dimension `dim`.
+
+    An input of one dimension, such as lengths, may have it alone. InputError, with the MODEL `text`, for one that is
+    not split.
     """
     if isinstance(answer, JaxFunction):
         raise UnevenBatchError(
@@ -39,22 +53,24 @@ def splitter(answer: Example | JaxFunction, num_parts: int, text: str) -> Callab
             f"--microbatches: {text} is a training step of your own, which is not split; give its module with "
             "--optimizer"
         )
-    size = first_size(answer)
+    size = batch_size(answer, dim)
     if size is None:
-        raise InputError(f"{text}: no input is a tensor with a batch dimension; micro-batches need one")
+        raise InputError(f"{text}: no input is a tensor with a batch as dimension {dim}; micro-batches need one")
     part = even_part(size, num_parts, text)
 
     def split(leaf: Any) -> Any:
-        is_batch = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size
-        return leaf[:part].clone() if is_batch else leaf
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            return leaf
+        cut = min(dim, leaf.dim() - 1) if leaf.dim() > dim or leaf.dim() == 1 else None
+        return leaf if cut is None or leaf.shape[cut] != size else leaf.narrow(cut, 0, part).clone()
 
     return split
 
 
-def first_part(example: Example, num_parts: int, text: str) -> Example:
+def first_part(example: Example, num_parts: int, text: str, dim: int = 0) -> Example:
     """Returns (module, args, kwargs) with the first of `num_parts` parts of the batch; see `splitter`."""
     module, args, kwargs = example
-    split = splitter(example, num_parts, text)
+    split = splitter(example, num_parts, text, dim)
     return module, tree_map(split, args), tree_map(split, kwargs)
 
 

@@ -60,12 +60,20 @@ class Reading:
     master_weights: bool = False  # of bfloat16 and float16 parameters, in float32
     dtype: str = ""  # that the model is converted to; "": none
     serving: Serving = field(default_factory=Serving)
+    batch_dim: int | None = None  # of the inputs of a user's function; None: the first, if nothing says otherwise
 
     def __post_init__(self) -> None:
+        if self.batch_dim is not None and self.batch_dim < 0:
+            raise InputError(f"--batch-dim is {self.batch_dim}; the number of a dimension is expected, 0 for the first")
         check_optimizer(self.optimizer)
         check_dtype(self.dtype)
         if not self.training and self.changes_update:
             raise InputError(f"{self.optimizer_option}: inference updates no parameters; leave it or --inference out")
+
+    @property
+    def cut_dimension(self) -> str:
+        """Returns the name of the dimension of inputs that is cut, for a message."""
+        return f"dimension {self.batch_dim}" if self.batch_dim else "first dimension"
 
     @property
     def changes_update(self) -> bool:

@@ -12,9 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gdp.errors import InputError, prefixed, suggest
+from gdp.errors import InputError, WrongBatchError, prefixed, suggest
 from gdp.graph import Graph
 from gdp.models import graph_cache, user_function
+from gdp.models.batch_dimension import other_count, other_dimension
 from gdp.models.hugging_face import sizes
 from gdp.models.model import HUGGING_FACE, Microbatching, Model, Reading, even_part
 from gdp.models.model_text import check_no_python_file, in_directory, is_graph_file, is_onnx, with_prefix
@@ -45,6 +46,7 @@ class ModelSource:
         if directory is not None and directory.resolve() != Path.cwd():
             self.text = in_directory(self.text, directory)
         self._directory = directory
+        self._time_steps: dict[int, list[int]] = {}  # of recurrent layers, by the number of parts
 
     @classmethod
     def of_example(cls, example: Example, reading: Reading | None = None) -> "ModelSource":
@@ -65,6 +67,7 @@ class ModelSource:
         """
         microbatching = self.reading.microbatching
         model = self.part(microbatching.count)
+        self._check_microbatch(microbatching.count, model.graph)
         return replace(model, graph=microbatching.apply(model.graph))
 
     def part(self, num_parts: int) -> Model:
@@ -111,11 +114,11 @@ class ModelSource:
             return answer
         from gdp.models.example import first_part
 
-        return first_part(answer, num_parts, self.text)
+        return first_part(answer, num_parts, self.text, self.reading.batch_dim or 0)
 
     def sizes_of_part(self, num_parts: int) -> "Mapping[str, torch.Size] | None":
         """Returns the sizes of inputs with 1 / `num_parts` of the batch; None where the first dimension is cut."""
-        if not self._is_workload:
+        if not self._is_workload and not self.reading.batch_dim:
             return None
         import torch
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -143,7 +146,7 @@ class ModelSource:
             return (
                 None
                 if isinstance(answer, JaxFunction) or example.is_own_step(answer[0])
-                else example.first_size(answer)
+                else example.batch_size(answer, self.reading.batch_dim or 0)
             )
         if self.text.startswith(HUGGING_FACE):
             return sizes.parse(self.text)[1].batch
@@ -153,6 +156,18 @@ class ModelSource:
     def assumes_batch(self) -> bool:
         """True where the batch is taken to be the first dimension of inputs: of a user's function."""
         return self._is_function
+
+    def check_part(self, whole: Graph, part: Graph, counts: tuple[int, int]) -> None:
+        """Raises WrongBatchError if the steps of 1/counts[0] and 1/counts[1] say that no batch was cut."""
+        if not self._is_function or self.reading.batch_dim is not None:
+            return
+        one, other = (self._time_steps.get(count, []) for count in counts)
+        if reason := other_dimension(whole, part, counts[1] // counts[0], (one, other)):
+            name = next(name for name, kind in zip(whole.op_names, whole.kinds, strict=True) if kind == "input")
+            raise WrongBatchError(
+                f"dimension 0 of {name}, of size {self.batch_size}, is not the batch: {reason}; put the batch first, "
+                "or say where it is with --batch-dim 1 (if it is the first, --batch-dim 0)"
+            )
 
     def is_kept(self, num_parts: int) -> bool:
         """Returns whether 1 / `num_parts` of the batch was captured before, and need not be again."""
@@ -182,6 +197,8 @@ class ModelSource:
         text, reading = self.text, self.reading
         self._check_phase()
         check_no_python_file(text)
+        if reading.batch_dim is not None and not self._is_function:
+            raise InputError(f"--batch-dim: it is known where {text} has its batch; leave it out")
         if reading.dims and not is_onnx(text):
             raise InputError(f"--dim: {text} has no symbolic dimensions; they are those of .onnx files")
         if is_graph_file(text):
@@ -234,7 +251,7 @@ class ModelSource:
 
     def _capture(self, num_parts: int) -> "Capture | JaxFunction":
         """Records the step of a part of the batch; returns a JAX function as it is."""
-        from gdp.models.example import splitter
+        from gdp.models.example import is_own_step, note_time_steps, splitter
         from gdp.models.pytorch.capture_step import Built, StepOptions
 
         reading = self.reading
@@ -242,7 +259,10 @@ class ModelSource:
         with user_function.printing_to_stderr():
             built = self._unused if self._is_function else Built.by(self._builder(num_parts), self.text)
             if num_parts > 1 and not self._is_workload:
-                built = built.with_inputs(splitter(built.answer, num_parts, self.text))
+                built = built.with_inputs(splitter(built.answer, num_parts, self.text, reading.batch_dim or 0))
+            if self._is_function and not (isinstance(built.answer, JaxFunction) or is_own_step(built.answer[0])):
+                self._time_steps[num_parts] = []
+                note_time_steps(built.answer[0], self._time_steps[num_parts])
             return built.capture(self.text, options)
 
     def _capture_served(self, num_parts: int) -> "tuple[Capture, Model]":
@@ -351,6 +371,19 @@ class ModelSource:
         """Raises InputError, with the reason, if an optimizer is asked for that MODEL does not take."""
         if self.reading.changes_update:
             raise InputError(f"{self.reading.optimizer_option}: {reason}; leave it out")
+
+    def _check_microbatch(self, count: int, graph: Graph) -> None:
+        """Raises WrongBatchError if a part of another size says that `graph`, of 1/`count`, is no part of a batch."""
+        size = self.batch_size if count > 1 and self._is_function and self.reading.batch_dim is None else None
+        if size is None:
+            return
+        other = other_count(count, size)
+        try:
+            graphs = {count: graph, other: self.part(other).graph}
+        except InputError:  # a layer may fail with so few samples
+            return
+        fewer, more = sorted(graphs)
+        self.check_part(graphs[fewer], graphs[more], (fewer, more))
 
     def _no_jax(self, answer: _Answer | JaxFunction) -> _Answer:
         """Returns `answer`. InputError for a JAX function."""

@@ -57,7 +57,10 @@ class LayoutAnswer:
         """Returns what is kept of `solution` among layouts of the batch of `parts`."""
         best = solution.best
         assert best is not None
-        rows = tuple(map(LayoutRow.of, (best, *(each for each in solution.looked_at if each is not best))))
+        others = [each for each in solution.looked_at if each is not best]
+        if parts.misread:  # of all layouts that cut the batch, which the note says once
+            others = [each for each in others if each.layout.num_parts == 1]
+        rows = tuple(map(LayoutRow.of, (best, *others)))
         return cls(rows, solution.bound_ns, num_moved(best), tuple(_notes(best, parts)))
 
     @property
@@ -102,6 +105,8 @@ def num_moved(candidate: Candidate) -> int:
 
 def _notes(candidate: Candidate, parts: Parts) -> Iterator[str]:
     layout = candidate.layout
+    if parts.misread:
+        yield f"no layout cuts the batch: {parts.misread}"
     if parts.refused:
         yield (
             f"layouts of {', '.join(map(str, sorted(parts.refused)))} parts of the batch were not tried: there was no "
@@ -118,9 +123,9 @@ def _notes(candidate: Candidate, parts: Parts) -> Iterator[str]:
     whole, cut = (_flops(parts.exact(count)) * count for count in (1, layout.num_parts))
     if abs(cut - whole) > _MOST_LOST * whole:
         yield (
-            f"the {layout.num_parts} parts have {cut / whole:.1%} of the flops of the whole step; where the first "
-            "dimension of the first input is not the batch, figures are of another step: put the batch first, or place "
-            "with --parallel none"
+            f"the {layout.num_parts} parts have {cut / whole:.1%} of the flops of the whole step; where the dimension "
+            "that is cut is not the batch, figures are of another step: put the batch first, say where it is with "
+            "--batch-dim, or place with --parallel none"
         )
 
 

@@ -27,6 +27,7 @@ READING = (
     "kv_cache",
     "dim",
     "op_costs",
+    "batch_dim",
 )
 """The options that say how MODEL is read."""
 LIMITS = ("pin", "forbid", "max_memory", "reserve")
@@ -59,6 +60,7 @@ def reading_of(options: Mapping[str, Any]) -> Reading:
         options.get("master_weights", False),
         dtype,
         serving,
+        options.get("batch_dim"),
     )
 
 

@@ -10,10 +10,11 @@ from math import inf
 from types import MappingProxyType
 
 from gdp.budget import Clock, Effort
-from gdp.errors import InputError
+from gdp.errors import InputError, WrongBatchError
 from gdp.graph import Graph
 from gdp.graph.accumulation import one_microbatch
 from gdp.graph.microbatches import MAX_MICROBATCHES, count_microbatches
+from gdp.models.model import Reading
 from gdp.models.source import ModelSource
 from gdp.parallel.interpolation import have_same_ops, interpolated
 from gdp.search.settings import DEFAULTS, LargeSteps
@@ -42,18 +43,27 @@ class Parts:
         self._exact: dict[int, Graph] = {} if whole is None else {1: whole}
         self._rough: dict[int, Graph] = {}
         self._failures: dict[int, InputError] = {}
+        self._misread: list[InputError] = []  # that no batch is cut: then only the whole step is
         self._seconds = {1: seconds}  # that capturing took
         self._is_kept = cache(is_kept)
         self._refused: set[int] = set()
         self._clock: Clock | None = None
 
     @classmethod
-    def of(cls, value: "Parts | Graph | ModelSource | str") -> "Parts":
-        """Returns `value`, or the parts of a MODEL or of a graph in micro-batches; see `of_source` and `of_graph`."""
+    def of(cls, value: "Parts | Graph | ModelSource | str", batch_dim: int | None = None) -> "Parts":
+        """Returns `value`, or the parts of a MODEL or of a graph in micro-batches; see `of_source` and `of_graph`.
+
+        `batch_dim` is the dimension of the inputs of a MODEL that is the batch; None: the first, unless two sizes of it
+        say otherwise.
+        """
+        if isinstance(value, str):
+            return cls.of_source(ModelSource(value, Reading(batch_dim=batch_dim)))
+        if batch_dim is not None:
+            raise InputError(f"batch_dim is {batch_dim}; it is that of a MODEL such as 'module:function'; leave it out")
         if isinstance(value, Parts):
             return value
-        if isinstance(value, str | ModelSource):
-            return cls.of_source(ModelSource(value) if isinstance(value, str) else value)
+        if isinstance(value, ModelSource):
+            return cls.of_source(value)
         if isinstance(value, Graph):
             return cls.of_graph(value)
         raise InputError(
@@ -79,6 +89,8 @@ class Parts:
         def read(num_parts: int) -> Graph:
             model = source.part(num_parts)
             parts._seconds[num_parts] = model.captured_s
+            if num_parts > 1:
+                source.check_part(parts.exact(1), model.graph, (1, num_parts))
             return model.graph
 
         parts = cls(read, samples, whole, seconds=seconds, is_kept=source.is_kept)
@@ -140,6 +152,9 @@ class Parts:
         began = time.monotonic() if clock is None else clock.seconds
         try:
             return self._read_part(num_parts)
+        except WrongBatchError as error:
+            self._misread.append(error)
+            raise
         except InputError as error:
             self._failures[num_parts] = error
             raise
@@ -178,6 +193,11 @@ class Parts:
         return num_parts in self._exact
 
     @property
+    def misread(self) -> str:
+        """The reason why what was read is no part of a batch; "" if it is one, or nothing was read."""
+        return next(map(str, self._misread), "")
+
+    @property
     def refused(self) -> frozenset[int]:
         """The numbers of parts that there was no time to read, in all that share what is read."""
         return frozenset(self._refused - set(self._exact))
@@ -199,6 +219,8 @@ class Parts:
 
     def divides(self, num_parts: int) -> bool:
         """Returns whether the batch has so many equal parts."""
+        if self._misread:
+            return num_parts == 1
         if self.is_fixed:
             return num_parts in (1, self.batch_size)
         return num_parts >= 1 and self.batch_size % num_parts == 0
@@ -210,6 +232,8 @@ class Parts:
 
     def check(self, num_parts: int) -> None:
         """Raises InputError, with numbers that would do, where the batch has not so many equal parts."""
+        if self._misread and num_parts > 1:
+            raise self._misread[0]
         if not self.divides(num_parts) and self.is_fixed:
             raise InputError(
                 f"--parallel: the step has {self.batch_size} micro-batches, which stay as they are, and the layout "

@@ -19,6 +19,8 @@ from gdp.budget import REPLAYS_LATE_S, Budget, Clock
 from gdp.cluster import Cluster
 from gdp.cluster.quantities import parse_fraction
 from gdp.errors import InputError
+from gdp.models.model import Reading
+from gdp.models.source import ModelSource
 from gdp.parallel.layout import AUTO, NONE, Layout
 from gdp.search.batches.place_batches import place_batches
 from gdp.search.candidate import UNKNOWN, Candidate
@@ -58,6 +60,7 @@ def place(
     *,
     parallel: Layout | str | None = None,
     batches: int | None = None,
+    batch_dim: int | None = None,
     placer: str = AUTO,
     budget: Clock | Budget | str | float = "30s",
     seed: int = 0,
@@ -79,7 +82,8 @@ def place(
 
     `parallel` is how the batch of a training step is cut: None chooses where it can be cut, "auto" insists on that,
     "none" places the ops of the whole step, and "data=4,zero=1" is one layout. `batches` is the number of batches of a
-    forward pass in flight: the plan has the layout that serves them fastest.
+    forward pass in flight: the plan has the layout that serves them fastest. `batch_dim` is the dimension of the inputs
+    that is the batch; None: the first, unless two sizes of it say otherwise.
 
     `auto` runs the classical placers, slow ones if there is time, asks the policy where the time is short, and
     searches in the time left; it never answers worse than the best of them, and never with a plan that does not fit
@@ -110,6 +114,11 @@ def place(
         raise InputError(f"stop is {stop!r}; a threading.Event is expected")
     cluster, limits = Cluster.of(cluster), Constraints.of(constraints, keywords, place)
     layout = Layout.parse(parallel) if isinstance(parallel, str) and parallel not in (AUTO, NONE) else parallel
+    if batch_dim is not None:
+        if not isinstance(model, str | tuple):
+            raise InputError("batch_dim: it is that of a MODEL or of (module, inputs); leave it out")
+        reading = Reading(batch_dim=batch_dim)
+        model = ModelSource(model, reading) if isinstance(model, str) else ModelSource.of_example(model, reading)
     question = PlaceQuestion.of(model, cluster, limits, layout, batches, options)
     if not isinstance(budget, Clock):
         question.prepare()
