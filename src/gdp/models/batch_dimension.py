@@ -1,4 +1,4 @@
-"""Whether the dimension of inputs that is cut is the batch: two steps, of more and of fewer samples, tell.
+"""Tells whether the dimension of inputs that is cut is the batch, from two steps of more and of fewer samples.
 
 Fewer samples have the same ops, of smaller sizes. Where the dimension is time, a recurrent model has fewer ops in a
 row; where it is a sequence, attention has fewer FLOPs a token; and inputs of another length are not cut with it.
