@@ -412,3 +412,27 @@ def test_layers_are_one_op(case: str) -> None:
     assert forward[0][0] == 2 * 24 * (16 + 32) * 32 * gates
     assert [flops for flops, _ in backward[::-1]] == [2 * flops for flops, _ in forward]
     assert not captured.coverage.unknown
+
+
+GRADIENTS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {  # and bytes of indices and the gradient of rows
+    "index_put": (lambda w: w[IDS[0]], 40 + 3 * 160),
+    "index_add": (lambda w: w.index_select(0, IDS[0]), 40 + 3 * 160),
+    "scatter_add": (lambda w: w.gather(0, IDS), 160 + 3 * 80),
+    "put": (lambda w: w.take(IDS), 160 + 3 * 80),
+    "scatter": (lambda w: w.topk(1, 1)[0], 8000 + 2 * 4000),
+}
+
+
+@pytest.mark.parametrize("case", GRADIENTS)
+def test_gradients_of_rows_are_written_to_zeros(case: str) -> None:
+    """The gradient of a table [1000, 8] is 32,000 bytes of zeros to which rows are added; no second one is made."""
+    function, num_bytes = GRADIENTS[case]
+    model = Calls(lambda w: (function(w) ** 2).sum(), 1000, 8)
+    captured = capture(model)
+    graph = captured.graph
+    ((_, found),) = [cost for name in (case, f"{case}_") for cost in costs(captured, name)]
+    assert found == 32000 + num_bytes
+    is_backward = [graph.phases[op] == "backward" for op in graph.producers.tolist()]
+    assert (graph.tensor_bytes[is_backward] == 32000).sum() == 1
+    replayed = captured.program.replay(model)
+    assert compare(replayed, eager_step(captured.program, model, (), {})).is_exact

@@ -309,6 +309,12 @@ def _of_matrices(count: Callable[..., int]) -> Formula:
     return formula
 
 
+def _householder_product(params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """Matrices, and the factor of each reflection."""
+    *batch, m, n = (int(size) for size in inputs[0].shape)
+    return math.prod(batch) * textbook.householder_product(m, n, int(inputs[1].shape[-1]))
+
+
 _FORMULAS: dict[str, Formula] = {
     "dot_general": _dot_general,
     "conv_general_dilated": _convolution,
@@ -327,10 +333,7 @@ _FORMULAS: dict[str, Formula] = {
     "eig": _of_matrices(lambda m, n, params: textbook.eig(n)),
     "geqrf": _of_matrices(lambda m, n, params: textbook.qr(m, n, has_q=False)),
     "qr": _of_matrices(lambda m, n, params: textbook.qr(m, n, is_complete=bool(params.get("full_matrices")))),
-    "householder_product": lambda params, inputs, outputs: (
-        textbook.householder_product(*(int(size) for size in inputs[0].shape[-2:]), int(inputs[1].shape[-1]))
-        * math.prod(inputs[0].shape[:-2])
-    ),
+    "householder_product": _householder_product,
     "svd": _of_matrices(
         lambda m, n, params: textbook.svd(
             m, n, has_vectors=bool(params["compute_uv"]), is_complete=bool(params["full_matrices"])

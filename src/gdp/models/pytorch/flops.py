@@ -332,7 +332,7 @@ _FORMULAS: dict[str, Formula] = linear_algebra.FORMULAS | by_name(
     }
 )
 
-_OPERANDS = {_product: 0, _packed_product: 0, _grouped_product: 0, _added_product: 1}
+_OPERANDS: dict[Formula, int] = {_product: 0, _packed_product: 0, _grouped_product: 0, _added_product: 1}
 
 _POINTWISE = names(
     """

@@ -61,7 +61,7 @@ def _trilinear(args: Sequence[Any], kwargs: Mapping[str, Any], outputs: list[Ten
     return 2 * math.prod(first) + 2 * math.prod(size for dim, size in enumerate(sizes) if dim not in done)
 
 
-FORMULAS: Mapping[str, Formula] = by_name(
+FORMULAS: dict[str, Formula] = by_name(
     {
         "_trilinear": _trilinear,
         "_euclidean_dist": _euclidean_distance,

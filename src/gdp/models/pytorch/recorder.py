@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gdp.errors import InputError
@@ -31,13 +32,20 @@ from gdp.models.pytorch.replacements import LSTM, workspace_bytes
 from gdp.models.pytorch.routine import leaves
 from gdp.models.pytorch.running_module import RunningModule
 from gdp.models.pytorch.strides import StridedLayout
-from gdp.models.pytorch.traits import LIFTS, MATERIALISED, Traits, traits_of
+from gdp.models.pytorch.traits import BLANKS, LIFTS, MATERIALISED, Traits, traits_of
 from gdp.models.stored_weights import StoredWeight
 
 aten = torch.ops.aten
 # types of grouped products that PyTorch computes and has no shapes for
 _UNKNOWN_TO_GROUPS = (torch.float32, torch.float16)
 _DEVICE_QUERY = torch.ops.prim.device.default
+_WRITERS: Mapping[OpOverload, OpOverload] = {
+    aten.index_put.default: aten.index_put_.default,
+    aten.index_add.default: aten.index_add_.default,
+    aten.scatter_add.default: aten.scatter_add_.default,
+    aten.scatter.src: aten.scatter_.src,
+    aten.put.default: aten.put_.default,
+}
 _LISTS = "aten::_foreach_"  # of tensors, all treated alike
 
 
@@ -146,7 +154,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.name.startswith(_LISTS) and any(len(item) > 1 for item in args if isinstance(item, list)):
             return self._one_by_one(func, types, args, kwargs)
         self.phases.find(func, args)
-        func = MATERIALISED.get(func, func)
+        func = self._in_place(MATERIALISED.get(func, func), args)
         traits = traits_of(func)
         args = self.memories.faked(args)
         if kwargs:
@@ -180,6 +188,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.phases.set_home(made, module)
         self.memories.commit(record, written)
         return result
+
+    def _in_place(self, func: OpOverload, args: tuple[Any, ...]) -> OpOverload:
+        """Returns the operator that writes to the zeros that a backward pass has made for it.
+
+        PyTorch writes to them unless tensors are of classes of their own, as fake ones are; these it copies.
+        """
+        writer = _WRITERS.get(func)
+        node = torch._C._current_autograd_node() if writer is not None else None
+        if writer is None or node is None or torch.is_grad_enabled() or isinstance(node, BackwardCFunction):
+            return func
+        number = self.memories.value_of(args[0])
+        if number is None:
+            return func
+        value = self.memories.values[number]
+        return writer if value.producer.kind in BLANKS and not value.readers else func
 
     def _new_values(self, result: Any, kind: str, module: str) -> tuple[list[int], list[Tensor]]:
         """Returns the value of each tensor of a result, -1 for memory that is known already, and the new tensors."""

@@ -83,7 +83,7 @@ def _layers(
             hx = states[0][number]
             cx = states[1][number] if mode == LSTM_MODE else hx.detach()  # there is no cell
             tensors = steps, *weights[:2], *biases, hx, cx
-            options = [], mode, hx.shape[-1], 1, has_biases, False, False, train
+            options: tuple[Any, ...] = [], mode, hx.shape[-1], 1, has_biases, False, False, train
             output, hy, cy, _ = LSTM(*tensors, direction == 1, *options)
             outputs.append(output)
             hidden.append(hy)
