@@ -38,7 +38,7 @@ def read_graph(source: "ModelSource") -> "Model":
         except InputError as error:
             if count > 1 and source.assumes_batch:
                 dimension = source.reading.cut_dimension
-            raise InputError(f"{error}; --microbatches splits inputs along their {dimension}") from error
+                raise InputError(f"{error}; --microbatches splits inputs along their {dimension}") from error
             raise
     for note in model.notes:
         log(f"gdp: note: {note}")
