@@ -87,7 +87,8 @@ def write(path: Path | None, model: Model) -> None:
 def _code(*rooms: str) -> list[Path]:
     """Returns the files of code that graphs read by these packages depend on."""
     directories = [_GRAPH, *(_MODELS / room for room in rooms)]
-    shared = [_MODELS / name for name in ("names.py", "serving.py", "experts.py", "stored_weights.py")]
+    names = ("names.py", "serving.py", "experts.py", "stored_weights.py", "textbook_flops.py")
+    shared = [_MODELS / name for name in names]
     return [*shared, *(file for directory in directories for file in directory.glob("*.py"))]
 
 
