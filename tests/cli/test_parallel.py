@@ -181,8 +181,10 @@ def test_notes_say_what_a_cut_step_does_otherwise(capsys: pytest.CaptureFixture[
     X @ X.T of 8 x 16 has 2 * 8 * 8 * 16 flops, that of 2 x 16 four times 2 * 2 * 2 * 16, a quarter.
     """
     Path("odd.py").write_text(ODD)
-    command = ["odd:build", "--devices", DEVICES, "--optimizer", "sgd"]
-    assert main(["place", *command, "--parallel", "data=4,stages=1", "--budget", "10sims"]) == 0
+    command = ["odd:build", "--devices", DEVICES, "--optimizer", "sgd", "--parallel", "data=4,stages=1"]
+    assert main(["place", *command, "--budget", "10sims"]) == 2
+    assert "dimension 0 of input.0, of size 8, is not the batch" in capsys.readouterr().err
+    assert main(["place", *command, "--batch-dim", "0", "--budget", "10sims"]) == 0
     printed = capsys.readouterr()
     assert "batch normalisation sees 2 samples at a time instead of 8" in printed.err
     assert "draws of dropout differ" in printed.err

@@ -58,7 +58,8 @@ def _smallest_factor(number: int) -> int:
 def _is_product(graph: Graph) -> Bool:
     """[N] Returns which ops are products of the passes."""
     is_product = {kind: any(word in kind for word in _PRODUCTS) for kind in set(graph.kinds)}
-    return np.isin(graph.phases, ("forward", "backward")) & np.array([is_product[kind] for kind in graph.kinds])
+    is_pass = np.isin(graph.phases, ("forward", "backward"))
+    return np.asarray(is_pass & np.array([is_product[kind] for kind in graph.kinds], np.bool_))
 
 
 def _longest_chain(graph: Graph, only_with_weights: bool) -> int:
