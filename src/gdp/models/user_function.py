@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gdp.errors import InputError, user_line
+from gdp.models.unsupported import unsupported
 
 if TYPE_CHECKING:
     from gdp.models.jax import JaxCapture
@@ -124,6 +125,8 @@ def _explained(text: str, failure: str) -> Iterator[None]:
     except InputError:
         raise
     except (Exception, SystemExit) as error:
+        if kind := unsupported(error):
+            raise InputError(f"{text}: {kind}") from error
         if type(error).__module__ == "torch._subclasses.fake_tensor":
             raise  # the capture explains these
         lines = [line.strip() for line in str(error).strip().splitlines()] or [""]

@@ -20,9 +20,9 @@ from gdp.graph import Graph
 from gdp.models.pytorch.assemble import assemble
 from gdp.models.pytorch.cards import NO_GRADIENT, OnCpu, as_if_on_a_card
 from gdp.models.pytorch.explained import explained
-from gdp.models.pytorch.fake_copies import fake_memories
+from gdp.models.pytorch.fake_copies import check_kinds, fake_memories
 from gdp.models.pytorch.loss import Loss, pick_loss
-from gdp.models.pytorch.notes import notes_of
+from gdp.models.pytorch.notes import DISTRIBUTED, notes_of, wrapper_notes
 from gdp.models.pytorch.optimizers import HALF, OPTIMIZERS, UpdateRule, named_rule, rules_of
 from gdp.models.pytorch.own_step import Step, has_own_step, record_own_step
 from gdp.models.pytorch.program import Program, named_inputs, named_state, named_tensors
@@ -162,6 +162,8 @@ class Built:
     optimizers: Sequence[torch.optim.Optimizer]  # that the function made
     dtype: torch.dtype  # the default type that the function left
     has_card: bool  # the function has named a card
+    name: str = ""
+    notes: tuple[str, ...] = ()  # on wrappers that a copy leaves out
 
     @classmethod
     def by(cls, build: Callable[[], Any], name: str) -> "Built":
@@ -170,7 +172,7 @@ class Built:
             mode, optimizers = _BuildMode(), list[torch.optim.Optimizer]()
             with explained(name), copies_allowed(), building(optimizers), mode:
                 answer = build()
-            return cls(answer, mode, optimizers, torch.get_default_dtype(), on_cpu.has_card)
+            return cls(answer, mode, optimizers, torch.get_default_dtype(), on_cpu.has_card, name)
 
     @property
     def is_model(self) -> bool:
@@ -190,17 +192,20 @@ class Built:
                 return _record_own(model, args, kwargs, self.mode, name, options, self.optimizers)
             built = model
             tensors = (*named_state(model), *named_inputs(args, kwargs))
-            if not all(isinstance(tensor, FakeTensor) for _, tensor in tensors):
+            with explained(name):
+                check_kinds(model, tensors)
+            if not all(isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode for _, tensor in tensors):
                 with explained(name):
                     model, args, kwargs = _fake_copies(model, args, kwargs, self.mode)
             began = time.monotonic()
             recorded = _record(model, args, kwargs, self.mode, name, options, rule_choice(options, model, name))
-            return _noted(replace(recorded, seconds=time.monotonic() - began), built, options)
+            return _noted(replace(recorded, seconds=time.monotonic() - began), built, options, self.notes)
 
     def copied(self) -> "Built":
         """Returns a copy of a module and its inputs, on fake tensors of its own."""
-        with _isolated(), copies_allowed():
-            return replace(self, answer=_fake_copies(*self._example(), self.mode))
+        with _isolated(), copies_allowed(), explained(self.name):
+            notes = tuple(wrapper_notes(self.answer[0]))
+            return replace(self, answer=_fake_copies(*self._example(), self.mode), notes=notes)
 
     def with_inputs(self, change: Callable[[Any], Any]) -> "Built":
         """Returns the same model with other inputs: `change` makes each from the one that is there."""
@@ -209,10 +214,10 @@ class Built:
             return replace(self, answer=(model, tree_map(change, args), tree_map(change, kwargs)))
 
 
-def _noted(captured: Capture, model: nn.Module, options: StepOptions) -> Capture:
-    """Adds notes on the `model` as the user gave it."""
-    notes = notes_of(model, captured.program, is_training=options.training)
-    return replace(captured, notes=(*captured.notes, *notes))
+def _noted(captured: Capture, model: nn.Module, options: StepOptions, more: Sequence[str] = ()) -> Capture:
+    """Adds notes on the `model` as the user gave it, and those that are known already."""
+    notes = (*captured.notes, *more, *notes_of(model, captured.program, is_training=options.training))
+    return replace(captured, notes=tuple(dict.fromkeys(notes)))
 
 
 class _BuildMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -357,9 +362,13 @@ def _fake_copies(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mode: FakeTensorMode
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """Returns the model and its inputs with fake tensors in place of all tensors, shared memory still shared."""
-    model = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
-    state = [tensor for _, tensor in named_state(model)]
-    inputs = [tensor for _, tensor in named_inputs(args, kwargs)]
+    while (
+        inner := getattr(model, "_orig_mod", model.module if isinstance(model, DISTRIBUTED) else model)
+    ) is not model:
+        model = inner  # the module in a wrapper of torch.compile or DDP
+    named = list(named_state(model)), list(named_inputs(args, kwargs))
+    check_kinds(model, (*named[0], *named[1]))
+    state, inputs = ([tensor for _, tensor in tensors] for tensors in named)
     memo = fake_memories(state, mode) | fake_memories(inputs, mode)
     return (
         copy.deepcopy(model, dict(memo)),

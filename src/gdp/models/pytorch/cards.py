@@ -13,9 +13,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import autocast
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
 from torch.utils._device import DeviceContext
@@ -24,6 +25,7 @@ from gdp.models.pytorch.autocast import cuda_autocast_on_cpu
 from gdp.models.pytorch.card_kernels import kernels_of_cards
 from gdp.models.pytorch.fused_attention import attention_as_on_a_card, flex_attention_as_operators, note, recorders
 from gdp.models.pytorch.recurrent_layers import layers_as_on_a_card
+from gdp.models.unsupported import MKLDNN, QUANTISED, SPARSE, UnsupportedError
 
 CARDS = frozenset({"cuda", "xpu", "mps", "hpu", "npu", "xla", "mtia", "maia"})
 """Types of devices that stand for a card; autocast has CUDA's lists for each."""
@@ -33,6 +35,17 @@ _STAYS = frozenset(
     getattr(Tensor, name) for name in ("cuda", "xpu", "hpu", "mtia", "pin_memory") if hasattr(Tensor, name)
 )
 
+_MAKERS = {  # functions whose tensors are no plain memory
+    getattr(owner, name): kind
+    for owner, names, kind in (
+        (torch, "sparse_coo_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor", SPARSE),
+        (torch, "sparse_compressed_tensor", SPARSE),
+        (Tensor, "to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc", SPARSE),
+        (torch, "quantize_per_tensor quantize_per_channel quantize_per_tensor_dynamic", QUANTISED),
+        (Tensor, "to_mkldnn", MKLDNN),
+    )
+    for name in names.split()
+}
 _DEVICE_POSITIONS = {Tensor.to: 1, torch._C._nn._parse_to: 0}  # the latter for `nn.Module.to`
 
 
@@ -72,6 +85,8 @@ def as_if_on_a_card(*, has_card: bool = False) -> Iterator["OnCpu"]:
         (checkpoint, "check_backward_validity", partial(_check_and_note, checkpoint.check_backward_validity)),
         (checkpoint.DefaultDeviceType, "_default_device_type", "cuda"),
         (torch.utils, "swap_tensors", _swap_tensors),
+        (DistributedDataParallel, "__init__", _init_plain),
+        (DistributedDataParallel, "forward", lambda self, *args, **options: self.module(*args, **options)),
         (torch.cuda, "is_bf16_supported", lambda *args, **options: True),
         (torch.cuda, "synchronize", lambda *args: None),
         (torch.cuda, "set_device", lambda *args: None),
@@ -98,6 +113,10 @@ class OnCpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _MAKERS:
+            raise UnsupportedError(_MAKERS[func])
+        if func is Tensor.to and "meta" in (str(kwargs.get("device")), *map(str, args[1:2])):
+            return func(*args, **kwargs)  # by accelerate, which makes a fake tensor from it
         if func in _STAYS:
             self.has_card = self.has_card or func is not Tensor.pin_memory
             return args[0]
@@ -118,6 +137,8 @@ class OnCpu(TorchFunctionMode):
             is_card = device.partition(":")[0] in CARDS
         else:
             is_card = isinstance(device, int) and not isinstance(device, bool)
+        if str(device) == "meta" and _are_fake():
+            return _CPU
         self.has_card = self.has_card or is_card
         return _CPU if is_card else device
 
@@ -125,6 +146,11 @@ class OnCpu(TorchFunctionMode):
         """Returns the device whose lists `torch.autocast(device_type)` takes."""
         self.has_card = self.has_card or device_type in CARDS
         return "cuda" if self.has_card and device_type in CARDS | {"cpu"} else device_type
+
+
+def _are_fake() -> bool:
+    """Returns whether new tensors are fake: then one on the meta device is like any other."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 _plain_swap_tensors: Any = torch.utils.swap_tensors
@@ -139,6 +165,12 @@ def _swap_tensors(first: Tensor, second: Tensor) -> None:
         first.data = second
     else:
         _plain_swap_tensors(first, second)
+
+
+def _init_plain(self: DistributedDataParallel, module: nn.Module, *_args: Any, **_options: Any) -> None:
+    """Makes a wrapper that only calls its module: there is one process, and gdp chooses the layout."""
+    nn.Module.__init__(self)
+    self.module, self.require_backward_grad_sync = module, True
 
 
 def _default_device() -> Any:

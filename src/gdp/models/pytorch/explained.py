@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import (
 
 from gdp.errors import InputError, first_line, user_line
 from gdp.models.pytorch.recorder import Recorder
+from gdp.models.unsupported import unsupported
 
 
 @contextlib.contextmanager
@@ -21,6 +22,17 @@ def explained(name: str, recorder: Recorder | None = None) -> Iterator[None]:
         yield
     except InputError:
         raise
+    except Exception as error:
+        if kind := unsupported(error):
+            raise InputError(f"{name}: {_place(recorder)}{kind}") from error
+        with _failures_explained(name, recorder):
+            raise
+
+
+@contextlib.contextmanager
+def _failures_explained(name: str, recorder: Recorder | None) -> Iterator[None]:
+    try:
+        yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise InputError(
             f"{name}: {_place(recorder)}{error.func} depends on a tensor's content, which a capture does not have"

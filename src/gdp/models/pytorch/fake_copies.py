@@ -1,11 +1,35 @@
 """Fake tensors that share memory as real ones do."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
+
+from gdp.models.unsupported import LAZY, NESTED, QUANTISED, SCRIPTED, SPARSE, WRAPPED, UnsupportedError
+
+
+def check_kinds(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises UnsupportedError for a module of torch.jit, and for a tensor that is no plain memory, with its name."""
+    if isinstance(model, nn.Module) and any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
+        raise UnsupportedError(SCRIPTED)
+    for name, tensor in tensors:
+        if kind := _refused_kind(tensor):
+            raise UnsupportedError(kind.replace("; ", f" ({name}); ", 1))
+
+
+def _refused_kind(tensor: Tensor) -> str | None:
+    if is_lazy(tensor):
+        return LAZY
+    if tensor.is_nested:
+        return NESTED
+    if tensor.is_quantized:
+        return QUANTISED
+    if hasattr(tensor, "placements"):
+        return WRAPPED
+    return SPARSE if tensor.layout is not torch.strided else None
 
 
 def fake_memories(tensors: Sequence[Tensor], mode: FakeTensorMode) -> dict[int, Any]:

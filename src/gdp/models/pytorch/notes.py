@@ -10,12 +10,13 @@ from gdp.models.pytorch.program import Program
 from gdp.models.pytorch.replacements import ATTENTION, LSTM
 
 COMPILED = "fusion under torch.compile is not modelled: each operator is a kernel of its own, with its launch"
-DATA_PARALLEL = "nn.DataParallel is left out: the plain module is captured, with the whole batch"
+DATA_PARALLEL = "nn.{kind} is left out: the plain module is captured, with the whole batch"
 LSTM_LAYERS = (
     "a layer of nn.LSTM, nn.GRU or nn.RNN is one op, oneDNN's of CPUs; its time on a GPU, where cuDNN runs it, is an "
     "estimate"
 )
 
+DISTRIBUTED = nn.parallel.DistributedDataParallel
 _LSTM_KIND, _ATTENTION_KIND = (func._schema.name.replace("::", ".") for func in (LSTM, ATTENTION))
 _DROPOUTS = ("aten.native_dropout", "aten.bernoulli_", _ATTENTION_KIND)
 _BATCH_NORMS = ("aten.native_batch_norm", "aten.cudnn_batch_norm")
@@ -23,11 +24,16 @@ _BATCH_NORMS = ("aten.native_batch_norm", "aten.cudnn_batch_norm")
 
 def notes_of(model: nn.Module, program: Program, *, is_training: bool) -> list[str]:
     """Returns notes on a captured `model`."""
-    kinds = set(program.graph.kinds)
-    notes = [COMPILED] if _is_compiled(model) else []
-    notes += [DATA_PARALLEL] if any(isinstance(part, nn.DataParallel) for part in model.modules()) else []
-    notes += [LSTM_LAYERS] if _LSTM_KIND in kinds else []
+    notes = wrapper_notes(model)
+    notes += [LSTM_LAYERS] if _LSTM_KIND in program.graph.kinds else []
     return notes if is_training else notes + _left_in_training(model, program)
+
+
+def wrapper_notes(model: nn.Module) -> list[str]:
+    """Returns notes on the wrappers of a module that a capture leaves out."""
+    notes = [COMPILED] if _is_compiled(model) else []
+    wrapper = next((part for part in model.modules() if isinstance(part, (nn.DataParallel, DISTRIBUTED))), None)
+    return notes + ([DATA_PARALLEL.format(kind=type(wrapper).__name__)] if wrapper is not None else [])
 
 
 def _left_in_training(model: nn.Module, program: Program) -> list[str]:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 
 from gdp.errors import InputError
-from gdp.models.pytorch.fake_copies import fake_memories
+from gdp.models.pytorch.fake_copies import check_kinds, fake_memories
 from gdp.models.pytorch.memories import Memories
 from gdp.models.pytorch.program import named_inputs, named_state, named_tensors
 from gdp.models.pytorch.recorder import Recorder
@@ -52,6 +52,10 @@ def record_own_step(
     ones meanwhile.
     """
     parts = StepParts({"": model}) if isinstance(model, nn.Module) else StepParts.of(model, built)
+    with explained():
+        for module in parts.modules.values():
+            check_kinds(module, named_state(module))
+        check_kinds(None, named_inputs(args, kwargs))
     with _faked(parts, args, kwargs, mode) as (fake_args, fake_kwargs):
         step: Step = model
         if isinstance(model, nn.Module):
