@@ -24,6 +24,7 @@ _PLACES = {  # parts of the paths of PyTorch's files, or of a message
     "ScriptModule": SCRIPTED,
     "torch/distributed/": WRAPPED,
     "torch/nn/parallel/distributed.py": WRAPPED,
+    "For combine_mode='pointwise'": 'associative_scan(combine_mode="pointwise") in a capture; give "generic"',
     "UninitializedParameter": LAZY,
     "UninitializedBuffer": LAZY,
 }

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import autocast
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +24,7 @@ from torch.utils._device import DeviceContext
 
 from gdp.models.pytorch.autocast import cuda_autocast_on_cpu
 from gdp.models.pytorch.card_kernels import kernels_of_cards
+from gdp.models.pytorch.control_flow import control_flow_in_python, run_operator
 from gdp.models.pytorch.fused_attention import attention_as_on_a_card, flex_attention_as_operators, note, recorders
 from gdp.models.pytorch.recurrent_layers import layers_as_on_a_card
 from gdp.models.unsupported import MKLDNN, QUANTISED, SPARSE, UnsupportedError
@@ -97,6 +99,7 @@ def as_if_on_a_card(*, has_card: bool = False) -> Iterator["OnCpu"]:
         undo.enter_context(attention_as_on_a_card())
         undo.enter_context(kernels_of_cards())
         undo.enter_context(layers_as_on_a_card())
+        undo.enter_context(control_flow_in_python())
         for owner, name, replacement in replacements:
             undo.enter_context(patch.object(owner, name, replacement))
         undo.callback(_restore_default_device, _default_device())
@@ -113,6 +116,8 @@ class OnCpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return run_operator(func, args, kwargs, self)
         if func in _MAKERS:
             raise UnsupportedError(_MAKERS[func])
         if func is Tensor.to and "meta" in (str(kwargs.get("device")), *map(str, args[1:2])):

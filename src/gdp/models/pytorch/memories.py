@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gdp.models.pytorch.bytes_accessed import StoredMemories
 from gdp.models.pytorch.op_records import PENDING, OpRecord, ValueRecord, dtype_name, layout_of
@@ -44,7 +45,7 @@ class Memories:
         self.values: list[ValueRecord] = []
         self.stored = StoredMemories()
         self._stored_weights = stored  # by parameter name: weights that are stored in fewer bits
-        self._fake_mode = fake_mode
+        self.fake_mode = fake_mode
         self._held: dict[int, _Memory] = {}  # by address
         self._attributes: dict[int, tuple[str, Tensor]] = {}  # by address: attributes of modules, adopted when used
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # by identity: a real tensor met on the way, its fake
@@ -125,6 +126,21 @@ class Memories:
         memory = self._held.get(tensor.untyped_storage()._cdata)
         return None if memory is None else memory.value
 
+    def constant_of(self, tensor: Tensor) -> Tensor | None:
+        """Returns the content of a single number that is made from nothing, as by `torch.zeros(1)`; else None."""
+        value = self.value_of(tensor)
+        if value is None or tensor.numel() != 1 or tensor.requires_grad:
+            return None
+        calls = self.values[value].producer.calls
+        if (
+            len(calls) != 1
+            or calls[0].seed >= 0
+            or any(isinstance(arg, (Ref, list, tuple)) for arg in calls[0].args[1:])
+        ):
+            return None
+        with _disable_current_modes():
+            return None if isinstance(calls[0].args[0], Ref) else calls[0].func(*calls[0].args, **calls[0].kwargs)
+
     def refs(self, item: Any, read: list[tuple[Ref, Tensor]]) -> Any:
         """Returns an argument with `Ref`s for tensors, which are added to `read`."""
         if isinstance(item, Tensor):
@@ -145,7 +161,7 @@ class Memories:
         if not isinstance(item, Tensor) or isinstance(item, FakeTensor):
             return item
         if id(item) not in self._fakes:
-            with self._fake_mode:
+            with self.fake_mode:
                 fake = torch.empty_strided(tuple(item.shape), item.stride(), dtype=item.dtype)
             self._fakes[id(item)] = (item, fake)
             self._adopt(fake, item)

@@ -141,6 +141,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.memories.add_state(tensor, parameter):
             self.phases.set_home([tensor], self.running.of_parameter(parameter))
 
+    def find_constant(self, tensor: Any) -> None:
+        """Gives a fake tensor its content, where that is one number which follows from the code alone."""
+        if isinstance(tensor, FakeTensor) and tensor.constant is None:
+            constant = self.memories.constant_of(tensor)
+            if constant is not None:
+                tensor.constant = constant
+                tensor.fake_mode.fake_tensor_converter.add_constant_storage_mapping(tensor)
+
     # -- operators -------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
