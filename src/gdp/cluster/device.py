@@ -23,6 +23,11 @@ class Device:
     memory_bytes_per_second: int
     launch_ns: int
 
+    @property
+    def is_cpu(self) -> bool:
+        """True for a CPU, which its kind says."""
+        return "cpu" in self.kind.lower()
+
 
 @dataclass(frozen=True, slots=True)
 class Route:

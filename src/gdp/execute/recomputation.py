@@ -14,7 +14,7 @@ from gdp.graph import Graph
 from gdp.graph.copies import HOST_COPY, RECOMPUTED
 from gdp.models.pytorch.program import Program
 from gdp.models.pytorch.recorded_calls import Call, Ref
-from gdp.parallel.offload import Offload
+from gdp.parallel.offload import KIND, Offload
 from gdp.parallel.recompute import Recomputation
 
 
@@ -38,7 +38,8 @@ def with_copies(program: Program, step: Recomputation) -> Program:
 
 def with_host_copies(program: Program, step: Offload) -> Program:
     """Returns the program of the graph of `step`, in which activations of the graph of `program` wait on the host."""
-    kept = np.flatnonzero(~step.graph.is_in_role(HOST_COPY)).tolist()  # in their order
+    is_new = step.graph.is_in_role(HOST_COPY) & (np.array(step.graph.kinds) == KIND)
+    kept = np.flatnonzero(~is_new).tolist()  # in their order
     number = dict(enumerate(kept))
     return _renumbered(program, step.graph, number, step.tensor_origin)
 

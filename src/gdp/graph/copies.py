@@ -30,7 +30,7 @@ ROLES = MappingProxyType(
         MODEL: "An op of the model, or its copy for another micro-batch or replica.",
         RECOMPUTED: "Computes again what its origin computed, for the backward pass.",
         ACCUMULATE: "Adds the gradient of one more micro-batch; its origin is the update that reads the sum.",
-        HOST_COPY: "Holds an activation of its origin on a CPU until the backward pass needs it.",
+        HOST_COPY: "Holds a tensor on a CPU: an activation of its origin, or what the model itself sends there.",
         BATCH_END: "Waits for all results of a batch in flight; its origin is the last op of the batch.",
         EXCHANGE_START: "Begins an exchange of a replica with others; its origin is an op that reads or has the data.",
         EXCHANGE_END: "Ends an exchange of a replica; its origin is the start.",

@@ -19,6 +19,7 @@ from gdp.cluster import Cluster
 from gdp.cluster.quantities import parse_fraction, parse_size
 from gdp.errors import InputError, suggest
 from gdp.graph import Graph
+from gdp.graph.copies import HOST_COPY
 
 _UNLIMITED = 2**62  # all sizes of a problem sum to no more (`Problem.build`)
 
@@ -162,9 +163,14 @@ def allowed_devices(
     pin_rules = _read_pins(graph, cluster, constraints.pins)
     forbid_rules = _read_forbid(graph, cluster, constraints.forbid)
     rules = (*pin_rules, *forbid_rules)
-    allowed = np.array(runnable if rules else narrow(runnable))
+    host_copies, is_cpu = np.flatnonzero(graph.is_in_role(HOST_COPY)), np.array([d.is_cpu for d in cluster.devices])
+    keeps_copies = bool(len(host_copies)) and bool(is_cpu.any()) and not bool(is_cpu.all())
+    allowed = np.array(runnable if rules or keeps_copies else narrow(runnable))
     for rule in rules:
         allowed[rule.ops] &= rule.devices
+    if keeps_copies:  # unless a rule asks for a card
+        on_cpus = allowed[host_copies] & is_cpu
+        allowed[host_copies] = np.where(on_cpus.any(axis=1, keepdims=True), on_cpus, allowed[host_copies])
     intersect_groups(graph, allowed)
     if not allowed.any(axis=1).all():
         op = int(np.argmin(allowed.any(axis=1)))

@@ -34,7 +34,8 @@ def assemble(
         for reader in recorder.memories.values[value].readers
         if reader in numbers
     )
-    control = write_after_read(len(records), rows, overwrites)
+    turns = ((numbers[before], numbers[op]) for op in records for before in op.after if before in numbers)
+    control = write_after_read(len(records), rows, (*overwrites, *turns))
     groups = _groups(records)
     names = _names(records)
     graph = Graph.build(
@@ -50,6 +51,7 @@ def assemble(
                 record.phase,
                 record.module,
                 groups[number],
+                role=record.role,
             )
             for number, record in enumerate(records)
         ],

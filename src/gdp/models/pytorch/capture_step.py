@@ -21,6 +21,7 @@ from gdp.models.pytorch.assemble import assemble
 from gdp.models.pytorch.cards import NO_GRADIENT, OnCpu, as_if_on_a_card
 from gdp.models.pytorch.explained import explained
 from gdp.models.pytorch.fake_copies import check_kinds, fake_memories
+from gdp.models.pytorch.host_moves import CARD
 from gdp.models.pytorch.loss import Loss, pick_loss
 from gdp.models.pytorch.notes import DISTRIBUTED, notes_of, wrapper_notes
 from gdp.models.pytorch.optimizers import HALF, OPTIMIZERS, UpdateRule, named_rule, rules_of
@@ -369,7 +370,7 @@ def _fake_copies(
     named = list(named_state(model)), list(named_inputs(args, kwargs))
     check_kinds(model, (*named[0], *named[1]))
     state, inputs = ([tensor for _, tensor in tensors] for tensors in named)
-    memo = fake_memories(state, mode) | fake_memories(inputs, mode)
+    memo = fake_memories(state, mode) | fake_memories(inputs, mode) | {id(CARD): CARD}
     return (
         copy.deepcopy(model, dict(memo)),
         copy.deepcopy(tuple(args), dict(memo)),

@@ -26,6 +26,7 @@ from gdp.models.pytorch.autocast import cuda_autocast_on_cpu
 from gdp.models.pytorch.card_kernels import kernels_of_cards
 from gdp.models.pytorch.control_flow import control_flow_in_python, run_operator
 from gdp.models.pytorch.fused_attention import attention_as_on_a_card, flex_attention_as_operators, note, recorders
+from gdp.models.pytorch.host_moves import CARD, HOST, hooks_move, moved
 from gdp.models.pytorch.recurrent_layers import layers_as_on_a_card
 from gdp.models.unsupported import MKLDNN, QUANTISED, SPARSE, UnsupportedError
 
@@ -37,6 +38,7 @@ _STAYS = frozenset(
     getattr(Tensor, name) for name in ("cuda", "xpu", "hpu", "mtia", "pin_memory") if hasattr(Tensor, name)
 )
 
+_FACTORIES = frozenset({torch.empty, torch.empty_like, torch.zeros, torch.empty_strided, Tensor.new_empty})
 _MAKERS = {  # functions whose tensors are no plain memory
     getattr(owner, name): kind
     for owner, names, kind in (
@@ -99,6 +101,7 @@ def as_if_on_a_card(*, has_card: bool = False) -> Iterator["OnCpu"]:
         undo.enter_context(attention_as_on_a_card())
         undo.enter_context(kernels_of_cards())
         undo.enter_context(layers_as_on_a_card())
+        undo.enter_context(hooks_move(mode.in_hook))
         undo.enter_context(control_flow_in_python())
         for owner, name, replacement in replacements:
             undo.enter_context(patch.object(owner, name, replacement))
@@ -113,6 +116,7 @@ class OnCpu(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.has_card = False  # the code has named one
+        self.is_packing = False  # a hook of saved tensors stores one
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -124,7 +128,10 @@ class OnCpu(TorchFunctionMode):
             return func(*args, **kwargs)  # by accelerate, which makes a fake tensor from it
         if func in _STAYS:
             self.has_card = self.has_card or func is not Tensor.pin_memory
-            return args[0]
+            return args[0] if func is Tensor.pin_memory else moved(args[0], to_host=False)
+        to_host = self._goes_to_host(func, args, kwargs)
+        is_pinned = kwargs.get("pin_memory") or (self.is_packing and "device" not in kwargs)
+        makes_on_host = func in _FACTORIES and is_pinned
         if "device" in kwargs:
             kwargs = kwargs | {"device": self.without_card(kwargs["device"])}
         if kwargs.get("pin_memory"):
@@ -132,7 +139,39 @@ class OnCpu(TorchFunctionMode):
         position = _DEVICE_POSITIONS.get(func)
         if position is not None and len(args) > position:
             args = (*args[:position], self.without_card(args[position]), *args[position + 1 :])
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if makes_on_host:
+            for recorder in recorders():
+                recorder.memories.set_on_host(result)
+        return result if to_host is None else moved(result, to_host=to_host)
+
+    def _goes_to_host(self, func: Any, args: Any, kwargs: Any) -> bool | None:
+        """Returns whether a call sends a tensor to the host (True) or to a card (False); None: neither.
+
+        The CPU is the host for code that has named a card and in hooks of saved tensors, else what there is.
+        """
+        if func is Tensor.cpu:
+            return True
+        if func is not Tensor.to:
+            return None
+        target = kwargs.get("device", kwargs.get("other", args[1] if len(args) > 1 else None))
+        if isinstance(target, Tensor):
+            target = target.device
+        if target is CARD or target is HOST:
+            return target is HOST
+        if isinstance(target, (str, torch.device)) and torch.device(target).type == "cpu":
+            return True if self.has_card or self.is_packing else None
+        return False if target is not None and self.without_card(target) is not target else None
+
+    @contextlib.contextmanager
+    def in_hook(self, is_packing: bool) -> Iterator[None]:
+        """Is in force inside a hook of saved tensors, which PyTorch calls from one of its functions."""
+        before, self.is_packing = self.is_packing, is_packing
+        try:
+            with self:
+                yield
+        finally:
+            self.is_packing = before
 
     def without_card(self, device: Any) -> Any:
         """Returns the CPU in place of a card; a number is the card of that number. Returns anything else as it is."""

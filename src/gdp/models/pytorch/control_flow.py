@@ -51,7 +51,8 @@ def run_operator(
     inside: contextlib.AbstractContextManager[Any],
 ) -> Any:
     """Runs an operator that takes functions, these `inside`. UnsupportedError for one that is not known."""
-    if (run := _RUNS.get(operator.name())) is not None:
+    name = str(operator)
+    if (run := _RUNS.get(name)) is not None:
         with inside:
             return run(*args, **kwargs)
     try:
@@ -60,8 +61,7 @@ def run_operator(
         if "no rule registered" not in str(error):
             raise
         raise UnsupportedError(
-            f"torch.ops.higher_order.{operator.name()}; call the function inside, or write it with torch.cond, "
-            "while_loop or scan"
+            f"torch.ops.higher_order.{name}; call the function inside, or write it with torch.cond, while_loop or scan"
         ) from error
 
 
@@ -111,7 +111,8 @@ def _stacked(items: Sequence[Any]) -> Any:
 
 
 def _associative_scan(body: Callable[..., Any], slices: Sequence[Tensor], additional_inputs: Sequence[Any] = ()) -> Any:
-    return generic_associative_scan(body, slices, additional_inputs=tuple(additional_inputs))
+    run: Callable[..., Any] = generic_associative_scan
+    return run(body, slices, additional_inputs=tuple(additional_inputs))
 
 
 def _known(condition: Any) -> bool | None:

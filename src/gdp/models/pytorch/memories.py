@@ -30,11 +30,15 @@ from gdp.models.pytorch.strides import StridedLayout
 from gdp.models.pytorch.traits import BLANKS
 from gdp.models.stored_weights import StoredWeight
 
+HAS_HOST_TENSORS = "gdp_has_host_tensors"
+"""The attribute of a fake mode some of whose tensors a model has sent to the host."""
+
 
 @dataclass(eq=False, slots=True)
 class _Memory:
     storage: torch.UntypedStorage  # held, so that its address stays its own
     value: int
+    is_on_host: bool = False  # the model has sent it there
 
 
 class Memories:
@@ -125,6 +129,20 @@ class Memories:
         """Returns the value in the memory of `tensor` at present; None for a memory that is not known."""
         memory = self._held.get(tensor.untyped_storage()._cdata)
         return None if memory is None else memory.value
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Returns whether the model has sent the memory of `tensor` to the host."""
+        if HAS_HOST_TENSORS not in vars(self.fake_mode):
+            return False
+        memory = self._held.get(tensor.untyped_storage()._cdata)
+        return memory is not None and memory.is_on_host
+
+    def set_on_host(self, tensor: Tensor, is_on_host: bool = True) -> None:
+        """Notes where the memory of `tensor` is."""
+        memory = self._held.get(tensor.untyped_storage()._cdata)
+        if memory is not None:
+            memory.is_on_host = is_on_host
+            vars(self.fake_mode)[HAS_HOST_TENSORS] = True
 
     def constant_of(self, tensor: Tensor) -> Tensor | None:
         """Returns the content of a single number that is made from nothing, as by `torch.zeros(1)`; else None."""
@@ -234,7 +252,7 @@ class Memories:
             maker.outputs, maker.calls = [], []
             self.records.append(whole)
         if maker.kind in BLANKS:
-            whole.kind, whole.module, whole.dtype = writer.kind, writer.module, writer.dtype
+            whole.kind, whole.module, whole.dtype, whole.role = writer.kind, writer.module, writer.dtype, writer.role
         whole.calls += writer.calls
         whole.outputs = [value for value in whole.outputs if value != old] + writer.outputs
         whole.flops += writer.flops

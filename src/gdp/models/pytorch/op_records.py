@@ -34,6 +34,8 @@ class OpRecord:
     source: str = ""  # parameter, buffer, input or ""
     views: dict[str, StridedLayout] = field(default_factory=dict)
     constant: Tensor | None = None
+    role: str = ""
+    after: list["OpRecord"] = field(default_factory=list)  # ops that end before it starts, beside those that it reads
 
 
 @dataclass(eq=False, slots=True)

@@ -3,7 +3,7 @@
 import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gdp.errors import InputError
+from gdp.graph.copies import HOST_COPY
 from gdp.models.pytorch.bytes_accessed import bytes_accessed, is_grouped_product
 from gdp.models.pytorch.card_kernels import LOG_SIGMOID
 from gdp.models.pytorch.flops import FORMULA, UNKNOWN, count_flops, product_operand
@@ -46,6 +47,7 @@ _WRITERS: Mapping[OpOverload, OpOverload] = {
     aten.scatter.src: aten.scatter_.src,
     aten.put.default: aten.put_.default,
 }
+HOST_MOVE = "host.move"
 _LISTS = "aten::_foreach_"  # of tensors, all treated alike
 
 
@@ -130,6 +132,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.state_parts: dict[int, tuple[str, Ref | None]] = {}  # by value: key, the parameter that it starts as
         self._update_states: dict[tuple[int, str], list[int]] = {}  # by parameter and optimizer: values
         self._randomness = Randomness()
+        self.is_moving = False  # the next copy is one to the host, or back
+        self._sent: list[OpRecord] = []  # to the host, since the last op
+        self._since_fetch: list[OpRecord] = []  # ops before the next fetch, after the one before it
+        self._has_fetched = False  # since the last op
 
     def add_gradient(self, parameter: Tensor) -> None:
         """Notes that the memory of a parameter's gradient belongs to the update of the parameter."""
@@ -191,10 +197,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for ref, tensor in read:
             distinct.setdefault((ref.value, ref.layout), tensor)
             record.reads.setdefault(ref.value, {})[ref.layout] = None
-        self._add_costs(record, func, args, kwargs, list(distinct.values()), made, written)
+        source = self._moved_tensor(func, args)
+        if source is not None:
+            record.kind, record.role, record.dtype = HOST_MOVE, HOST_COPY, dtype_name(distinct.values())
+        else:
+            self._add_costs(record, func, args, kwargs, list(distinct.values()), made, written)
+        inputs = [tensor for tensor in distinct.values() if tensor.dim()]
+        if inputs and all(map(self.memories.is_on_host, inputs)):
+            for tensor in made:
+                self.memories.set_on_host(tensor)
         if record.phase == "update":
             self.phases.set_home(made, module)
         self.memories.commit(record, written)
+        last = self.memories.records[-1]
+        if last is record or (source is not None and last.role):  # it has not joined an earlier op
+            self._put_in_turn(last, source)
         return result
 
     def _in_place(self, func: OpOverload, args: tuple[Any, ...]) -> OpOverload:
@@ -211,6 +228,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func
         value = self.memories.values[number]
         return writer if value.producer.kind in BLANKS and not value.readers else func
+
+    def _moved_tensor(self, func: OpOverload, args: tuple[Any, ...]) -> Tensor | None:
+        """Returns the tensor that a call copies between the host and the card; None for other calls."""
+        if func is aten.copy_.default and self.memories.is_on_host(args[0]) != self.memories.is_on_host(args[1]):
+            return cast(Tensor, args[1])
+        return cast(Tensor, args[0]) if self.is_moving and func is aten.clone.default else None
+
+    def _put_in_turn(self, record: OpRecord, source: Tensor | None) -> None:
+        """Has an op wait for what was sent to the host before it, and a fetch for all ops before; see host_moves.py."""
+        if source is not None and self.memories.is_on_host(source):
+            record.after, self._has_fetched = list(self._since_fetch), True
+        elif source is not None:
+            self._sent.append(record)
+        elif record.flops or record.bytes_accessed:
+            record.after, self._sent = self._sent, []
+            self._since_fetch = [] if self._has_fetched else self._since_fetch
+            self._since_fetch.append(record)
+            self._has_fetched = False
 
     def _new_values(self, result: Any, kind: str, module: str) -> tuple[list[int], list[Tensor]]:
         """Returns the value of each tensor of a result, -1 for memory that is known already, and the new tensors."""

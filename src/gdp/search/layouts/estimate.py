@@ -16,6 +16,7 @@ from gdp.budget import Clock, Effort, has_time
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.graph.copies import HOST_COPY
 from gdp.parallel.blocks import cheapest_blocks, longest_held_blocks
 from gdp.parallel.layout import AUTO, NONE, Layout
 from gdp.placers import CLASSICAL
@@ -176,20 +177,25 @@ class Estimator:
     @cached_property
     def all_cpus(self) -> list[int]:
         """The devices that are CPUs."""
-        return [number for number, device in enumerate(self.cluster.devices) if "cpu" in device.kind.lower()]
+        return [number for number, device in enumerate(self.cluster.devices) if device.is_cpu]
 
     def has_spare_cpu(self, arrangement: Arrangement) -> bool:
         """Returns whether a CPU holds no replica, and can hold activations."""
         return not set(self.all_cpus) <= set(arrangement.all_devices)
 
     def cpus(self, arrangement: Arrangement) -> tuple[int, ...] | None:
-        """Returns the CPU [R] with the quickest links to each replica, for its activations; None without offload.
+        """Returns the CPU [R] with the quickest links to each replica, for its activations; None: they stay.
 
         InputError where there is none.
         """
-        if arrangement.layout.offload == NONE:
+        is_asked = arrangement.layout.offload != NONE
+        if not is_asked and not self.parts.rough(arrangement.layout.num_parts).is_in_role(HOST_COPY).any():
             return None
         others = [cpu for cpu in self.all_cpus if cpu not in arrangement.all_devices]
+        if not is_asked:  # the model's own code sends them there, or keeps them where there is no CPU
+            others = others or self.all_cpus
+            if not others:
+                return None
         if not others:
             raise InputError(
                 f"--parallel: offload needs a CPU that holds no replica, and {self.cluster.name!r} has none; name one, "
@@ -231,7 +237,8 @@ class Estimator:
 
     def _simulated(self, arrangement: Arrangement, replica: int, places: I64) -> tuple[Simulation, I64]:
         cpus = self.cpus(arrangement)
-        return self.replicas.simulate(arrangement, replica, places, None if cpus is None else cpus[replica])
+        cpu = None if cpus is None or cpus[replica] in arrangement.devices[replica] else cpus[replica]
+        return self.replicas.simulate(arrangement, replica, places, cpu)
 
     def _unlike(self, arrangement: Arrangement) -> list[int]:
         """Returns a replica of each kind: those with as many micro-batches on devices of the same kinds are alike."""
