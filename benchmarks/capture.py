@@ -66,12 +66,7 @@ class CaptureBenchmark(Benchmark):
         measured.sort(key=lambda row: (self.models.index(row["model"]), STEPS.index(row["step"])))
         captured = [row for row in measured if not row["reason"]]
         unknown: Counter[str] = sum((Counter(row["unknown"]) for row in captured), Counter())
-        return {
-            "rows": measured,
-            "captured": captured,
-            "device": DEVICE,
-            "unknown": dict(sorted(unknown.items())),
-        }
+        return {"rows": measured, "captured": captured, "device": DEVICE, "unknown": dict(sorted(unknown.items()))}
 
 
 def _one_token(text: str) -> str:

@@ -138,11 +138,7 @@ def _measure(
         "speedup": float(np.median(ratios)),
         "speedup_quartiles": np.percentile(ratios, (25, 75)).tolist(),
         "predictions": predictions(
-            measured,
-            plan,
-            count=config.placements,
-            rounds=config.placement_rounds,
-            repeats=config.placement_repeats,
+            measured, plan, count=config.placements, rounds=config.placement_rounds, repeats=config.placement_repeats
         ),
     }
 

@@ -89,12 +89,7 @@ class LayoutMemoryBenchmark(Benchmark):
                 fits = partial(self._attempt, method, devices, models=models, rows=rows, say=say)
                 largest[method] = _largest(fits, self.most_layers, models)
             placed.append(DeviceRow(devices, sum(device.memory_bytes for device in cluster.devices), largest))
-        return {
-            "rows": placed,
-            "methods": METHODS,
-            "dtype": DTYPE,
-            "num_best": sum(row.is_best for row in placed),
-        }
+        return {"rows": placed, "methods": METHODS, "dtype": DTYPE, "num_best": sum(row.is_best for row in placed)}
 
     def _attempt(
         self, method: str, devices: str, num_layers: int, *, models: "_Models", rows: Rows, say: Say

@@ -149,10 +149,7 @@ class MeasuredBenchmark(Benchmark):
             assert stage is not None, "the layers are a multiple of the stages"
             grid = np.arange(run.gpus).reshape(run.data_parallel, run.pipeline_parallel)
             _, simulation = simulate_layout(graph, run.layout, cluster, stage, grid, in_program_order=True)
-            return {
-                "predicted_ms": simulation.step_time_ns / 1e6,
-                "missing_bytes": int(simulation.missing_bytes.max()),
-            }
+            return {"predicted_ms": simulation.step_time_ns / 1e6, "missing_bytes": int(simulation.missing_bytes.max())}
 
         return PredictedRun(run, **rows.row(run.name, facts, make))
 

@@ -113,13 +113,7 @@ class MicrobatchesBenchmark(Benchmark):
             if all(run.status == "ok" for run in found[name])
         }
         return MicrobatchRow(
-            **runs.facts,
-            baselines={},
-            runs=found,
-            model=model,
-            num_devices=num_devices,
-            count=count,
-            bubbles=bubbles,
+            **runs.facts, baselines={}, runs=found, model=model, num_devices=num_devices, count=count, bubbles=bubbles
         )
 
 

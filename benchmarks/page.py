@@ -42,10 +42,7 @@ def _wrapped(block: str) -> str:
 @cache
 def _templates() -> Environment:
     templates = Environment(
-        loader=PackageLoader("benchmarks", "pages"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=PackageLoader("benchmarks", "pages"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     templates.filters |= {
         "cells": cells,

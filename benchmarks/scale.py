@@ -302,13 +302,7 @@ def _write(phases: _Phases, plan: Plan) -> float:
 
 
 def _figures(
-    num_ops: int,
-    phases: _Phases,
-    first_s: float | None,
-    searched_s: float,
-    total_s: float,
-    plan: Plan,
-    bound_ns: int,
+    num_ops: int, phases: _Phases, first_s: float | None, searched_s: float, total_s: float, plan: Plan, bound_ns: int
 ) -> dict[str, Any]:
     return {
         "num_ops": num_ops,

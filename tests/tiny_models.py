@@ -41,10 +41,7 @@ CONFIGS: dict[str, tuple[Callable[[Any], Example], Any]] = {
             2, 2, num_segments=2, segment_steps=3, hidden=8, num_heads=2, inner=16, vocabulary=11
         ),
     ),
-    "inception": (
-        inception.build,
-        inception.InceptionConfig(2, image_size=299, num_classes=7, width_divisor=16),
-    ),
+    "inception": (inception.build, inception.InceptionConfig(2, image_size=299, num_classes=7, width_divisor=16)),
     "amoebanet": (
         amoebanet.build,
         amoebanet.AmoebaNetConfig(2, cells_per_stack=1, filters=16, image_size=32, num_classes=7, stem_filters=4),

@@ -53,9 +53,7 @@ def chosen(path: Path, workload: str) -> str:
 # Which checkpoint is asked
 
 
-def test_the_checkpoint_for_a_workload(
-    save: Save,
-) -> None:
+def test_the_checkpoint_for_a_workload(save: Save) -> None:
     """The checkpoint for a workload holds out its family and relatives and as little else as there is."""
     save("all")
     save("half", "amoebanet", "hrnet", "nasnet", "resnet", "retinanet")

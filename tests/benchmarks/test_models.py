@@ -179,14 +179,8 @@ def test_a_tree_lstm_reads_every_word_and_its_root_last() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "workload",
-    [*FURTHER, *workloads.variants],
-    ids=lambda workload: workload.name,
-)
-def test_stages_and_flops(
-    workload: Workload,
-) -> None:
+@pytest.mark.parametrize("workload", [*FURTHER, *workloads.variants], ids=lambda workload: workload.name)
+def test_stages_and_flops(workload: Workload) -> None:
     """Contiguous stages fit and the backward pass takes twice the flops of the forward pass."""
     capture = capture_fn(workload.build, name=workload.name)
     graph = capture.graph

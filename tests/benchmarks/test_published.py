@@ -44,11 +44,7 @@ def test_runs(tmp_path: Path, small_inputs: object, monkeypatch: pytest.MonkeyPa
     assert means[HDP]["to_hdp"] == 1.0
     assert means[PUBLISHED]["num_workloads"] == 2
     text = (tmp_path / "published.md").read_text()
-    for part in (
-        "published --evaluations 300 --patience 200",
-        "| without attention |",
-        "| rnnlm-2 |",
-    ):
+    for part in ("published --evaluations 300 --patience 200", "| without attention |", "| rnnlm-2 |"):
         assert part in text
 
     def followed_again(*_: object) -> None:

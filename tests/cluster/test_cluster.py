@@ -142,9 +142,7 @@ def test_routes_without_channels(tmp_path: Path) -> None:
     assert len(cluster.channels) == 6
 
 
-def test_channel_lists(
-    tmp_path: Path,
-) -> None:
+def test_channel_lists(tmp_path: Path) -> None:
     """An empty list of channels means no waiting, and named channels are shared by both directions."""
     text = THREE_CARDS + (
         "  - {from: a, to: [b, c], both: true, bandwidth: 1GB/s, latency: 0, channels: [root, slot]}\n"
@@ -464,9 +462,7 @@ def test_network_cards_of_machines() -> None:
     cluster = Cluster.parse("128xDGX-H100")
     assert cluster.num_devices == 1024
     assert cluster.route(3, 8 + 5) == Route(
-        20_000,
-        50_000_000_000,
-        ("host0.gpu3.pcie.up", "host0.net3.out", "host1.gpu5.pcie.down", "host1.net5.in"),
+        20_000, 50_000_000_000, ("host0.gpu3.pcie.up", "host0.net3.out", "host1.gpu5.pcie.down", "host1.net5.in")
     )
     assert "host0.net1.out" in Cluster.parse("2xaws-p4d").route(5, 8).channels
     spelled = Cluster.parse("2x(2x(8xa100-sxm-80g)@8x200gbit)@6400gbit")

@@ -205,9 +205,7 @@ def test_renumbered_cards() -> None:
     assert words["cuda0", "cuda1"] == "PCIe, 41.6 GB/s; different NUMA nodes"
 
 
-def test_order_of_unequal_cards(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_order_of_unequal_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of unequal cards is the driver's, unless it is that of their addresses."""
     cards = [Card(L4), Card(H100)]
     assert [gpu.name for gpu in machine_of(cards).gpus.values()] == [L4, H100]  # the driver does not tell
@@ -384,9 +382,7 @@ def pytorch_sees(monkeypatch: pytest.MonkeyPatch, *gpus: tuple[str, str, int]) -
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: found[number])
 
 
-def test_cards_of_pytorch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_cards_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cards are numbered as PyTorch does, and those that it alone knows are there, too."""
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([Card(L4, total_mib=23034, others_mib=12_000), Card(H100)]))
     pytorch_sees(monkeypatch, (H100, UUIDS[1], 80 * GIB), ("AMD Instinct MI300X", "", 192 * GIB), (L4, UUIDS[0], 1))
@@ -444,7 +440,7 @@ def test_detect_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys:
             "nvlinks": 4,
             "is_switched": False,
             "bytes_per_second": 100 * GB,
-        },
+        }
     ]
     assert answer["path"] == str(path)
     assert Cluster.load(path).fingerprint == Cluster.parse("local").fingerprint

@@ -132,11 +132,7 @@ def test_rival_routes_share_a_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured_routes, "together", together)
     rivals = measured_routes._rivals(range(3), pairs, work.QUICK, str)  # type: ignore[arg-type]
     assert rivals == {frozenset({(0, 1), (2, 1)})}
-    assert measured_routes._channels("abc", pairs, rivals) == {
-        (0, 1): ("b.in",),
-        (2, 1): ("b.in",),
-        (0, 2): ("a->c",),
-    }
+    assert measured_routes._channels("abc", pairs, rivals) == {(0, 1): ("b.in",), (2, 1): ("b.in",), (0, 2): ("a->c",)}
     # a route that is the rival of two which are no rivals of each other has a channel with each
     rivals = {frozenset({(0, 1), (0, 2)}), frozenset({(0, 1), (2, 1)})}
     channels = {(0, 1): ("a.out", "b.in"), (0, 2): ("a.out",), (2, 1): ("b.in",)}

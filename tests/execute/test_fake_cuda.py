@@ -22,11 +22,7 @@ from gdp.models.pytorch import Capture, capture, routine
 from tiny_models import EXECUTED
 
 CLUSTER = Cluster.parse("3xp100-pcie-16g")
-TARGETS = (
-    Target("cuda0", torch.device("cuda", 0)),
-    Target("cpu0", CPU),
-    Target("cuda1", torch.device("cuda", 1)),
-)
+TARGETS = (Target("cuda0", torch.device("cuda", 0)), Target("cpu0", CPU), Target("cuda1", torch.device("cuda", 1)))
 MANY_OPS = {"amoebanet", "densenet", "hrnet", "nasnet"}  # 800 to 2,700, of kinds that are in other models too
 
 

@@ -66,13 +66,7 @@ def plain(data: list[Batch], name: str, num_parts: int, clip_norm: float | None)
 
 
 def trained(
-    data: list[Batch],
-    text: str,
-    name: str,
-    clip_norm: float | None,
-    path: Path,
-    *,
-    is_resumed: bool = False,
+    data: list[Batch], text: str, name: str, clip_norm: float | None, path: Path, *, is_resumed: bool = False
 ) -> tuple[list[float], list[float]]:
     model, scaler = built(Autocast), scaler_of()
     options = {"optimizer": optimizer_of(model, name), "clip_norm": clip_norm, "scaler": scaler}

@@ -108,9 +108,7 @@ USERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("make", USERS.values(), ids=USERS)
-def test_schedulers_are_followed(
-    make: Callable[[nn.Module], torch.optim.Optimizer],
-) -> None:
+def test_schedulers_are_followed(make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
     """Six placed steps have the bits of six steps of the optimizer itself, whose learning rate falls all the time."""
     torch.manual_seed(0)
     model, alone = Net(), Net()

@@ -16,12 +16,7 @@ STANDALONE = ("--standalone", "--nproc-per-node", "2")
 
 
 def torchrun(
-    out: Path,
-    job: str,
-    *args: Any,
-    options: Sequence[str] = STANDALONE,
-    prefix: Sequence[str] = (),
-    **environment: str,
+    out: Path, job: str, *args: Any, options: Sequence[str] = STANDALONE, prefix: Sequence[str] = (), **environment: str
 ) -> "subprocess.Popen[str]":
     """Starts the ranks of a job, in a session of their own; `prefix` is a command that runs torchrun."""
     out.mkdir(exist_ok=True)

@@ -289,10 +289,7 @@ def test_bad_input(run: Run) -> None:
     cases: list[tuple[list[str], str]] = [
         (["--to", "hf-device-mapp"], "target 'hf-device-mapp' is unknown; did you mean hf-device-map?"),
         (["--to", "hf-device-map"], "made in Python, of a graph called 'three'"),
-        (
-            ["--to", "hf-device-map", "--devices", "2xp100-pcie-16g"],
-            "made in Python, of a graph called 'three'",
-        ),
+        (["--to", "hf-device-map", "--devices", "2xp100-pcie-16g"], "made in Python, of a graph called 'three'"),
         (
             ["--to", "hf-device-map", "--devices", "3xp100-pcie-16g", "--graph", "g.json"],
             "the plan is for other devices",

@@ -83,9 +83,7 @@ DECODERS = {  # architecture of llama.cpp, model type of Transformers, the field
 
 
 @pytest.mark.parametrize("architecture", DECODERS)
-def test_names_of_architectures(
-    architecture: str,
-) -> None:
+def test_names_of_architectures(architecture: str) -> None:
     """Where the architecture's own table has the parameter, it has the same name; no parameter is without one."""
     gguf = pytest.importorskip("gguf")
     from transformers import AutoConfig, AutoModelForCausalLM

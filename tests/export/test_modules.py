@@ -251,9 +251,7 @@ def test_heads_that_stay_with_the_inputs(gpus: Devices) -> None:
         model(**inputs)
 
 
-def test_rotary_embeddings(
-    gpus: Devices,
-) -> None:
+def test_rotary_embeddings(gpus: Devices) -> None:
     """The difference that docs/exports.md states: the machine model sends cos and sin to a device once."""
     from accelerate import dispatch_model
 

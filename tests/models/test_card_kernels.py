@@ -301,22 +301,14 @@ PRODUCTS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {  # a
     "mm": (torch.mm, (zeros(M, K), zeros(K, N)), "bfloat16"),
     "mm wide": (lambda a, b: torch.mm(a, b, out_dtype=torch.float32), (zeros(M, K), zeros(K, N)), "bfloat16"),
     "_scaled_mm": (scaled, (zeros(M, K, dtype=FP8), zeros(N, K, dtype=FP8)), "float8_e4m3fn"),
-    "_scaled_mm e5m2": (
-        scaled,
-        (zeros(M, K, dtype=torch.float8_e5m2), zeros(N, K, dtype=FP8)),
-        "float8_e5m2",
-    ),
+    "_scaled_mm e5m2": (scaled, (zeros(M, K, dtype=torch.float8_e5m2), zeros(N, K, dtype=FP8)), "float8_e5m2"),
     "_scaled_mm fp4": (
         fp4,
         tuple(torch.empty(n, K // 2, dtype=torch.float4_e2m1fn_x2) for n in (M, N)),
         "float4_e2m1fn_x2",
     ),
     "_scaled_mm_v2": (scaled_rows, (zeros(M, K, dtype=FP8), zeros(N, K, dtype=FP8)), "float8_e4m3fn"),
-    "_scaled_grouped_mm": (
-        scaled_groups,
-        (zeros(M, K, dtype=FP8), zeros(4, N, K, dtype=FP8), ends()),
-        "float8_e4m3fn",
-    ),
+    "_scaled_grouped_mm": (scaled_groups, (zeros(M, K, dtype=FP8), zeros(4, N, K, dtype=FP8), ends()), "float8_e4m3fn"),
     "_scaled_grouped_mm_v2": (
         scaled_groups_by_name,
         (zeros(M, K, dtype=FP8), zeros(4, N, K, dtype=FP8), ends()),
@@ -328,11 +320,7 @@ PRODUCTS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {  # a
         "bfloat16",
     ),
     "_int_mm": (torch._int_mm, (zeros(M, K, dtype=INT8), zeros(K, N, dtype=INT8)), "int8"),
-    "_weight_int8pack_mm": (
-        torch._weight_int8pack_mm,
-        (zeros(M, K), zeros(N, K, dtype=INT8), zeros(N)),
-        "bfloat16",
-    ),
+    "_weight_int8pack_mm": (torch._weight_int8pack_mm, (zeros(M, K), zeros(N, K, dtype=INT8), zeros(N)), "bfloat16"),
     "_weight_int4pack_mm": (
         lambda a, b, s: torch._weight_int4pack_mm(a, b, 32, s),
         (zeros(M, K), zeros(N // 8, K // 128, 32, 4, dtype=torch.int32), zeros(K // 32, N, 2)),

@@ -67,14 +67,7 @@ TINY: dict[str, tuple[str, dict[str, Any], str]] = {
     "vit": ("ViTForImageClassification", {**WIDTHS, **IMAGES, "patch_size": 8}, ""),
     "swin": (
         "SwinForImageClassification",
-        {
-            **IMAGES,
-            "patch_size": 2,
-            "embed_dim": 8,
-            "depths": [1, 2],
-            "num_heads": [1, 2],
-            "window_size": 4,
-        },
+        {**IMAGES, "patch_size": 2, "embed_dim": 8, "depths": [1, 2], "num_heads": [1, 2], "window_size": 4},
         "",
     ),
     "whisper": (
@@ -142,13 +135,7 @@ TINY: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "efficientnet": (
         "EfficientNetForImageClassification",
-        {
-            "image_size": 32,
-            "num_labels": 5,
-            "width_coefficient": 0.25,
-            "depth_coefficient": 0.2,
-            "hidden_dim": 320,
-        },
+        {"image_size": 32, "num_labels": 5, "width_coefficient": 0.25, "depth_coefficient": 0.2, "hidden_dim": 320},
         "",
     ),
     "resnet": ("ResNetForImageClassification", {**RESNET, "num_labels": 5}, "&image=32"),
@@ -382,11 +369,7 @@ BAD: dict[str, tuple[Any, str, str]] = {
     "no name": ({"_class_name": ["UNet2DModel"]}, "", r"_class_name is \['UNet2DModel'\]; one of "),
     "Diffusers": ({"_class_name": "Unheard"}, "", "_class_name is 'Unheard'; one of UNet2DConditionModel, "),
     "no query": (BERT, "?", "'' is no size; NAME=VALUE"),
-    "no size": (
-        BERT,
-        "?batches=2",
-        "'batches=2' is no size; NAME=VALUE with batch, sequence, image, dtype, ",
-    ),
+    "no size": (BERT, "?batches=2", "'batches=2' is no size; NAME=VALUE with batch, sequence, image, dtype, "),
     "twice": (BERT, "?batch=2&batch=2", "batch is given twice"),
     "no number": (BERT, "?batch=0", "batch is '0'; an integer of at least 1"),
     "too long": (BERT, "?sequence=9", "sequence is 9; the model has 8 positions"),

@@ -44,11 +44,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...], int]] = {
     "_linalg_svd": (lambda a: L.svd(a, full_matrices=False), (32, 16), 14 * 8192 + 8 * 4096),
     "_linalg_svd wide": (lambda a: L.svd(a, full_matrices=False), (16, 32), 14 * 8192 + 8 * 4096),
     "linalg_matrix_exp": (torch.matrix_exp, (3, 16, 16), 3 * 5 * 2 * 4096),
-    "linalg_householder_product": (
-        lambda a: L.householder_product(a, a[0]),
-        (32, 16),
-        2 * (8192 - 4096 / 3),
-    ),
+    "linalg_householder_product": (lambda a: L.householder_product(a, a[0]), (32, 16), 2 * (8192 - 4096 / 3)),
     "cholesky_solve": (lambda a: torch.cholesky_solve(a[:, :3], a), (16, 16), 2 * 3 * 16**2),
     # 64 x 10 pairs of 32: subtract, absolute value, sum; by a product of 2 x 32 and three more, with both squares
     "_cdist_forward": (lambda a: torch.cdist(a, a[:10], p=1.0), (64, 32), 3 * 640 * 32),

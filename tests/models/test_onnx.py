@@ -343,9 +343,7 @@ def product_body(outputs: list[str], inputs: list[onnx.ValueInfoProto]) -> onnx.
     return helper.make_graph(nodes, "body", inputs, [helper.make_empty_tensor_value_info(name) for name in outputs])
 
 
-def test_costs_of_loops_and_scans(
-    read: Callable[..., OnnxModel],
-) -> None:
+def test_costs_of_loops_and_scans(read: Callable[..., OnnxModel]) -> None:
     """A loop costs its body as often as it runs, and a scan as often as its sequence is long."""
     loop_inputs = [value("i", [], I64), value("was", [], TensorProto.BOOL), value("h", None)]
     loop = N("Loop", ["trips", "", "h0"], ["h1", "all"], body=product_body(["go", "next", "seen"], loop_inputs))

@@ -217,7 +217,7 @@ CASES: dict[str, Case] = {
     ),
 }
 REFUSED = {  # by ONNX Runtime on a CPU: its reason, and the bytes of the results by hand
-    "packed attention": ("not implemented for CPU", [4 * 2 * 3 * 16]),
+    "packed attention": ("not implemented for CPU", [4 * 2 * 3 * 16])
 }
 
 

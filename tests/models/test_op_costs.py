@@ -127,9 +127,7 @@ def test_costs_in_python() -> None:
     assert made.apply(graph()).flops.tolist() == [0, 253, 500, 2000]
 
 
-def test_commands_take_a_file(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_commands_take_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     """Commands take a file, and its costs reach plans and micro-batches."""
     graph().save("net.json")
     costs("{match: 'layers.*act', time: {p100-pcie-16g: 3ms}}")

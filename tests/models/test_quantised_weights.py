@@ -154,11 +154,7 @@ def test_mixtures_have_the_types_of_llama_cpp() -> None:
 
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "unknown name": (LLAMA, "&weights=q4_k_mm", "weights is 'q4_k_mm'; did you mean q4_k_m"),
-    "unknown method": (
-        quantised(quant_method="aqlm"),
-        "",
-        "quant_method 'aqlm', which is not modelled",
-    ),
+    "unknown method": (quantised(quant_method="aqlm"), "", "quant_method 'aqlm', which is not modelled"),
     "no bits": (quantised(quant_method="awq", bits="four"), "", "quantization_config of awq cannot be read"),
     "no object": ({**LLAMA, "quantization_config": [4]}, "", "quantization_config is a list; a JSON object"),
 }

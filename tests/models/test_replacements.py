@@ -20,9 +20,7 @@ def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 @pytest.mark.parametrize("num_key_heads", [4, 2])
 @pytest.mark.parametrize(
-    "options",
-    [(False, None, None), (True, None, 0.3), (False, "mask", None)],
-    ids=["plain", "causal", "masked"],
+    "options", [(False, None, None), (True, None, 0.3), (False, "mask", None)], ids=["plain", "causal", "masked"]
 )
 def test_attention(num_key_heads: int, options: tuple[bool, str | None, float | None]) -> None:
     """The replacement of attention computes what the CPU's operator computes."""

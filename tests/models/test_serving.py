@@ -53,13 +53,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2ForCausalLM", SIZES | GROUPED | {"sliding_window": 5}),
     "gpt_oss": (
         "GptOssForCausalLM",
-        SIZES
-        | GROUPED
-        | {
-            "sliding_window": 5,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-        },
+        SIZES | GROUPED | {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "deepseek_v3": ("DeepseekV3ForCausalLM", SIZES | LATENT),
     "mamba": ("MambaForCausalLM", MAMBA),

@@ -44,9 +44,7 @@ def _module(workplace: Path) -> None:
     (workplace / "loud_model.py").write_text(LOUD)
 
 
-def test_json_is_one_object(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_json_is_one_object(capfd: pytest.CaptureFixture[str]) -> None:
     """Standard output has one JSON object, whatever a function prints, and in whatever way."""
     commands = (
         ["capture", "loud_model:net", "--out", "graph.json.gz"],

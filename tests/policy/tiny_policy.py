@@ -158,12 +158,7 @@ def train_tiny(
     try:
         with Processes.join() as processes:
             run = TrainingRun(
-                resume=resume,
-                save_every=save_every,
-                stop=stop,
-                num_threads=1,
-                processes=processes,
-                on_update=on_update,
+                resume=resume, save_every=save_every, stop=stop, num_threads=1, processes=processes, on_update=on_update
             )
             return train(tiny_policy(), tiny_tasks(), tiny_training(updates), out, run=run)
     finally:

@@ -200,10 +200,7 @@ def test_replicas_beside_a_better_op_placement_are_confirmed_before_they_are_sea
         Candidate(np.zeros(1, int), Figures(0, time_ns), simulation=step, cut=cut)
         for time_ns, cut in (
             (90, BatchCut(Arrangement(Layout(), ((0, 1, 2, 3),)))),
-            (
-                replica_ns,
-                BatchCut(replicas, None, np.zeros(1, int), is_captured=False),
-            ),
+            (replica_ns, BatchCut(replicas, None, np.zeros(1, int), is_captured=False)),
         )
     )
     asked: list[Arrangement] = []

@@ -7,14 +7,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from benchmarks.architectures.families.parts import (
-    ClassLoss,
-    Draws,
-    Example,
-    RandomDropout,
-    ValueLoss,
-    vector_norm,
-)
+from benchmarks.architectures.families.parts import ClassLoss, Draws, Example, RandomDropout, ValueLoss, vector_norm
 
 _OPS_OF_STEP: Mapping[str, int] = MappingProxyType(
     {"lstm": 60, "gru": 48, "minimal": 36, "highway": 36, "plain": 16, "leaky": 24}

@@ -7,13 +7,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from benchmarks.architectures.families.feeds import (
-    CAUSAL_FEEDS,
-    FEEDS,
-    DrawnFeedForward,
-    ExpertFeed,
-    ExpertPlan,
-)
+from benchmarks.architectures.families.feeds import CAUSAL_FEEDS, FEEDS, DrawnFeedForward, ExpertFeed, ExpertPlan
 from benchmarks.architectures.families.mixers import CAUSAL_MIXERS, MIXERS, WINDOWS, DrawnAttention, mixer
 from benchmarks.architectures.families.parts import ClassLoss, Draws, Example, RandomDropout, vector_norm
 

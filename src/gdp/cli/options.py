@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -46,8 +46,7 @@ CheckpointOption = Annotated[
 ]
 InferenceOption = Annotated[bool, typer.Option("--inference", help="Forward only, instead of a training step.")]
 BatchesOption = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Serve a forward pass with N batches in flight: throughput and latency."),
+    int | None, typer.Option(metavar="N", help="Serve a forward pass with N batches in flight: throughput and latency.")
 ]
 OptimizerOption = Annotated[
     str, typer.Option(metavar="NAME", help="adam, adamw, sgd, sgd-momentum, adafactor or adam-8bit.")
@@ -191,7 +190,12 @@ def with_options(command: Callable[..., int]) -> Callable[..., int]:
     for name, parameter in signature.parameters.items():
         if name in groups:
             parameters += [
-                inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=item.type)
+                inspect.Parameter(
+                    item.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=inspect.Parameter.empty if item.default is MISSING else item.default,
+                    annotation=item.type,
+                )
                 for item in fields(groups[name])
             ]
         elif name != "given":

@@ -85,8 +85,7 @@ def place(
         typer.Option("--cache/--no-cache", help="Answer an identical question with the plan that was found before."),
     ] = True,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write plan.json, graph.json.gz, cluster.json, report.html."),
+        Path | None, typer.Option(metavar="DIR", help="Write plan.json, graph.json.gz, cluster.json, report.html.")
     ] = None,
     given: Given,
     json: JsonOption = False,

@@ -42,8 +42,7 @@ def report(
     graph: PlacedGraphOption = None,
     devices: PlacedDevicesOption = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The page. Default: report.html beside PLAN."),
+        Path | None, typer.Option(metavar="FILE", help="The page. Default: report.html beside PLAN.")
     ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run the classical placers too, and show their times.")

@@ -16,6 +16,7 @@ from typing import Any, cast
 from gdp import files
 from gdp.budget import Budget
 from gdp.cli.shared import check_writable, log
+from gdp.cli.train_options import TrainOptions
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.models import source
@@ -41,35 +42,6 @@ MAX_VALIDATION_GRAPHS = 24  # of drawn families
 TRAINING_SET = "training-set"  # the GRAPH that stands for `PAPERS.training_set`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainOptions:
-    """Holds the options of `gdp train`; None stands for a default, which may depend on others."""
-
-    graphs: Sequence[str]
-    devices: Sequence[str]  # none: the usual devices of each workload
-    hold_out: Sequence[str]  # model families
-    out: Path
-    resume: bool
-    start: Path | None  # --from
-    policy: str | None
-    styles: int | None
-    updates: int
-    budget: str | None
-    graphs_per_update: int | None
-    samples: int | None
-    learning_rate: float | None  # None: the policy's
-    randomize: bool
-    validation: Sequence[str]
-    validation_families: Sequence[str]  # of drawn architectures
-    validate_every: int | None
-    pool: int | None
-    save_every: int | None
-    seed: int
-    threads: int | None
-    tensorboard: Path | None
-    command: str
-
-
 @dataclass(frozen=True, slots=True)
 class Trained:
     """Holds the trained policy and the course of the training."""
@@ -93,7 +65,7 @@ class Trained:
 
     @property
     def _is_validated(self) -> bool:
-        return bool(self.options.validation or self.options.validation_families)
+        return bool(self.options.validation or self.options.validation_family)
 
     def to_document(self) -> dict[str, Any]:
         """Returns the answer of `gdp train --json`."""
@@ -129,8 +101,11 @@ class Trained:
         return "\n".join(lines)
 
 
-def run(options: TrainOptions, warm_up: Callable[[], object]) -> Trained:
-    """Trains with `options`; `warm_up` compiles after all input is read. Raises InputError for bad ones."""
+def run(options: TrainOptions, command: str, warm_up: Callable[[], object]) -> Trained:
+    """Trains with `options`, which stood in `command`; `warm_up` compiles after all input is read.
+
+    Raises InputError for bad ones.
+    """
     limit = None if options.budget is None else Budget.parse_time(options.budget)
     _check_styles(options)
     if options.tensorboard is not None and find_spec("tensorboard") is None:
@@ -143,11 +118,12 @@ def run(options: TrainOptions, warm_up: Callable[[], object]) -> Trained:
         raise InputError(f"{existing[0]}: exists; go on with it by --resume, or choose another --out")
     if options.resume and options.styles is not None and options.out.exists():
         _check_resumed_styles(options.out, options.styles)
-    clusters = [Cluster.parse(text) for text in options.devices]
-    held_out = PAPERS.hold_out(options.hold_out)
-    _check_held_out((*options.graphs, *options.validation), held_out)
+    clusters = [Cluster.parse(text) for text in options.devices or ()]
+    validated = options.validation or ()
+    held_out = PAPERS.hold_out(options.hold_out or ())
+    _check_held_out((*options.graphs, *validated), held_out)
     policy, origin = _policy(options, held_out)
-    pairs, kept = _without_families(_pairs(options.graphs, clusters, held_out), options.validation_families)
+    pairs, kept = _without_families(_pairs(options.graphs, clusters, held_out), options.validation_family or ())
     config = TrainingConfig(
         seed=options.seed,
         updates=options.updates,
@@ -161,7 +137,7 @@ def run(options: TrainOptions, warm_up: Callable[[], object]) -> Trained:
     config = replace(config, pool=_pool(options, policy, pairs, config.graphs_per_update))
     task_config = _task_config(options, policy, pairs)
     tasks = Tasks(pairs, task_config, options.seed)
-    validation = _validation([*_pairs(options.validation, clusters, held_out), *kept], task_config)
+    validation = _validation([*_pairs(validated, clusters, held_out), *kept], task_config)
     seconds = None if limit is None else limit.seconds
     line = StatusLine(f"training {policy.name}")
     warm_up()
@@ -186,7 +162,7 @@ def run(options: TrainOptions, warm_up: Callable[[], object]) -> Trained:
                 processes=processes,
                 on_update=report,
             )
-            provenance = Provenance(origin=origin, held_out=held_out, command=options.command)
+            provenance = Provenance(origin=origin, held_out=held_out, command=command)
             more: Any = {"validation": validation, "provenance": provenance, "run": training_run}
             if options.styles is None:
                 progress = train(policy, tasks, config, options.out, **more)

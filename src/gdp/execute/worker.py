@@ -22,11 +22,7 @@ from gdp.models.pytorch import Program
 _NICE = 10  # of a thread that computes; others of the process have 0
 
 REMEDIED: Mapping[str, type[Exception]] = MappingProxyType(
-    {
-        "MemoryError": MemoryError,
-        "OutOfMemoryError": MemoryError,
-        "NotImplementedError": NotImplementedError,
-    }
+    {"MemoryError": MemoryError, "OutOfMemoryError": MemoryError, "NotImplementedError": NotImplementedError}
 )
 """The kinds of causes that ExecutionError has a remedy for; others are RuntimeErrors in another process."""
 

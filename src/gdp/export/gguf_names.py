@@ -26,12 +26,7 @@ _CONVERTED = (
 _METADATA = re.compile(r"\.act_fn\.")  # of Apertus: numbers in the file's header, no tensor
 _NOT_TEXT = re.compile(r"vision|visual|image|audio|speech|multi_?modal|mm_|projector")
 # Differences between the module paths of Transformers 5 and the names in checkpoints, which the table has.
-_PATHS = (
-    ("", ""),
-    (r"\blanguage_model\.", ""),
-    (r"^(model|transformer)\.", ""),
-    (r"^model\.", "backbone."),
-)
+_PATHS = (("", ""), (r"\blanguage_model\.", ""), (r"^(model|transformer)\.", ""), (r"^model\.", "backbone."))
 FEED_FORWARD = "(ffn_|post_ffw_|exp_probs_b|channel_mix_)"  # tensors of a layer that follow the attention
 
 

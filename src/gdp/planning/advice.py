@@ -162,12 +162,7 @@ def _changes(simulation: Simulation, constraints: Constraints) -> Iterator[_Chan
         rest = used[used != least]
         moved[placement == least] = others.index(int(rest[np.argmax(simulation.busy_fraction[rest])]))
         yield _Change(
-            ONE_FEWER,
-            f"without {devices[least].name}",
-            less,
-            constraints.within(less),
-            Candidate(moved),
-            others,
+            ONE_FEWER, f"without {devices[least].name}", less, constraints.within(less), Candidate(moved), others
         )
     most = int(np.argmax(simulation.busy_fraction))
     more = changes.with_another(cluster, most)

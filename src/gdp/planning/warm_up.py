@@ -53,11 +53,7 @@ def warm_up(
     """
     is_many = max(num_devices, 0 if problem is None else problem.num_devices) > WORD_DEVICES
     is_exact = "exact" in placers or (len(placers) > 0 and problem is not None and is_small(problem))
-    modules = (
-        *_SIMULATION,
-        *((*_SEARCH, *_POLICY) if placers else ()),
-        *(_EXACT if is_exact else ()),
-    )
+    modules = (*_SIMULATION, *((*_SEARCH, *_POLICY) if placers else ()), *(_EXACT if is_exact else ()))
     with event.install_listener("numba:compile", _Counter(kernels_of(modules), on_kernel)):
         _run_kernels(len(placers) > 0, is_many=is_many, is_exact=is_exact)
 

@@ -53,10 +53,7 @@ def _rows(listed: Any, name: str) -> list[dict[str, Any]]:
 
 def _step_times(document: Mapping[str, Any]) -> dict[str, Any]:
     low, high = document["step_time_quartiles_ns"]
-    return {
-        "step_time_ns": _number(document["step_time_ns"]),
-        "step_time_quartiles_ns": [_number(low), _number(high)],
-    }
+    return {"step_time_ns": _number(document["step_time_ns"]), "step_time_quartiles_ns": [_number(low), _number(high)]}
 
 
 def _number(value: Any) -> float:

@@ -72,10 +72,7 @@ class Constraints:
 
     @classmethod
     def of(
-        cls,
-        constraints: "Constraints | None",
-        keywords: ConstraintKeywords,
-        function: Callable[..., Any] | None = None,
+        cls, constraints: "Constraints | None", keywords: ConstraintKeywords, function: Callable[..., Any] | None = None
     ) -> "Constraints":
         """Returns `constraints` with the fields that `keywords` give.
 
@@ -149,11 +146,7 @@ def _sizes(limits: Mapping[str, int | str] | None) -> dict[str, int] | None:
 
 
 def allowed_devices(
-    graph: Graph,
-    cluster: Cluster,
-    runnable: Bool,
-    constraints: Constraints,
-    limits_bytes: I64,
+    graph: Graph, cluster: Cluster, runnable: Bool, constraints: Constraints, limits_bytes: I64
 ) -> Bool:
     """[N, D] where ops may go: where they are `runnable` [N, D], as `pins` and `forbid` ask, groups as one.
 

@@ -263,13 +263,7 @@ def mean_step_time(arrays, op_times_ns, placement, dispatch, stop_ns, floor_ns, 
     for table in range(num_tables):
         others_ns = (num_tables - 1 - table) * floor_ns
         status, step_time_ns = _run(
-            arrays,
-            op_times_ns[table],
-            placement,
-            dispatch,
-            left_ns - total_ns - others_ns,
-            workspace[0],
-            workspace[1],
+            arrays, op_times_ns[table], placement, dispatch, left_ns - total_ns - others_ns, workspace[0], workspace[1]
         )
         total_ns += step_time_ns
         if status != COMPLETED:

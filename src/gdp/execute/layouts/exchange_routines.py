@@ -25,15 +25,7 @@ from torch import Tensor
 
 from gdp.execute.exchanged_rows import Chunk, ExchangedRows
 from gdp.execute.layouts.cut import Cut
-from gdp.models.pytorch.strides import (
-    StridedLayout,
-    as_recorded,
-    empty,
-    is_dense,
-    memory_order,
-    part_view,
-    view_of,
-)
+from gdp.models.pytorch.strides import StridedLayout, as_recorded, empty, is_dense, memory_order, part_view, view_of
 
 Held = MutableMapping[int, Any]
 Device = torch.device | None

@@ -211,11 +211,7 @@ class Sender(_Connection):
     """Sends tensors to `peer` in order; `times_ns` has the times when each was put and when its turn came."""
 
     def __init__(
-        self,
-        transfers: TransferState,
-        peer: int,
-        groups: Groups,
-        dense: Callable[[int, Tensor], Tensor],
+        self, transfers: TransferState, peer: int, groups: Groups, dense: Callable[[int, Tensor], Tensor]
     ) -> None:
         super().__init__(transfers, peer, groups, "to")
         self._dense = dense

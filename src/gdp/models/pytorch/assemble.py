@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.unique_names import UniqueNames
@@ -12,6 +13,8 @@ from gdp.models.pytorch.program import Program, StepSource
 from gdp.models.pytorch.recorded_calls import Ref
 from gdp.models.pytorch.recorder import Recorder
 from gdp.models.pytorch.strides import StridedLayout, part_layout
+
+_COLUMNS = attrgetter("kind", "flops", "bytes_accessed", "dtype", "resident_bytes", "phase", "module")  # of `Op`
 
 
 def assemble(
@@ -36,27 +39,11 @@ def assemble(
     )
     turns = ((numbers[before], numbers[op]) for op in records for before in op.after if before in numbers)
     control = write_after_read(len(records), rows, (*overwrites, *turns))
-    groups = _groups(records)
-    names = _names(records)
-    graph = Graph.build(
-        name,
-        [
-            Op(
-                names[number],
-                record.kind,
-                record.flops,
-                record.bytes_accessed,
-                record.dtype,
-                record.resident_bytes,
-                record.phase,
-                record.module,
-                groups[number],
-                role=record.role,
-            )
-            for number, record in enumerate(records)
-        ],
-        [*rows, *control],
-    )
+    ops = [
+        Op(op_name, *_COLUMNS(record), group, role=record.role)
+        for op_name, record, group in zip(_names(records), records, _groups(records), strict=True)
+    ]
+    graph = Graph.build(name, ops, [*rows, *control])
     keys = tensors.keys()
     base = {value: number for number, (value, layout) in enumerate(keys) if layout is None}
     program = Program(

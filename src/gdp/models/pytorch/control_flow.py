@@ -101,11 +101,6 @@ def _scan(
     return (*carried, *map(_stacked, zip(*rows, strict=True)))
 
 
-def _map(body: Callable[..., Any], slices: Sequence[Tensor], more: Sequence[Any] = ()) -> Any:
-    rows = [tuple(body(*(item[number] for item in slices), *more)) for number in range(len(slices[0]))]
-    return tuple(map(_stacked, zip(*rows, strict=True)))
-
-
 def _stacked(items: Sequence[Any]) -> Any:
     return torch.stack(tuple(items)) if isinstance(items[0], Tensor) else items[0]
 
@@ -127,7 +122,7 @@ _RUNS: dict[str, Callable[..., Any]] = {
     "cond": _cond,
     "while_loop": _while_loop,
     "scan": _scan,
-    "map_impl": _map,
+    "map_impl": lambda body, slices, more=(): _scan(body, (), slices, more),
     "associative_scan": _associative_scan,
     "invoke_subgraph": lambda function, _name, *operands: function(*operands),
     "wrap": lambda function, *operands, **options: function(*operands, **options),

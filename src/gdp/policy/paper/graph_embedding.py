@@ -9,7 +9,6 @@ N ops, F input features, H hidden, E edges.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,30 +26,6 @@ class GraphEmbeddingConfig:
             raise ValueError(f"{self}: at least one layer and one hidden unit are expected")
 
 
-class _StrongestOffers(torch.autograd.Function):
-    """The maximum over an op's edges; equal maxima share its gradient.
-
-    The gradient of PyTorch's `scatter_reduce` is the same, but added a quarter to half to a training step.
-    """
-
-    @staticmethod
-    def forward(context: Any, offered: Tensor, targets: Tensor, num_ops: int) -> Tensor:
-        """Returns [N, H] from what is offered along the edges [E, H] and the ops that they lead to [E]."""
-        pooled = offered.new_zeros(num_ops, offered.shape[1]).scatter_reduce(
-            0, targets[:, None].expand_as(offered), offered, "amax", include_self=False
-        )
-        context.save_for_backward(offered, targets, pooled)
-        return pooled
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        offered, targets, pooled = context.saved_tensors
-        is_strongest = (offered == pooled.index_select(0, targets)).to(offered.dtype)
-        num_strongest = torch.zeros_like(pooled).index_add_(0, targets, is_strongest)
-        shares = gradient / num_strongest.clamp_min_(1)
-        return is_strongest.mul_(shares.index_select(0, targets)), None, None
-
-
 class MaxPoolLayer(nn.Module):
     """One iteration."""
 
@@ -63,7 +38,10 @@ class MaxPoolLayer(nn.Module):
         """[N, H] from [N, F] and edges [2, E] (from, to)."""
         sources, targets = edge_index
         offered = torch.sigmoid(self.pool(x)).index_select(0, sources)
-        pooled: Tensor = _StrongestOffers.apply(offered, targets, len(x))  # type: ignore[no-untyped-call]
+        # of equal maxima each has a share of the gradient
+        pooled = offered.new_zeros(len(x), offered.shape[1]).scatter_reduce(
+            0, targets[:, None].expand_as(offered), offered, "amax", include_self=False
+        )
         return torch.relu(self.combine(torch.cat((x, pooled), dim=-1)))
 
 

@@ -38,11 +38,7 @@ _AS_FAST = 1e-3  # of a step: by how much the order of the program may be slower
 
 
 def best_dispatch(
-    problem: Problem,
-    step: Step,
-    placement: Placement,
-    clock: Clock | None = None,
-    large: LargeSteps = DEFAULTS.large,
+    problem: Problem, step: Step, placement: Placement, clock: Clock | None = None, large: LargeSteps = DEFAULTS.large
 ) -> Candidate:
     """Returns the step in the best of all orders of micro-batches and levels of ops: one that fits, then the fastest.
 

@@ -129,8 +129,7 @@ class Estimator:
             return [np.zeros(graph.num_ops, np.int64)]
         alone, large = self.replicas.alone, self.settings.large
         found = self._memo(
-            ("places", graph.op_names, kinds),
-            lambda: staged_places(alone(graph, arrangement.devices[0]), large),
+            ("places", graph.op_names, kinds), lambda: staged_places(alone(graph, arrangement.devices[0]), large)
         )
         if arrangement.layout.stages is None:
             return found

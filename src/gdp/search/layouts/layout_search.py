@@ -127,12 +127,7 @@ class LayoutSearch:
         self.question.tell(candidate)
 
     def _simulated(
-        self,
-        cut: Arrangement,
-        graph: Graph,
-        places: I64,
-        hosts: tuple[int, ...] | None,
-        cpus: tuple[int, ...] | None,
+        self, cut: Arrangement, graph: Graph, places: I64, hosts: tuple[int, ...] | None, cpus: tuple[int, ...] | None
     ) -> Candidate:
         """Returns the step of `graph` cut as it is said, with rings over `hosts` [R], activations on `cpus` [R]."""
         layout, devices, cluster = cut.layout, cut.devices, self.question.cluster

@@ -65,11 +65,7 @@ class OneReplica:
 
 
 def searched_in_one(
-    question: Question,
-    clock: Clock,
-    one: OneReplica,
-    start: Candidate,
-    place: Callable[[Question, Clock], Solution],
+    question: Question, clock: Clock, one: OneReplica, start: Candidate, place: Callable[[Question, Clock], Solution]
 ) -> list[Candidate]:
     """Returns what `place` finds for one replica, beginning from that of `start`, as a placement of all of them."""
     problem, placement = one.problem, one.restrict(start.placement)

@@ -231,9 +231,7 @@ def draw_near(question: Question, clock: Clock, known: Sequence[Placement]) -> t
     is_short = left_s is not None and left_s < settings.few_simulations * simulation_s
     evaluator.clock = clock.part(1.0 if is_short else settings.near_share)
     config = ZeroShotConfig(
-        num_simulations=settings.num_near,
-        draw_share=settings.near_draw_share,
-        num_styles=settings.num_styles,
+        num_simulations=settings.num_near, draw_share=settings.near_draw_share, num_styles=settings.num_styles
     )
     draw_at_once(evaluator, read_policy(question.checkpoint), rng, config)
     best = evaluator.solution().best
