@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.architectures.__main__ import main
 from benchmarks.architectures.draw import DEFAULT, FAMILIES, MAX_OPS, MIN_OPS, captured, draw
 from benchmarks.architectures.drawn_set import make_set
 from benchmarks.architectures.likeness import MAX_LIKENESS, BuiltIns, neighbourhoods, structure
@@ -110,6 +111,28 @@ def test_sets_of_another_seed_are_refused(whole: GraphSet, built_ins: BuiltIns) 
     """A set of another seed is not added to."""
     with pytest.raises(InputError, match="has graphs of seed 3, not 4; name another directory"):
         make_set(whole.directory, 4, seed=4, families=PAIR, built_ins=lambda: built_ins)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["graph.json.gz", "--count", "2"], "graph.json.gz is no directory; choose another place"),
+        (["new", "--count", "2", "--family", "nope"], "'nope' is unknown; one of cells, residual, "),
+    ],
+)
+def test_bad_input(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Bad input is one line with exit status 2, and nothing is left behind."""
+    monkeypatch.chdir(tmp_path)
+    Path("graph.json.gz").touch()
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["graph.json.gz"]
 
 
 def test_graphs_have_a_task_of_their_own(whole: GraphSet) -> None:

@@ -639,8 +639,6 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["capture", "cli_broken:fails", "--out", "graph.yaml"], ["--out graph.yaml", ".json.gz"]),
     (["capture", "cli_broken:fails", "--out", "g.json", "--optimizer", "adagrad"], ["'adagrad'", "adam, adamw, sgd"]),
     (["devices", "show", "toaster"], ["no kind 'toaster'"]),
-    (["architectures", "graph.json.gz", "--count", "2"], ["graph.json.gz is no directory; choose another place"]),
-    (["architectures", "new", "--count", "2", "--family", "nope"], ["'nope' is unknown; one of cells, residual, "]),
     (["place", "gnmt/l9", "--devices", DEVICES], ["'gnmt/l9': no variant of that name", "gdp workloads --variants"]),
 ]
 

@@ -14,6 +14,7 @@ import typer.main
 
 import gdp
 from benchmarks.__main__ import app_of
+from benchmarks.architectures.__main__ import app as drawing
 from doc_commands import CommandError, check_command, command_lines, inline_commands
 from doc_pages import PageError, check, check_block, read_blocks
 from gdp.cli import app
@@ -159,7 +160,8 @@ def test_options_exist(page: Path) -> None:
     text = re.sub(r"\\\n(> )?", " ", page.read_text())
     text = re.sub(r"--[^\n`]*?-->", "", text)  # arrows of drawings
     benchmarks = dict(_commands(typer.main.get_command(app_of()), "python -m benchmarks"))
-    known = set().union(*options.values(), *benchmarks.values(), OF_OTHER_TOOLS)
+    drawer = dict(_commands(typer.main.get_command(drawing), "python -m benchmarks.architectures"))
+    known = set().union(*options.values(), *benchmarks.values(), *drawer.values(), OF_OTHER_TOOLS)
     assert set(OPTION.findall(text)) <= known
     for line in re.findall(r"(?:^|[`$ ])(gdp (?:[a-z]+)[^`\n#]*)", text, re.MULTILINE):
         words = line.split()

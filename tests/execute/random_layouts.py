@@ -15,6 +15,7 @@ from gdp.execute.layouts.step_program import StepProgram, step_program
 from gdp.graph import Graph
 from gdp.graph.layers import LayerPaths
 from gdp.models.pytorch import Capture, Replay
+from gdp.models.pytorch.cards import as_if_on_a_card
 from gdp.models.pytorch.loss import pick_loss
 from gdp.models.pytorch.program import named_tensors
 from gdp.parallel.layout import BLOCKS, NONE, Layout
@@ -124,11 +125,12 @@ class Unplaced:
             replica.zero_grad()
             for _ in range(count):
                 args, kwargs = next(following)
-                output = replica(*args, **kwargs)
-                outputs |= {f"{name}@{len(losses)}": item.detach() for name, item in named_tensors(output, "")}
-                loss = pick_loss(output, None, "the model")
                 before = {name: gradient.clone() for name, gradient in _gradients(replica)}
-                (loss / len(parts)).backward()
+                with as_if_on_a_card():  # a captured step has the kernels of cards
+                    output = replica(*args, **kwargs)
+                    loss = pick_loss(output, None, "the model")
+                    (loss / len(parts)).backward()
+                outputs |= {f"{name}@{len(losses)}": item.detach() for name, item in named_tensors(output, "")}
                 losses.append(loss.detach())
                 for name, gradient in _gradients(replica):
                     size = (gradient - before[name]).abs() if name in before else gradient.abs()

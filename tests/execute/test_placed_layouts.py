@@ -16,6 +16,7 @@ from gdp import Cluster, InputError, Plan, Problem, simulate
 from gdp.execute.layouts.batch import split_inputs
 from gdp.execute.worker import ExecutionError
 from gdp.models.pytorch import capture
+from gdp.models.pytorch.cards import as_if_on_a_card
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
 from gdp.search.solution import plan_of
@@ -141,8 +142,9 @@ def eager_step(model: nn.Module, batch: Batch, num_parts: int, clip_norm: float 
     model.zero_grad()
     losses = []
     for args, _ in split_inputs(batch, {}, num_parts):
-        loss = model(*args)
-        (loss / num_parts).backward()
+        with as_if_on_a_card():  # a captured step has the kernels of cards
+            loss = model(*args)
+            (loss / num_parts).backward()
         losses.append(loss.detach())
     if clip_norm is not None:
         nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
