@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from operator import attrgetter
 
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.unique_names import UniqueNames
@@ -13,8 +12,6 @@ from gdp.models.pytorch.program import Program, StepSource
 from gdp.models.pytorch.recorded_calls import Ref
 from gdp.models.pytorch.recorder import Recorder
 from gdp.models.pytorch.strides import StridedLayout, part_layout
-
-_COLUMNS = attrgetter("kind", "flops", "bytes_accessed", "dtype", "resident_bytes", "phase", "module")  # of `Op`
 
 
 def assemble(
@@ -40,7 +37,7 @@ def assemble(
     turns = ((numbers[before], numbers[op]) for op in records for before in op.after if before in numbers)
     control = write_after_read(len(records), rows, (*overwrites, *turns))
     ops = [
-        Op(op_name, *_COLUMNS(record), group, role=record.role)
+        Op(op_name, *_columns(record), group, role=record.role)
         for op_name, record, group in zip(_names(records), records, _groups(records), strict=True)
     ]
     graph = Graph.build(name, ops, [*rows, *control])
@@ -153,6 +150,11 @@ def _part_bytes(part: StridedLayout, whole: ValueRecord) -> int:
     """Returns the bytes of a part; of a weight that is stored in fewer bits, its share of them."""
     num_bytes, in_full = (math.prod(layout.size) * layout.dtype.itemsize for layout in (part, whole.layout))
     return num_bytes if in_full <= whole.num_bytes else -(-num_bytes * whole.num_bytes // in_full)
+
+
+def _columns(op: OpRecord) -> tuple[str, int, int, str, int, str, str]:
+    """Returns what follows the name in an `Op`."""
+    return op.kind, op.flops, op.bytes_accessed, op.dtype, op.resident_bytes, op.phase, op.module
 
 
 def _groups(records: list[OpRecord]) -> list[int]:
