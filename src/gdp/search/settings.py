@@ -77,7 +77,6 @@ class OpsSettings:
     quick_share: float = 0.4  # for the quick classical placers,
     hurried_share: float = 0.7  # and where they have most of it
     slow_share: float = 0.15  # of the whole time: later no slow placer begins ("Slow placers on short budgets")
-    fewest_placer_simulations: int = 6  # that take as long as a placer at least
     streaming_share: float = 0.2
     few_microbatches: int = 4  # placed before all are ("Micro-batches": 0.02 % behind all of 16)
     few_microbatches_share: float = 0.4  # of the search
@@ -132,21 +131,15 @@ class LayoutSettings:
     most_microbatches: int = 64  # a replica; more pay for their launches
     microbatches_a_place: tuple[int, ...] = (1, 2, 4, 8, 16)  # of a pipeline: the bubble is 1/2 to 1/17 of the step
     most_places: int = 64  # of a replica: physics, the engine's word
-    num_splits: int = 6  # ways to share a batch out over unequal devices
     # estimates
-    near_link: float = 1.25  # times the slowest link: links of one host, on which rings may close first
     seen_microbatches: int = 2  # of each place that are simulated; the others are alike
-    most_guesses: int = 4  # at the places of a replica's ops
     most_probes: int = 5  # simulations between no block and all, to find the fewest that fit
     offloaded_shares: tuple[float, ...] = (1.0, 0.75, 0.5, 0.25)  # of the blocks, tried in turn
     # which are simulated, by shares of the budget
-    first_share: float = 0.1  # later, while nothing is simulated, replicas of one device each are looked at
     screen_share: float = 0.35  # later no further arrangement is simulated
     late_share: float = 0.7  # the same where nothing fits yet
-    usual_share: float = 0.5  # later ZeRO 1 and FSDP are not looked at; DDP is at any time
     most_simulated: int = 16  # arrangements that fit
-    far_estimate: float = 1.1  # times the best step: by estimate, what takes longer is not simulated,
-    far_usual: float = 1.5  # and of what users run, what takes longer than this
+    far_estimate: float = 1.1  # times the best step: by estimate, what takes longer is not simulated
     # which are searched, and for how long
     quick_share: float = 0.1  # first op placement of a small step
     whole_share: float = 0.5  # op placement, if it may still win,

@@ -53,7 +53,7 @@ class Estimator:
         times, device_class = op_time_classes(self.parts.exact(1), self.cluster)
         alone = np.where((times < 0).any(axis=0), np.inf, np.maximum(times, 0).sum(axis=0))[device_class]
         kinds = np.unique(np.stack((device_class, self.limits_bytes)), axis=1, return_inverse=True)[1].reshape(-1)
-        return DeviceSpeeds(alone, kinds, _hosts(self.cluster, self.settings.layouts.near_link), self.settings.layouts)
+        return DeviceSpeeds(alone, kinds, _hosts(self.cluster), self.settings.layouts)
 
     @cached_property
     def limits_bytes(self) -> I64:
@@ -85,7 +85,7 @@ class Estimator:
         """Returns whether there is time for an estimate."""
         layout, num_places = arrangement.layout, arrangement.num_places
         num_ops = self.parts.rough(layout.num_parts).num_ops
-        num_guesses = 1 if num_places == 1 else self.settings.layouts.most_guesses
+        num_guesses = 1 if num_places == 1 else 4  # at the places of a replica's ops, at most
         num_ops *= num_guesses * self.replicas.num_seen(layout, max(layout.microbatches), num_places)
         return has_time(self.clock, self.effort.estimate.seconds(num_ops))
 
@@ -277,11 +277,11 @@ def is_in_stages(graph: Graph, places: I64, num_stages: int) -> bool:
     return is_used and bool((places[sources] <= places[targets])[is_passed].all())
 
 
-def _hosts(cluster: Cluster, near_link: float) -> I64 | None:
+def _hosts(cluster: Cluster) -> I64 | None:
     """Returns the host [D] of each device, by links that are much quicker than the slowest; None: all are alike."""
     rates = cluster.bytes_per_second + cluster.bytes_per_second.T
     apart = rates[rates > 0]
-    if not len(apart) or apart.max() < near_link * apart.min():
+    if not len(apart) or apart.max() < 1.25 * apart.min():
         return None
     from scipy.sparse.csgraph import connected_components  # half a second, which devices that are alike never need
 

@@ -75,7 +75,7 @@ class Screening:
         share = self._clock.share_spent
         left = self._readable(self._queue.left) or self._queue.left
         # pipelines take long to estimate, and a plan should be there soon
-        if not self.simulated and share > self._settings.first_share:
+        if not self.simulated and share > 0.1:
             left = [each for each in left if each.way.num_places == 1 and each.fits] or left
         estimated = [each for each in left if each.has_places and (each.fits or share > self._settings.late_share)]
         return min(estimated if estimated and share > self._settings.screen_share else left)
@@ -143,8 +143,8 @@ class Screening:
             usual = [each for each in alone if is_usual(each.way.layout)]
             widest = max((each.way.layout.data for each in usual), default=0)
             best = min((each for each in usual if each.way.layout.data == widest), default=None)
-            limit_ns = self._settings.far_usual * (self._fitting_ns or NEVER)
-            is_late = clock.stop.is_set() or (clock.share_spent > self._settings.usual_share and zero > 0)
+            limit_ns = 1.5 * (self._fitting_ns or NEVER)
+            is_late = clock.stop.is_set() or (clock.share_spent > 0.5 and zero > 0)  # DDP is looked at at any time
             if best is None or not best.fits or best.step_time_ns > limit_ns or is_late or self._loses(best):
                 return
             self._advance(best)
