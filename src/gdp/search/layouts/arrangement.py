@@ -209,7 +209,7 @@ def _in_proportion(machine: DeviceSpeeds, devices: list[int], batch_size: int, i
         layout = Layout(tuple(count for _, count in used))
         ways.setdefault(Arrangement(layout, tuple((device,) for device, _ in used)), float(slowest_ns))
     best = sorted(ways, key=lambda way: (ways[way], way.layout.num_parts))
-    yield from best[:6]
+    yield from best[:6]  # more ways to share a batch out move no plan
 
 
 def shared_out(time_ns: F64, parts: int, least: int = 0) -> list[int]:

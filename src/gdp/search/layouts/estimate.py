@@ -281,7 +281,7 @@ def _hosts(cluster: Cluster) -> I64 | None:
     """Returns the host [D] of each device, by links that are much quicker than the slowest; None: all are alike."""
     rates = cluster.bytes_per_second + cluster.bytes_per_second.T
     apart = rates[rates > 0]
-    if not len(apart) or apart.max() < 1.25 * apart.min():
+    if not len(apart) or apart.max() < 1.25 * apart.min():  # links of one host are quicker
         return None
     from scipy.sparse.csgraph import connected_components  # half a second, which devices that are alike never need
 

@@ -143,7 +143,7 @@ class Screening:
             usual = [each for each in alone if is_usual(each.way.layout)]
             widest = max((each.way.layout.data for each in usual), default=0)
             best = min((each for each in usual if each.way.layout.data == widest), default=None)
-            limit_ns = 1.5 * (self._fitting_ns or NEVER)
+            limit_ns = 1.5 * (self._fitting_ns or NEVER)  # of what users run, what takes longer is left
             is_late = clock.stop.is_set() or (clock.share_spent > 0.5 and zero > 0)  # DDP is looked at at any time
             if best is None or not best.fits or best.step_time_ns > limit_ns or is_late or self._loses(best):
                 return
