@@ -467,6 +467,7 @@ def test_network_cards_of_machines() -> None:
     assert "host0.net1.out" in Cluster.parse("2xaws-p4d").route(5, 8).channels
     spelled = Cluster.parse("2x(2x(8xa100-sxm-80g)@8x200gbit)@6400gbit")
     assert spelled.fingerprint == Cluster.parse("2x(2xdgx-a100)@6400gbit").fingerprint
+    assert Cluster.parse("16x8xH100-SXM-80g").fingerprint == Cluster.parse("16xdgx-h100").fingerprint
 
 
 def test_link_suffixes() -> None:
@@ -492,6 +493,8 @@ def test_link_suffixes() -> None:
         ("2x(2xdgx-a100)@2x400gbit", "one uplink rate"),
         ("2x(2x(2xl4-24g)@10gbit+cpu-16core)@20gbit", "no kind"),
         ("2xdgx-a10", "no kind"),
+        ("2x4xl4-24g", r"rate of a network card between the hosts: 2x\(4xl4-24g\)@100gbit"),
+        ("16x8xh100", "no kind '8xh100'"),
         ("cpu-16core+0xl4-24g", "0 devices"),
         ("0x(l4-24g)@10gbit", "at least 1"),
         ("2x(l4-24g)@0gbit", "at least 1"),

@@ -26,6 +26,20 @@ def test_words_and_documents_come_back(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("dp=4", "data=4"),
+        ("ddp=4,tp=1,ga=2", "data=4,microbatches=2"),
+        ("fsdp=8", "data=8,zero=3"),
+        ("pp=2,microbatches=8,ac=full", "stages=2,microbatches=8,recompute=blocks"),
+    ],
+)
+def test_words_of_other_tools_are_understood(text: str, meant: str) -> None:
+    """What users of other tools call a key means that key."""
+    assert str(Layout.parse(text)) == meant
+
+
+@pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("none", "is no KEY=VALUE"),
@@ -39,6 +53,11 @@ def test_words_and_documents_come_back(text: str) -> None:
         ("data=2,data=2", "given twice"),
         ("dta=2", "did you mean data"),
         ("tensor=2", "not supported"),
+        ("tp=2", "tensor parallelism is not supported"),
+        ("dp=2,data=2", "data is given twice"),
+        ("fsdp=8,zero=2", "zero is given twice"),
+        ("ep=2,data=2", "ep: this kind of parallelism is not supported"),
+        ("data=2,ac=selective", "recompute=auto takes as many as must be"),
         ("microbatches=0", "microbatches is 0"),
         ("stages=0", "stages is 0"),
         ("offload=blocks,recompute=auto", "take one of them"),

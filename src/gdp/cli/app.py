@@ -18,6 +18,7 @@ from gdp.cli.capture import capture
 from gdp.cli.compare import compare
 from gdp.cli.devices import devices_app
 from gdp.cli.export import export
+from gdp.cli.options import GroupedCommand
 from gdp.cli.place import place
 from gdp.cli.report import report
 from gdp.cli.run import run
@@ -40,7 +41,7 @@ app = typer.Typer(
 )
 app.add_typer(devices_app, name="devices")
 for command in (place, run, export, report, compare, simulate, capture, train, workloads):
-    app.command()(command)
+    app.command(cls=GroupedCommand if command in (place, compare) else None)(command)
 
 
 def main(args: Sequence[str] | None = None, commands: typer.Typer = app, name: str = "gdp") -> int:

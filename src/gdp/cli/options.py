@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
 from gdp.errors import InputError
 
@@ -156,6 +157,30 @@ class TargetOptions:
         """Raises InputError for any of the options where there is no target."""
         if self.ctx is not None or self.split_layers:
             raise InputError(f"{'--split-layers' if self.ctx is None else '--ctx'}: needs --for llama-cpp")
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help has its options in groups."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes the arguments, then each group of options that the command has."""
+        sections: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", *_GROUPS, "Search and output")}
+        *_, others = sections
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                group = next((name for name, options in _GROUPS.items() if parameter.name in options), others)
+                sections["Arguments" if parameter.param_type_name == "argument" else group].append(record)
+        for name, records in sections.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
+
+
+_GROUPS = {  # of a long help, by names of parameters; what is in none of them is of the search
+    "Model": ("plan", "graph", *(item.name for item in fields(ReadingOptions))),
+    "Layout": ("parallel", "batches", "target", *(item.name for item in fields(TargetOptions))),
+    "Machine": ("devices", "times", *(item.name for item in fields(ConstraintOptions))),
+}
 
 
 class Given(dict[str, Any]):

@@ -15,6 +15,7 @@ from gdp.errors import InputError, suggest
 _GROUP = re.compile(r"(?:([0-9]+)x)?([^:]*)(?::(.*))?")
 _TOGETHER = re.compile(r"([0-9]+)x\((.*)\)@(?:([0-9]{1,3})x)?([0-9]{1,6})gbit")
 _MACHINES = re.compile(rf"([0-9]+)x({'|'.join(map(re.escape, MACHINES))})")
+_HOSTS = re.compile(r"([0-9]+)x([0-9]+x([^():+]+))")
 _NUM_SHOWN = 100_000  # numbers from here on may be cut off by `_count`; messages do not show them
 
 
@@ -51,7 +52,8 @@ def preset(text: str) -> tuple[list[Device], dict[tuple[int, int], Route]]:
 
     preset = local | hosts | pods
     pods   = COUNT "x(" hosts ")@" RATE "gbit"       each with uplinks of RATE in each direction, which its hosts share
-    hosts  = COUNT "x" MACHINE | COUNT "x(" local ")@" [ COUNT "x" ] RATE "gbit"      RATE of one of its network cards
+    hosts  = COUNT "x" MACHINE | COUNT "x" COUNT "x" KIND | COUNT "x(" local ")@" [ COUNT "x" ] RATE "gbit"
+                                                      RATE: of one of its network cards
     local  = group { "+" group }
     group  = [ COUNT "x" ] KIND [ ":" LINK ]         LINK: pcie3-5 or nvlink1-5 instead of the kind's own
 
@@ -128,9 +130,18 @@ def _on_host(local: str, text: str, network: _Network, pod: str, number: int, up
 
 
 def _spelled(text: str) -> str:
-    """Returns `2xdgx-a100` as hosts with network cards, other text as it is."""
+    """Returns `2xdgx-a100` as hosts with network cards, and `2x8xa100-sxm-80g` as the first machine with these cards;
+    other text as it is.
+    """
     match = _MACHINES.fullmatch(text.strip())
-    return text if match is None else f"{match[1]}x({MACHINES[match[2]].local})@{MACHINES[match[2]].network}"
+    if match is None and (match := _HOSTS.fullmatch(text.strip())) is not None and match[3] in KINDS:
+        network = next((machine.network for machine in MACHINES.values() if machine.local == match[2]), None)
+        if network is None:
+            hosts = f"{match[1]}x({match[2]})"
+            raise InputError(f"devices {text!r}: add the rate of a network card between the hosts: {hosts}@100gbit")
+        return f"{match[1]}x({match[2]})@{network}"
+    machine = None if match is None else MACHINES.get(match[2])
+    return text if machine is None else f"{match[1]}x({machine.local})@{machine.network}"
 
 
 def _count(text: str) -> int:

@@ -12,6 +12,17 @@ MAX_REPLICAS = 1024  # as many as there may be devices
 NONE, BLOCKS, AUTO = "none", "blocks", "auto"  # what is recomputed; AUTO: as many blocks as memory asks for
 _KEYS = ("data", "tensor", "stages", "microbatches", "zero", "recompute", "offload")
 _BESIDE = ("batch", "places", "ring", "hosts", "whole")  # what plan files have besides the layout
+_MEANT = {  # what users of other tools write; the docs have the table
+    "dp": "data",
+    "ddp": "data",
+    "pp": "stages",
+    "tp": "tensor",
+    "ac": "recompute",
+    "checkpointing": "recompute",
+    "ga": "microbatches",
+    "gradient_accumulation": "microbatches",
+}
+_MISSING = ("context", "cp", "expert", "ep", "sequence", "sp")  # kinds of parallelism that layouts do not have
 _HELP = "such as data=4,microbatches=8,zero=1,recompute=auto,stages=2"
 
 
@@ -110,6 +121,7 @@ class Layout:
     def parse(cls, text: str) -> "Layout":
         """Reads `data=4,microbatches=8`; unequal counts are `microbatches=3:1:1`, modules `recompute=encoder:head`.
 
+        `fsdp=4` is `data=4,zero=3`, and other tools' words for keys are understood.
         InputError, with the remedy, for anything else.
         """
         values: dict[str, str] = {}
@@ -117,6 +129,16 @@ class Layout:
             key, equals, value = part.strip().partition("=")
             if not equals or not value:
                 raise InputError(f"--parallel: {part.strip()!r} is no KEY=VALUE; auto, none or {_HELP} is expected")
+            if key == "fsdp":
+                values["zero"], key = "3", "data"
+            key = _MEANT.get(key, key)
+            if key == "recompute" and value == "selective":
+                raise InputError(
+                    "--parallel: blocks are recomputed whole; recompute=auto takes as many as memory asks for"
+                )
+            value = BLOCKS if (key, value) == ("recompute", "full") else value
+            if key in _MISSING:
+                raise InputError(f"--parallel: {key}: this kind of parallelism is not supported; leave it out")
             if key not in _KEYS:
                 raise InputError(f"--parallel: {key!r} is unknown; {suggest(key, _KEYS)}")
             if key in values:
