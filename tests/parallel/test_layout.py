@@ -57,7 +57,7 @@ def test_words_of_other_tools_are_understood(text: str, meant: str) -> None:
         ("dp=2,data=2", "data is given twice"),
         ("fsdp=8,zero=2", "zero is given twice"),
         ("ep=2,data=2", "ep: this kind of parallelism is not supported"),
-        ("data=2,ac=selective", "recompute=auto takes as many as must be"),
+        ("data=2,ac=selective", "recompute=auto takes as many as memory asks for"),
         ("microbatches=0", "microbatches is 0"),
         ("stages=0", "stages is 0"),
         ("offload=blocks,recompute=auto", "take one of them"),
