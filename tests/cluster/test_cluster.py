@@ -365,7 +365,8 @@ def test_tables_of_the_documentation() -> None:
             *rates,
             f"{kind.memory_bytes_per_second / 1e9:g}",
         ]
-        assert f"| `{name}` | {' | '.join(cells)} | {kind.launch_ns / 1e3:g} | {links} |" in text
+        costs = ["-" if value is None else f"{value:g}" for value in (kind.watts, kind.dollars_per_hour)]
+        assert f"| `{name}` | {' | '.join([*cells, f'{kind.launch_ns / 1e3:g}', *costs])} | {links} |" in text
     for link in LINKS.values():
         assert f"| `{link.name}` | {link.bytes_per_second / 1e9:g} | {link.latency_ns / 1e3:g} |" in text
 

@@ -155,7 +155,7 @@ def test_known_names() -> None:
     assert set(KIND_BY_NAME.values()) == set(KINDS) - unknown_to_nvml - {"mi300x-192g"}
     for name, kind in KIND_BY_NAME.items():
         assert [device.kind for device in machine_of([Card(name), Card(f"NVIDIA {name}")]).devices[:2]] == [kind, kind]
-    assert machine_of([Card("NVIDIA H100 PCIe")]).devices[0].kind == "nvidia-h100-pcie"
+    assert machine_of([Card("NVIDIA H800 PCIe")]).devices[0].kind == "nvidia-h800-pcie"
 
 
 def test_pcie_rates() -> None:

@@ -93,6 +93,8 @@ class DeviceKind:
     nvlink: str = ""
     nominal_gib: int = 0  # as it is sold
     driver: str = ""  # its name there, without NVIDIA in front
+    watts: float | None = None  # at most; None: not known
+    dollars_per_hour: float | None = None  # of a cloud, on demand, with its share of the host; None: not known
 
     @property
     def is_cpu(self) -> bool:
@@ -129,6 +131,8 @@ def _kind(row: Mapping[str, Any]) -> DeviceKind:
         row.get("nvlink", ""),
         gib,
         row.get("driver", ""),
+        row.get("watts"),
+        row.get("dollars_per_hour"),
     )
 
 

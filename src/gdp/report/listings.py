@@ -8,6 +8,7 @@ from rich.text import Text
 
 from gdp.cluster import Cluster, Device, Route
 from gdp.cluster.catalogue import KINDS, LINKS, MACHINES, DeviceKind, LinkKind
+from gdp.cluster.prices import Price, Prices
 from gdp.notebook import digits, format_gib
 from gdp.report.tables import MOST_DEVICES, SHOWN_OF_MANY, new_table
 
@@ -22,6 +23,8 @@ def cluster_report(cluster: Cluster) -> Iterator[RenderableType]:
     yield new_table("device", "kind", ">memory", ">float32", ">bandwidth", ">launch", rows=rows)
     if is_many:
         yield Text(f"and {cluster.num_devices - len(shown)} more devices; routes from the first one, by rate:")
+    watts, dollars = _costs(Prices().of(cluster))
+    yield Text(f"All devices: {watts} W, {dollars} $ an hour.")
     if cluster.num_devices == 1:
         return
     yield ""
@@ -79,14 +82,22 @@ def _figures(device: Device | DeviceKind) -> tuple[str, str, str, str]:
     )
 
 
+def _costs(price: Price | DeviceKind) -> tuple[str, str]:
+    dollars = price.dollars_per_hour
+    return "-" if price.watts is None else f"{price.watts:,.0f}", "-" if dollars is None else f"{dollars:,.2f}"
+
+
 def _rates(link: Route | LinkKind) -> tuple[str, str]:
     return f"{digits(link.bytes_per_second / 1e9, 3)} GB/s", f"{digits(link.latency_ns / 1e3, 3)} us"
 
 
 def kinds_report() -> Iterator[RenderableType]:
     """Yields the built-in kinds of devices and links."""
-    kinds = [(name, *_figures(kind), ", ".join(filter(None, (kind.port, kind.nvlink)))) for name, kind in KINDS.items()]
-    yield new_table("kind", ">usable memory", ">float32", ">bandwidth", ">launch", "links", rows=kinds)
+    kinds = [
+        (name, *_figures(kind)[:3], *_costs(kind), ", ".join(filter(None, (kind.port, kind.nvlink))))
+        for name, kind in KINDS.items()
+    ]
+    yield new_table("kind", ">usable", ">float32", ">bandwidth", ">W", ">$/hour", "links", rows=kinds)
     yield ""
     yield new_table("link", ">bandwidth", ">latency", rows=((link.name, *_rates(link)) for link in LINKS.values()))
     yield ""

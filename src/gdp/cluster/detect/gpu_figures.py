@@ -24,7 +24,8 @@ def slot_of(gpu: Gpu) -> tuple[int, int]:
     The third generation is the slowest of the built-in kinds, and slots for cards have 16 lanes.
     """
     kind = KINDS.get(kind_of(gpu))
-    generation = gpu.pcie_generation or int((kind.port if kind else "pcie3").removeprefix("pcie"))
+    port = kind.port if kind and kind.port.startswith("pcie") else "pcie3"
+    generation = gpu.pcie_generation or int(port.removeprefix("pcie"))
     return generation, gpu.pcie_width or 16
 
 
