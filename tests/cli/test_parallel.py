@@ -190,7 +190,7 @@ def test_notes_say_what_a_cut_step_does_otherwise(capsys: pytest.CaptureFixture[
     assert "draws of dropout differ" in printed.err
     assert "of the flops of the whole step" in printed.err
     following = printed.out.strip().splitlines()[-1].removeprefix("Next: gdp ")
-    assert following == "simulate plan.json"
+    assert following == "export plan.json --to torch-fsdp"
     assert Plan.load("plan.json").question.options["optimizer"] == "sgd"
     assert main(following.split()) == 0
 

@@ -119,7 +119,9 @@ def test_a_plan_is_simulated_shown_exported_and_run(
     if case == "a trained policy":
         policy()
     assert main(["place", *words, *QUICK, *(["--out", "."] if has_out else [])]) == 0
-    assert "Next: gdp simulate plan.json" in capsys.readouterr().out
+    tool = None if case == "equal stages" else EXPORTS.get(case)
+    following = "simulate plan.json" if tool is None else f"export plan.json --to {tool}"
+    assert f"Next: gdp {following}\n" in capsys.readouterr().out
     plan = str(Path("plan.json").resolve())
     Path("elsewhere").mkdir()
     with pytest.MonkeyPatch.context() as patch:

@@ -152,7 +152,7 @@ def _report(opened: OpenRequest, answer: Answer) -> "Iterable[RenderableType]":
     from gdp.report import batches_answer, console, layouts
 
     found, served = answer.found, opened.model.served
-    next_command = answer.files.next_command(opened.request) if answer.plan_path else ""
+    next_command = answer.files.next_command(opened.request, answer.plan) if answer.plan_path else ""
     if found.batches is not None:
         samples = opened.request.source.batch_size
         return batches_answer.batches_report(found.batches, samples, answer.shown_paths, next_command)

@@ -22,6 +22,7 @@ from gdp.stop import skip_on_interrupt
 if TYPE_CHECKING:
     from gdp.graph import Graph
     from gdp.planning.plan_cache import KeptAnswer
+    from gdp.simulator.plan import Plan
     from gdp.simulator.problem import Problem
     from gdp.simulator.simulate import Simulation
 
@@ -159,11 +160,34 @@ class PlanFiles:
         """The files that the answer names."""
         return [path for path in self.written if path in (self.plan, self.report)]
 
-    def next_command(self, request: PlaceRequest) -> str:
-        """Returns the command to go on with: the plan knows all that it needs."""
-        if request.target is None:
-            return shlex.join(["gdp", "simulate", str(self.plan)])
-        return shlex.join(["gdp", "export", str(self.plan), "--to", request.target.name, *request.target.options])
+    def next_command(self, request: PlaceRequest, plan: "Plan") -> str:
+        """Returns the command to go on with, which needs nothing but the plan: the export for its likely tool."""
+        target, plan_file = request.target, str(self.plan)
+        tool, options = (_likely_tool(request, plan), ()) if target is None else (target.name, target.options)
+        return shlex.join(
+            ["gdp", "simulate", plan_file] if tool is None else ["gdp", "export", plan_file, "--to", tool, *options]
+        )
+
+
+def _likely_tool(request: PlaceRequest, plan: "Plan") -> str | None:
+    """Returns the name of the tool that runs plans of such a model; None if there is none, or several are as likely."""
+    from gdp.export.export_target import is_cpu
+    from gdp.models.model import GGUF, HUGGING_FACE
+    from gdp.models.model_text import is_onnx
+    from gdp.parallel.batches import in_flight
+    from gdp.parallel.layout import NONE, Layout
+
+    text, reading, cut = request.model, request.reading, plan.layout
+    if cut is not None and not in_flight(cut):
+        assert plan.problem is not None
+        layout = Layout.of_document(cut)
+        num_places = layout.stages or len(set(cut.get("places") or (0,)))
+        is_on_cards = not is_cpu(plan.problem)[plan.placement].any()
+        return "torch-fsdp" if num_places == 1 and is_on_cards and layout.offload == NONE else None
+    if text.startswith(HUGGING_FACE) and not reading.training:
+        is_served = reading.serving.has_cache
+        return "llama-cpp" if GGUF in text else "vllm" if is_served else "hf-device-map"
+    return "onnxruntime" if is_onnx(text) else None
 
 
 def _others(plan: Path, kept: Path | None, graph: "Graph") -> list[Path]:

@@ -133,15 +133,16 @@ def _spelled(text: str) -> str:
     """Returns `2xdgx-a100` as hosts with network cards, and `2x8xa100-sxm-80g` as the first machine with these cards;
     other text as it is.
     """
-    match = _MACHINES.fullmatch(text.strip())
-    if match is None and (match := _HOSTS.fullmatch(text.strip())) is not None and match[3] in KINDS:
-        network = next((machine.network for machine in MACHINES.values() if machine.local == match[2]), None)
-        if network is None:
-            hosts = f"{match[1]}x({match[2]})"
-            raise InputError(f"devices {text!r}: add the rate of a network card between the hosts: {hosts}@100gbit")
-        return f"{match[1]}x({match[2]})@{network}"
-    machine = None if match is None else MACHINES.get(match[2])
-    return text if machine is None else f"{match[1]}x({machine.local})@{machine.network}"
+    name = text.strip()
+    if (match := _MACHINES.fullmatch(name)) is not None:
+        return f"{match[1]}x({MACHINES[match[2]].local})@{MACHINES[match[2]].network}"
+    if (match := _HOSTS.fullmatch(name)) is None or match[3] not in KINDS:
+        return text
+    network = next((machine.network for machine in MACHINES.values() if machine.local == match[2]), None)
+    hosts = f"{match[1]}x({match[2]})"
+    if network is None:
+        raise InputError(f"devices {text!r}: add the rate of a network card between the hosts: {hosts}@100gbit")
+    return f"{hosts}@{network}"
 
 
 def _count(text: str) -> int:

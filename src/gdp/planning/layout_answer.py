@@ -45,7 +45,9 @@ class LayoutRow:
 
 @dataclass(frozen=True, slots=True)
 class LayoutAnswer:
-    """The rows of all layouts that were looked at, the one of the plan first."""
+    """The rows of all layouts that were looked at: the one of the plan, other simulated ones, estimates, and what does
+    not fit; the fastest of each first.
+    """
 
     rows: tuple[LayoutRow, ...]
     bound_ns: int  # no layout of this batch on these devices takes less
@@ -60,6 +62,7 @@ class LayoutAnswer:
         others = [each for each in solution.looked_at if each is not best]
         if parts.misread:  # of all layouts that cut the batch, which the note says once
             others = [each for each in others if each.layout.num_parts == 1]
+        others.sort(key=lambda each: (each.status == NOT_ALLOWED or each.missing_bytes > 0, each.status == ESTIMATED))
         rows = tuple(map(LayoutRow.of, (best, *others)))
         return cls(rows, solution.bound_ns, num_moved(best), tuple(_notes(best, parts)))
 

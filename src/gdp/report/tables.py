@@ -28,10 +28,16 @@ MOST_DEVICES, SHOWN_OF_MANY = 64, 16  # rows of a table: of more devices the fir
 
 
 def new_table(*columns: str, rows: Iterable[Sequence[str]] = ()) -> Table:
-    """Returns a table with these headings and rows; `>` in front of a heading sets the column flush right."""
+    """Returns a table with these headings and rows; `>` in front of a heading sets the column flush right.
+
+    In a narrow terminal text goes on in the next line, so that no name is cut, and no figure.
+    """
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
-        table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
+        is_figure = column.startswith(">")
+        table.add_column(
+            column.lstrip(">"), justify="right" if is_figure else "left", no_wrap=is_figure, overflow="fold"
+        )
     for row in rows:
         table.add_row(*row)
     return table
