@@ -121,6 +121,7 @@ def test_place_json_is_one_object_with_the_documented_keys_and_nothing_else(run:
         "gap",
         "peak_memory_bytes",
         "busy_fraction",
+        "mfu",
         "baselines",
         "seconds",
         "simulations",

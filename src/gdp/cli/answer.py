@@ -137,6 +137,7 @@ def _document(opened: OpenRequest, answer: Answer) -> dict[str, Any]:
         answer.simulation.problem.graph,
         opened.request.cluster,
         answer.plan,
+        answer.simulation,
         answer.plan_path,
         advice=found.advice,
         would_fit=answer.would_fit,

@@ -50,7 +50,7 @@ def place_report(
     yield Text(sentences.headline(plan, plan.search.baselines, count), style="bold")
     if serving:
         yield Text(serving, style="bold")
-    for sentence in sentences.of_search(plan.search, simulation):
+    for sentence in (*sentences.of_utilisation(simulation), *sentences.of_search(plan.search, simulation)):
         yield Text(sentence)
     yield Text(sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns, count, sentences.num_replicas(simulation)))
     if plan.search.baselines:
@@ -117,6 +117,7 @@ def simulate_report(
         yield Text(of_throughput(throughput), style="bold")
     if served is not None:
         yield Text(served.sentence(simulation.step_time_ns), style="bold")
+    yield from map(Text, sentences.of_utilisation(simulation))
     counts = sentences.num_microbatches(simulation), sentences.num_replicas(simulation)
     yield Text(sentences.of_bound(simulation.step_time_ns, bound_ns, *counts))
     yield Text("The plan fits." if simulation.feasible else "The plan is not feasible.")

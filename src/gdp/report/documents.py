@@ -48,6 +48,7 @@ def place_document(
     graph: Graph,
     cluster: Cluster,
     plan: Plan,
+    simulation: Simulation,
     path: Path | None,
     *,
     advice: Advice | None,
@@ -71,6 +72,7 @@ def place_document(
         "gap": _gap(plan.step_time_ns, plan.lower_bound_ns),
         "peak_memory_bytes": plan.peak_memory_bytes.tolist(),
         "busy_fraction": plan.search.busy_fraction.tolist(),
+        "mfu": simulation.mfu and simulation.mfu[0],
         "baselines": {
             name: {"status": baseline.status, "step_time_ns": baseline.step_time_ns, "seconds": baseline.seconds}
             for name, baseline in plan.search.baselines.items()
@@ -135,6 +137,7 @@ def simulate_document(
         "gap": _gap(simulation.step_time_ns, bound_ns),
         "peak_memory_bytes": simulation.peak_memory_bytes.tolist(),
         "busy_fraction": simulation.busy_fraction.tolist(),
+        "mfu": simulation.mfu and simulation.mfu[0],
         "feasible": simulation.feasible,
         "reasons": simulation.reasons,
     } | serving_entry(served, simulation.step_time_ns)

@@ -82,6 +82,12 @@ def _figures(device: Device | DeviceKind) -> tuple[str, str, str, str]:
     )
 
 
+def _half_rate(kind: DeviceKind) -> int:
+    """Returns the FLOPs per second in bfloat16, else float16, else float32."""
+    rates = kind.flops_per_second
+    return rates.get("bfloat16", rates.get("float16", rates["float32"]))
+
+
 def _costs(price: Price | DeviceKind) -> tuple[str, str]:
     dollars = price.dollars_per_hour
     return "-" if price.watts is None else f"{price.watts:,.0f}", "-" if dollars is None else f"{dollars:,.2f}"
@@ -94,10 +100,17 @@ def _rates(link: Route | LinkKind) -> tuple[str, str]:
 def kinds_report() -> Iterator[RenderableType]:
     """Yields the built-in kinds of devices and links."""
     kinds = [
-        (name, *_figures(kind)[:3], *_costs(kind), ", ".join(filter(None, (kind.port, kind.nvlink))))
+        (
+            name,
+            format_gib(kind.memory_bytes),
+            *(digits(rate / 1e12, 3) for rate in (kind.flops_per_second["float32"], _half_rate(kind))),
+            digits(kind.memory_bytes_per_second / 1e9, 3),
+            *_costs(kind),
+            ", ".join(filter(None, (kind.port, kind.nvlink))),
+        )
         for name, kind in KINDS.items()
     ]
-    yield new_table("kind", ">usable", ">float32", ">bandwidth", ">W", ">$/hour", "links", rows=kinds)
+    yield new_table("kind", ">usable", ">TFLOP/s", ">in half", ">GB/s", ">W", ">$/hour", "links", rows=kinds)
     yield ""
     yield new_table("link", ">bandwidth", ">latency", rows=((link.name, *_rates(link)) for link in LINKS.values()))
     yield ""

@@ -51,6 +51,14 @@ def headline(plan: Plan, baselines: Mapping[str, Baseline], count: int = 1) -> s
     return f"Step time {format_ms(step_time_ns)}" + (": " + ", ".join(against) if against else "")
 
 
+def of_utilisation(simulation: Simulation) -> Iterator[str]:
+    """Yields a sentence on the share of the peak rate that the FLOPs of the model take, if it has some."""
+    if simulation.mfu is not None:
+        share, dtype = simulation.mfu
+        count = len(np.unique(simulation.placement))
+        yield f"MFU {share:.1%}: of the {dtype} rate of {count} device{'s' * (count > 1)}."
+
+
 def of_bound(step_time_ns: int, bound_ns: int, count: int = 1, replicas: int = 1) -> str:
     """Returns a sentence on the largest possible distance to the optimum of a graph with `count` micro-batches."""
     if bound_ns == 0 and step_time_ns > 0:

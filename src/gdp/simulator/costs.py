@@ -155,7 +155,7 @@ def _roofline(graph: Graph, device: Device, rows_by_dtype: Mapping[str, npt.NDAr
     longest_ns = _MAX - device.launch_ns
     result = np.zeros(graph.num_ops, np.int64)
     for dtype, rows in rows_by_dtype.items():
-        rate = _rate(rates, dtype)
+        rate = peak_rate(rates, dtype)
         _check_amounts(graph, device, flops[rows], rows, rate, longest_ns, "flops")
         result[rows] = _ceil_ns(flops[rows], rate)
     rate = device.memory_bytes_per_second
@@ -165,8 +165,8 @@ def _roofline(graph: Graph, device: Device, rows_by_dtype: Mapping[str, npt.NDAr
     return result
 
 
-def _rate(rates: Mapping[str, int], dtype: str) -> int:
-    """Returns the peak rate of a type, or of the type that is computed in in its place."""
+def peak_rate(rates: Mapping[str, int], dtype: str) -> int:
+    """Returns the FLOPs per second of a type, or of the type that is computed in in its place."""
     substitutes = _HALVES if dtype.startswith(_SMALL_FLOATS) else ()
     if dtype.startswith("float8"):  # AMD's variants have the rate of the others
         substitutes = ("float8_e4m3fn", *substitutes)

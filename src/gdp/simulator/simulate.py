@@ -20,6 +20,9 @@ from gdp import notebook
 from gdp.arrays import I64
 from gdp.compiled import INLINED, inner, kernel
 from gdp.errors import InputError
+from gdp.graph.copies import MODEL
+from gdp.graph.fingerprint import numbered
+from gdp.simulator.costs import peak_rate
 from gdp.simulator.engine import COMPLETED, DEADLOCK, run
 from gdp.simulator.engine import NEVER as NEVER  # for callers
 from gdp.simulator.many_devices import run_on_many
@@ -80,6 +83,24 @@ class Simulation:
         """[D] share of the step in which the device computes."""
         busy = np.bincount(self.placement, self.op_finish_ns - self.op_start_ns, self.problem.num_devices)
         return np.asarray(busy / max(self.step_time_ns, 1), np.float64)
+
+    @cached_property
+    def mfu(self) -> tuple[float, str] | None:
+        """Model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B), and the type that it is of; None without FLOPs.
+
+        The FLOPs of the model in the type that most of them are in, without those of recomputed ops and of exchanges,
+        as a share of what the devices in use could compute in that type during the step.
+        """
+        graph, devices = self.problem.graph, self.problem.cluster.devices
+        flops = np.where(graph.is_in_role(MODEL), graph.flops, 0)
+        dtypes, codes = numbered(graph.dtypes)
+        by_dtype = np.bincount(codes, flops, len(dtypes))
+        if not by_dtype.any() or not self.step_time_ns:
+            return None
+        dtype = dtypes[int(by_dtype.argmax())]
+        used = np.unique(self.placement).tolist()
+        rate = sum(peak_rate(devices[device].flops_per_second, dtype) for device in used)
+        return float(by_dtype.max()) * 1e9 / (self.step_time_ns * rate), dtype
 
 
 def simulate(
