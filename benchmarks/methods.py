@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.comparison import best_baselines
+from benchmarks.gdp_policy.paper_policy import paper_policy
 from benchmarks.graphs import lstm_training_graph
 from benchmarks.hdp import hdp as place_by_hdp
 from benchmarks.runs import Method, WorkloadRuns
@@ -80,8 +81,9 @@ def published(budget: Budget, *, ppo: PPOConfig = PAPER, **changes: Any) -> Meth
     """
 
     def run(question: Question, clock: Clock) -> Solution:
-        policy = new_policy("paper", seed=question.seed, **changes)
-        return fine_tune(question, clock, policy=policy, config=FineTuneConfig(ppo=ppo, zero_shot=_DRAWN_FIRST))
+        policy = paper_policy(question.seed, **changes)
+        config = FineTuneConfig(ppo=ppo, compares_with_history=ppo is PAPER, zero_shot=_DRAWN_FIRST)
+        return fine_tune(question, clock, policy=policy, config=config)
 
     return Method("gdp-published", run, budget, counts_cpu=True, num_threads=1)
 

@@ -17,6 +17,7 @@ from benchmarks import graphs, methods
 from benchmarks.benchmark import Benchmark, Say
 from benchmarks.comparison import EXPERTS
 from benchmarks.figures import Series, line_plot
+from benchmarks.gdp_policy.placement_network import SegmentTransformerConfig
 from benchmarks.page import geometric_mean, milliseconds
 from benchmarks.rows import Rows
 from benchmarks.runs import Method
@@ -26,7 +27,6 @@ from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.placers import CLASSICAL
 from gdp.policy.base import one_thread
-from gdp.policy.paper.placement_network import SegmentTransformerConfig
 from gdp.policy.training.ppo import PPOConfig
 from gdp.search.candidate import Candidate
 from gdp.search.question import Question

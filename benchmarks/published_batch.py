@@ -9,7 +9,7 @@ Relatives of a workload's family are held out with it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from time import process_time
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from benchmarks import graphs, methods
 from benchmarks.benchmark import Benchmark, Say, pick
 from benchmarks.gdp_batch import best_of_random, judge, train_on_batch
+from benchmarks.gdp_policy.paper_policy import paper_policy
 from benchmarks.page import geometric_mean
 from benchmarks.published import WORKLOADS, PatientClock, expert_ns
 from benchmarks.rows import Rows
@@ -24,7 +25,7 @@ from benchmarks.workloads import workloads
 from gdp.budget import Budget
 from gdp.errors import InputError
 from gdp.policy.base import Policy
-from gdp.policy.checkpoint import load_checkpoint, new_policy, save_checkpoint
+from gdp.policy.checkpoint import read_checkpoint, save_checkpoint
 from gdp.policy.training.ppo import PAPER
 from gdp.search.ops.fine_tune import FineTuneConfig, fine_tune
 from gdp.search.ops.zero_shot import ZeroShotConfig
@@ -73,7 +74,7 @@ class Variant(NamedTuple):
 
     def new_policy(self) -> Policy:
         """Returns the policy, untrained."""
-        return new_policy("paper", seed=self.seed, superposition=self.superposition, initial=self.initial)
+        return paper_policy(self.seed, superposition=self.superposition, initial=self.initial)
 
 
 @dataclass(eq=False)
@@ -256,7 +257,13 @@ class _Runs:
     def hold_out(self, variant: Variant, name: str) -> None:
         """Trains on the workloads of other families, and judges and fine-tunes the policy on `name`."""
         batch, checkpoint = self._batch(variant, _unrelated(name, self.inputs.names), f"without-{name}")
-        row = self._tune(variant, name, f"{variant.key}-held-out-{name}", partial(load_checkpoint, checkpoint), batch)
+
+        def trained() -> Policy:
+            policy = variant.new_policy()
+            read_checkpoint(checkpoint).fill(policy)
+            return policy
+
+        row = self._tune(variant, name, f"{variant.key}-held-out-{name}", trained, batch)
         self._take(variant, name, {HELD_OUT: row["likeliest_ns"], HELD_OUT_DRAWN: row["drawn_ns"]})
         self._take(variant, name, {TUNED: _end_ns(row["curve"])})
 
@@ -303,7 +310,8 @@ class _Runs:
             judged = judge(policy, question, num_samples=NUM_DRAWN)
             clock = PatientClock(Budget(seconds=TUNING_SECONDS), patience=_NEVER)
             at_once = ZeroShotConfig(num_simulations=NUM_DRAWN, num_drawn=1, num_varied=0, num_styles=NUM_DRAWN)
-            config = FineTuneConfig(ppo=PAPER, max_updates=self.benchmark.updates, zero_shot=at_once)
+            updates = self.benchmark.updates
+            config = FineTuneConfig(ppo=PAPER, compares_with_history=True, max_updates=updates, zero_shot=at_once)
             solution = fine_tune(replace(question, on_progress=clock.note), clock, policy=policy, config=config)
             if clock.stop.is_set():
                 raise KeyboardInterrupt

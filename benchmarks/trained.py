@@ -18,6 +18,8 @@ import numpy as np
 import torch
 
 from benchmarks import graphs, methods
+from benchmarks.architectures.drawn_tasks import DrawnTasks
+from benchmarks.architectures.graph_set import GraphSet
 from benchmarks.benchmark import Benchmark, Say, require_seconds
 from benchmarks.figures import dot_plot
 from benchmarks.rows import Rows
@@ -30,8 +32,7 @@ from gdp.policy.base import Policy, one_thread
 from gdp.policy.checkpoint import load_checkpoint, read_manifest
 from gdp.policy.construction import Constructor
 from gdp.policy.features import INITIAL_WEIGHTS
-from gdp.policy.training.graph_set import GraphSet
-from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource
+from gdp.policy.training.tasks import TaskConfig, Tasks
 from gdp.search.candidate import Candidate
 from gdp.search.ops.zero_shot import ZeroShotConfig, zero_shot
 from gdp.search.question import Question
@@ -135,7 +136,7 @@ class TrainedBenchmark(Benchmark):
             if graph := next((graph for graph in stored if graph.fingerprint in seen), None):
                 remedy = "draw graphs with another --seed"
                 raise InputError(f"{self.drawn}: {path} was trained on {graph.name}; {remedy}")
-        tasks = Tasks([TaskSource(graph, None) for graph in stored], TaskConfig(layout_share=0.3), _SEED)
+        tasks = DrawnTasks(stored, TaskConfig(), _SEED)
         return {graph.name: partial(_drawn, tasks, number) for number, graph in enumerate(stored)}
 
     def _row(

@@ -10,12 +10,12 @@ import typer
 
 from benchmarks.architectures.draw import DEFAULT, FAMILIES
 from benchmarks.architectures.drawn_set import make_set, summary
+from benchmarks.architectures.graph_set import INDEX
 from benchmarks.architectures.likeness import BuiltIns
 from gdp.cli import main as run_commands
 from gdp.cli.options import JsonOption
 from gdp.cli.shared import INTERRUPTED, OK, check_writable, print_json, print_text
 from gdp.errors import InputError
-from gdp.policy.training.graph_set import INDEX
 from gdp.report.progress import StatusLine, live, stop_on_interrupt
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -28,7 +28,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 @app.command()
 def architectures(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory of the graphs; gdp train reads it.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory of the graphs.")],
     count: Annotated[int, typer.Option(metavar="N", min=1, help="Number of graphs, those that are there included.")],
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the draws.")] = 0,
     family: Annotated[

@@ -1,4 +1,4 @@
-"""Draws graphs into a directory that `gdp train` reads: once, in parts if need be.
+"""Draws graphs into a directory to train on: once, in parts if need be.
 
 Graph files are written whole or not at all, and `set.json` names whole ones only. A graph file that it does not name
 yet, after a kill, is taken over by the next call, which draws a deleted one again.
@@ -14,10 +14,7 @@ from typing import Any
 
 from benchmarks.architectures.draw import VERSION as GENERATOR
 from benchmarks.architectures.draw import DrawnGraph, draw, forward_bytes
-from benchmarks.architectures.likeness import BuiltIns, structure
-from gdp import files
-from gdp.errors import InputError
-from gdp.policy.training.graph_set import (
+from benchmarks.architectures.graph_set import (
     GRAPH_FORMAT,
     INDEX,
     SET_FORMAT,
@@ -27,6 +24,9 @@ from gdp.policy.training.graph_set import (
     read_stored,
     stored,
 )
+from benchmarks.architectures.likeness import BuiltIns, structure
+from gdp import files
+from gdp.errors import InputError
 
 _SAVE_EVERY = 50  # graphs
 

@@ -25,7 +25,6 @@ class TensorFormat:
     fields: Mapping[str, Callable[[object], bool]]  # checks of the header's fields, beside format and version
     writer: str  # of good files: "`gdp train`"
     remedy: str  # for a damaged file: "copy or train it again"
-    oldest: int | None = None  # version that is read; None: `version` alone
 
     def header(self, **values: Any) -> dict[str, str]:
         """Returns the metadata with a header of these `values`."""
@@ -54,7 +53,7 @@ class TensorFormat:
             document = orjson.loads(text)
         except orjson.JSONDecodeError:
             raise InputError(f"its gdp header is not JSON; {self.remedy}") from None
-        header = files.require_header(document, self.name, self.version, self.oldest)
+        header = files.require_header(document, self.name, self.version)
         expected = {"format": files.is_string, "version": files.is_size, **self.fields}
         files.require_keys(header, "header", expected, set(expected))
         return header

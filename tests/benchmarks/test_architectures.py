@@ -1,5 +1,6 @@
 """Drawn architectures: each runs, is a function of seed and number, and is like no built-in workload; sets of them."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,12 +10,15 @@ import pytest
 from benchmarks.architectures.__main__ import main
 from benchmarks.architectures.draw import DEFAULT, FAMILIES, MAX_OPS, MIN_OPS, captured, draw
 from benchmarks.architectures.drawn_set import make_set
+from benchmarks.architectures.drawn_tasks import DrawnLayouts, DrawnTasks
+from benchmarks.architectures.graph_set import INDEX, GraphSet
 from benchmarks.architectures.likeness import MAX_LIKENESS, BuiltIns, neighbourhoods, structure
+from benchmarks.architectures.train import main as train
 from benchmarks.workloads import model_of
 from gdp.errors import InputError
 from gdp.models.source import load
-from gdp.policy.training.graph_set import INDEX, GraphSet
-from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource
+from gdp.policy.checkpoint import read_manifest
+from gdp.policy.training.tasks import TaskConfig
 
 SMALL = (60, 100)  # ops to aim at
 PAIR = ("tables", "encoders")
@@ -137,9 +141,9 @@ def test_bad_input(
 
 def test_graphs_have_a_task_of_their_own(whole: GraphSet) -> None:
     """Drawn once, with cluster and layout, and the same in every process."""
-    config = TaskConfig(layout_share=0.7)
-    sources = [TaskSource(stored, None) for stored in whole.graphs[1::2] for _ in range(3)]
-    tasks = [Tasks(sources, config, 1) for _ in range(2)]
+    layouts = DrawnLayouts(share=0.7)
+    sources = [stored for stored in whole.graphs[1::2] for _ in range(3)]
+    tasks = [DrawnTasks(sources, TaskConfig(), 1, layouts) for _ in range(2)]
     problems = [[each.unvaried(number).problem for each in tasks] for number in range(len(sources))]
     for one, other in problems:
         assert one.cluster.fingerprint == other.cluster.fingerprint
@@ -147,7 +151,19 @@ def test_graphs_have_a_task_of_their_own(whole: GraphSet) -> None:
     assert len({one.cluster.fingerprint for one, _ in problems}) == len(sources)
     replicas = [any("#" in name for name in one.graph.op_names) for one, _ in problems]
     assert 0 < sum(replicas) < len(sources)
-    assert max(one.num_ops for one, _ in problems) <= 2 * config.max_layout_ops
+    assert max(one.num_ops for one, _ in problems) <= 2 * layouts.most_ops
+
+
+def test_layouts_are_of_all_sorts() -> None:
+    """Drawn layouts differ, within their limits."""
+    layouts = [DrawnLayouts().draw(np.random.default_rng(seed), 1 + seed % 8, 1 + seed % 24) for seed in range(400)]
+    for seed, layout in enumerate(layouts):
+        assert layout.data <= 1 + seed % 8
+        assert layout.num_parts <= 1 + seed % 24
+    assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
+    uneven = [layout for layout in layouts if not layout.is_even]
+    whole = [layout for layout in layouts if layout.is_whole]
+    assert min(len(uneven), len(whole), sum(layout.recompute != "none" for layout in layouts)) > 20
 
 
 def test_unrolled_nets_are_drawn_by_name() -> None:
@@ -156,3 +172,31 @@ def test_unrolled_nets_are_drawn_by_name() -> None:
     graph = draw(0, 0, ("unrolled",), BuiltIns({"none": np.zeros(1, np.uint64)})).graph
     assert MIN_OPS <= graph.num_ops <= MAX_OPS
     assert len(set(graph.modules)) < graph.num_ops / 40
+
+
+def test_drawn_graphs_are_made_and_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The policy is trained on a directory of drawn graphs but for a family that validates, and goes on to more."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(BuiltIns, "read", lambda: BuiltIns({"none": np.zeros(1, np.uint64)}))
+    make = ["drawn", "--count", "2", "--family", "tables", "--family", "encoders", "--seed", "4"]
+    assert main([*make, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["num_graphs"], answer["num_drawn"]) == (2, 2)
+    args = ["drawn", "--styles", "8", "--groupings", "1", "--validation-family", "encoders", "--out", "own.safetensors"]
+    assert train([*args, "--updates", "1"]) == 0
+    assert train([*args, "--updates", "2", "--resume"]) == 0
+    manifest = read_manifest("own.safetensors")
+    assert ([graph["name"] for graph in manifest["graphs"]], manifest["clusters"]) == (["tables-4-0"], [])
+    assert (manifest["updates"], manifest["num_trials"]) == (2, 16)
+    assert -1 <= manifest["rank_correlation"] <= 1
+    path, index = Path("drawn/graph-000000.json.gz"), Path("drawn/set.json").read_bytes()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:1000])
+    capsys.readouterr()
+    assert train([*args[:-1], "other.safetensors"]) == 2
+    assert f"{path}: truncated or damaged gzip; write or copy the file again, or delete it" in capsys.readouterr().err
+    path.unlink()
+    assert main(make) == 0
+    assert (path.read_bytes(), Path("drawn/set.json").read_bytes()) == (whole, index)

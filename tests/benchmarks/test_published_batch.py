@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from benchmarks import gdp_batch, graphs, published_batch
+from benchmarks.gdp_policy.paper_policy import paper_policy
 from benchmarks.published_batch import BATCH, HELD_OUT, MEASURES, RANDOM, TUNED, PublishedBatchBenchmark
 from gdp.cluster import Cluster
 from gdp.errors import InputError
-from gdp.policy.checkpoint import new_policy
 from gdp.search.question import Question
 from gdp.simulator.problem import Problem
 
@@ -50,7 +50,7 @@ def test_training_on_a_batch_improves_what_it_rewards() -> None:
         str(steps): Question.about(Problem.build(graphs.lstm_training_graph(steps, num_layers=1), cluster))
         for steps in (1, 2)
     }
-    policy = new_policy("paper", initial="glorot", superposition=False)
+    policy = paper_policy(initial="glorot", superposition=False)
     found = gdp_batch.train_on_batch(policy, questions, num_updates=16, num_samples=16, seed=0)
     for name, question in questions.items():
         rewards = found[name]["rewards"]

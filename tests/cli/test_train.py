@@ -14,16 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.architectures.__main__ import main as draw_graphs
-from benchmarks.architectures.likeness import BuiltIns
 from gdp.cli import main
 from gdp.graph import Graph
 from gdp.models import source
 from gdp.models.papers import PAPERS
-from gdp.policy import checkpoint
 from gdp.policy.checkpoint import load_checkpoint, read_checkpoint, read_manifest
 from gdp.policy.features import INITIAL_WEIGHTS
-from policy.tiny_policy import TINY, mixed_chain, parameters, random_graph
+from policy.tiny_policy import mixed_chain, parameters, random_graph
 
 DEVICES = "2xp100-pcie-16g"
 OUT = "tiny.safetensors"
@@ -34,9 +31,8 @@ Run = Callable[..., Answer]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`gdp train` of a tiny policy on two small graphs: (exit status, standard output, standard error)."""
+    """`gdp train` on two small graphs: (exit status, standard output, standard error)."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(checkpoint, "POLICIES", {**checkpoint.POLICIES, **TINY})
     random_graph(12, 0).save("random.json.gz")
     mixed_chain().save("chain.json.gz")
 
@@ -51,7 +47,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def train(*args: str, out: str = OUT) -> list[str]:
-    return ["--policy", "tiny", "--out", out, "--updates", "4", "--samples", "4", *args]
+    return ["--out", out, "--updates", "4", "--samples", "4", *args]
 
 
 def test_the_answer_is_a_policy_that_can_be_loaded_and_trained_on(run: Run) -> None:
@@ -67,30 +63,6 @@ def test_the_answer_is_a_policy_that_can_be_loaded_and_trained_on(run: Run) -> N
     manifest = read_manifest("more.safetensors")
     assert [graph["name"] for graph in manifest["graphs"]] == ["random-12"]
     assert re.fullmatch("[0-9a-f]{64}", manifest["arguments"]["from"])
-
-
-def test_drawn_graphs_are_made_and_trained_on(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A directory of drawn graphs stands for its graphs, on drawn devices and to validate on too."""
-    monkeypatch.setattr(BuiltIns, "read", lambda: BuiltIns({"none": np.zeros(1, np.uint64)}))
-    arguments = ["drawn", "--count", "2", "--family", "tables", "--seed", "4"]
-    assert draw_graphs([*arguments, "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert (answer["num_graphs"], answer["num_drawn"], answer["num_by_family"]) == (2, 2, {"tables": 2})
-    assert draw_graphs(arguments) == 0
-    assert "2 graphs of 2 structures in drawn\ndrawn now: 0" in capsys.readouterr().out
-    status, _, err = run(*train("--updates", "2", "--validation", "drawn"), graphs=("drawn",), devices=None)
-    assert status == 0, err
-    manifest = read_manifest(OUT)
-    assert [graph["name"] for graph in manifest["graphs"]] == ["tables-4-0", "tables-4-1"]
-    assert manifest["clusters"] == []
-    status, _, err = run(*train("--resume", "--updates", "2"), graphs=("drawn", "chain.json.gz"))
-    assert (status, "resume with the same arguments" in err) == (2, True), err
-    Path("empty").mkdir()
-    status, _, err = run(*train(out="other"), graphs=("empty",))
-    assert (status, len(err.splitlines())) == (2, 1), err
-    assert "empty: is a directory without set.json; make its graphs with python -m benchmarks.arch" in err
 
 
 def test_a_style_scorer_is_trained_on_outcomes(run: Run) -> None:
@@ -143,25 +115,6 @@ def test_styles_resume_from_their_own_checkpoint_and_outcomes_alone(run: Run) ->
         assert (Path(OUT).read_bytes() if Path(OUT).exists() else None) == content
 
 
-def test_a_graph_file_that_is_damaged_is_named_and_made_anew(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A damaged graph file is named in one line, and after its deletion the drawer makes the same file again."""
-    monkeypatch.setattr(BuiltIns, "read", lambda: BuiltIns({"none": np.zeros(1, np.uint64)}))
-    make = ["drawn", "--count", "2", "--family", "tables"]
-    assert draw_graphs(make) == 0
-    path, index = Path("drawn/graph-000000.json.gz"), Path("drawn/set.json").read_bytes()
-    whole = path.read_bytes()
-    path.write_bytes(whole[:1000])
-    capsys.readouterr()
-    status, _, err = run(*train(), graphs=("drawn",), devices=None)
-    assert (status, len(err.splitlines())) == (2, 1), err
-    assert f"{path}: truncated or damaged gzip; write or copy the file again, or delete it and run python -m" in err
-    path.unlink()
-    assert draw_graphs([*make[:2], "1", *make[3:]]) == 0
-    assert (path.read_bytes(), Path("drawn/set.json").read_bytes()) == (whole, index)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_saves_and_resumes(run: Run, number: signal.Signals) -> None:
     """A run that SIGINT or SIGTERM interrupts saves its checkpoint and continues from it with `--resume`."""
@@ -199,8 +152,7 @@ def test_the_seed_alone_decides(run: Run) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (train("--policy", "gnn"), "policy 'gnn' is unknown; one of default, paper, tiny is expected"),
-        (train("--styles", "8"), "--styles: is for a new policy of the name default; leave it out"),
+        (train("--styles", "8", "--from", OUT), "--styles: is for a new policy; leave --from out"),
         (["--styles", "8", "--out", OUT, "--pool", "8"], "--pool: means nothing with --styles; leave one of both out"),
         (["--styles", "8", "--out", OUT, "--save-every", "8"], "--save-every: means nothing with --styles"),
         (["--styles", "8", "--out", OUT, "--samples", "12"], "--samples is 12; with --styles a multiple of 8 is"),
@@ -230,7 +182,6 @@ def test_an_existing_checkpoint_is_neither_overwritten_nor_taken_for_another_run
         (train(), "exists; go on with it by --resume, or choose another --out"),
         (train("--resume", "--seed", "1"), "was trained with training.seed = 0, not 1"),
         (train("--resume", "--updates", "5"), "was trained with training.updates = 4, not 5"),
-        (train("--from", OUT, "--policy", "paper", out="b"), "holds policy 'tiny', not 'paper'; leave --policy out"),
     ):
         status, _, err = run(*args)
         assert status == 2
@@ -304,12 +255,3 @@ def test_a_built_in_graph_that_is_held_out_is_refused_before_any_graph_is_read(
         status, out, err = run(*train(*args), graphs=graphs, devices=None)
         assert (status, out) == (2, "")
         assert "which is held out; leave one of both out" in err
-
-
-def test_a_missing_tensorboard_is_told_before_anything_is_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a graph is captured nor a kernel compiled."""
-    monkeypatch.setattr("gdp.cli.training.find_spec", lambda _: None)
-    monkeypatch.setattr(source, "load", None)
-    status, out, err = run(*train("--tensorboard", "board"))
-    assert (status, out) == (2, "")
-    assert "--tensorboard board: tensorboard is not installed; pip install" in err

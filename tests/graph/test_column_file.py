@@ -18,6 +18,7 @@ from gdp.graph import Graph, Op, Tensor
 from gdp.graph.column_file import COLUMNS
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
+from gdp.policy.pretrained import shipped
 from strategies import Instance, instances
 
 Columns = dict[str, Any]
@@ -155,6 +156,5 @@ def test_truncated_and_foreign_files_are_refused(tmp_path: Path) -> None:
         assert str(caught.value).startswith(f"{path}: ")
     with pytest.raises(InputError, match="no such file"):
         Graph.load(tmp_path / "other.safetensors")
-    policy = Path(__file__).parent.parent / "data" / "policy-version-2.safetensors"
     with pytest.raises(InputError, match="format is 'gdp-checkpoint'; 'gdp-graph' is expected"):
-        Graph.load(policy)
+        Graph.load(shipped())

@@ -12,7 +12,6 @@ from safetensors.torch import load, load_file, save_file
 from gdp.errors import InputError
 from gdp.policy import checkpoint
 from gdp.policy.checkpoint import load_checkpoint, new_policy, read_checkpoint, read_manifest, save_checkpoint
-from gdp.policy.checkpoint_file import config_in
 from policy.tiny_policy import TINY, TinyConfig, TinyPolicy, tiny_policy
 
 MANIFEST = {"graphs": [{"name": "a", "num_ops": 3}], "cpu_hours": 0.5}
@@ -76,35 +75,6 @@ def set_header(**values: object) -> Callable[[dict[str, Any], dict[str, torch.Te
     return lambda header, _: header.update(values)
 
 
-def old(policy: str, **config: object) -> dict[str, Any]:
-    """Returns the header of a checkpoint of version 4."""
-    return {"version": 4, "policy": policy, "config": config}
-
-
-NETWORK = {"hidden": 64, "num_graph_layers": 3, "num_heads": 4, "attention": True, "position": True}
-PAPER = {"graph": {"pool": "sigmoid", "hidden": 8}, "placer": {"norm": "post"}, "initial": "glorot"}
-
-
-def test_older_configurations_are_read() -> None:
-    """Fields without a meaning now are left out of files of version 4, where their value asks for nothing."""
-    config = config_in(old("default", **NETWORK, network=False, refining=0.5))
-    assert config == {"refining": 0.5, "style_scorer": 0}
-    assert config_in(old("paper", **PAPER)) == {"graph": {"hidden": 8}, "placer": {}, "initial": "glorot"}
-
-
-@pytest.mark.parametrize(
-    ("header", "message"),
-    [
-        (old("default", **NETWORK, network=True), "config: network is True; this gdp has no such policy any more"),
-        (old("paper", **PAPER | {"placer": {"norm": "pre"}}), "config: norm is 'pre'; this gdp has no such policy"),
-    ],
-)
-def test_policies_of_the_past_are_refused(header: dict[str, Any], message: str) -> None:
-    """A checkpoint of a policy with a part that is no more is one clear error."""
-    with pytest.raises(InputError, match=message):
-        config_in(header)
-
-
 CONFIG: dict[str, Any] = {"hidden": 8, "scale": 1.0, "sizes": [3]}
 WEIGHT = "score_device.0.weight"
 
@@ -113,8 +83,8 @@ WEIGHT = "score_device.0.weight"
     ("change", "message"),
     [
         (set_header(format="gdp-plan"), "format is 'gdp-plan'; 'gdp-checkpoint' is expected"),
-        (set_header(version=1), "version is 1; this gdp reads gdp-checkpoint versions 2 to 5"),
-        (set_header(policy="hdp"), "policy 'hdp' is unknown; one of default, paper, tiny is expected"),
+        (set_header(version=1), "version is 1; this gdp reads gdp-checkpoint version 5"),
+        (set_header(policy="hdp"), "policy 'hdp' is unknown; one of default, tiny is expected"),
         (set_header(extra=1), "header: unknown key 'extra'"),
         (set_header(manifest=[]), r"header: manifest is \[\]; a mapping is expected"),
         (set_header(config={**CONFIG, "depth": 2}), "config: depth is unknown"),

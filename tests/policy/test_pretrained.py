@@ -24,17 +24,12 @@ from policy.test_scheduler import SMALL, layered, policy_of
 from policy.tiny_policy import random_graph
 
 
-@pytest.fixture(params=["plain", "styles", "version 2"])
+@pytest.fixture(params=["plain", "styles"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Of a policy whose weights are all different."""
-    if request.param == "version 2":
-        return VERSION_2
     size = 8 if request.param == "styles" else 0
     save_checkpoint(tmp_path / "policy.safetensors", policy_of(replace(SMALL, style_scorer=size)), {})
     return tmp_path / "policy.safetensors"
-
-
-VERSION_2 = Path(__file__).parents[1] / "data" / "policy-version-2.safetensors"  # shipped once
 
 
 def place(constructor: object, problem: Problem) -> np.ndarray:

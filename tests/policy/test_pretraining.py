@@ -1,8 +1,7 @@
-"""Training: it can be killed, resumed, stopped and shared out over processes without changing what comes out."""
+"""Training: it can be killed, resumed and stopped without changing what comes out."""
 
 import json
 import multiprocessing
-import socket
 import threading
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -16,7 +15,7 @@ import torch
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.policy.checkpoint import read_checkpoint, read_manifest
-from gdp.policy.training.ppo import PAPER
+from gdp.policy.training.ppo import PAPER, PPOConfig
 from gdp.policy.training.pretrain import TrainingConfig, TrainingProgress, TrainingRun, best_path, train
 from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource
 from policy.tiny_policy import (
@@ -64,18 +63,17 @@ def start(target: Callable[..., Any], *args: Any, **kwargs: Any) -> BaseProcess:
     return process
 
 
-def assert_equal(first: Path, second: Path, tolerance: float = 0.0) -> None:
-    ours, theirs = parameters(first), parameters(second)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=0.0, atol=tolerance)
+def assert_equal(first: Path, second: Path) -> None:
+    torch.testing.assert_close(parameters(first), parameters(second), rtol=0.0, atol=0.0)
 
 
 def test_the_curve_of_twenty_updates(tmp_path: Path) -> None:
     """Mean reward and entropy of each update, recorded once: what is learnt does not change unnoticed."""
     graphs, cluster = (mixed_chain(6), mixed_chain(9), random_graph(12, 0)), Cluster.parse("2xp100-pcie-16g")
     tasks = Tasks([TaskSource(graph, cluster) for graph in graphs], TaskConfig(), 0)
-    config = TrainingConfig(updates=20, graphs_per_update=3, samples=8, learning_rate=0.05, warmup_updates=0)
+    config = TrainingConfig(
+        updates=20, graphs_per_update=3, samples=8, learning_rate=0.05, warmup_updates=0, ppo=PPOConfig()
+    )
     curve: list[tuple[float, float]] = []
 
     def note(progress: TrainingProgress) -> None:
@@ -99,22 +97,6 @@ def test_kill_at_any_moment_and_resume(tmp_path: Path) -> None:
     assert_equal(out, whole)
 
 
-def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
-    """Five graphs an update over two gloo processes, three and two: the same parameters up to rounding."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    both = [
-        start(train_tiny, tmp_path / "two.safetensors", 4, environment={**shared, "RANK": str(rank)})
-        for rank in range(2)
-    ]
-    train_tiny(tmp_path / "one.safetensors", 4)
-    for process in both:
-        process.join(60)
-        assert process.exitcode == 0
-    assert_equal(tmp_path / "one.safetensors", tmp_path / "two.safetensors", tolerance=1e-5)
-
-
 def test_stop_saves_the_last_whole_update(tmp_path: Path) -> None:
     """A run that is stopped resumes from its last whole update."""
     out, whole = tmp_path / "stopped.safetensors", tmp_path / "whole.safetensors"
@@ -131,9 +113,9 @@ def test_stop_saves_the_last_whole_update(tmp_path: Path) -> None:
     assert_equal(out, whole)
 
 
-def test_history_and_validation_resume_too(tmp_path: Path) -> None:
-    """The paper's baseline, the mean of earlier trials, and the best validation so far are part of the state."""
-    config = tiny_training(6, ppo=PAPER, validate_every=2, validation_samples=4)
+def test_validation_resumes_too(tmp_path: Path) -> None:
+    """The best validation so far is part of the state."""
+    config = tiny_training(6, validate_every=2, validation_samples=4)
     validation = [tiny_tasks(random_share=0.0).unvaried(number) for number in range(2)]
     files = [tmp_path / name for name in ("whole.safetensors", "parts.safetensors")]
     for out, ends in zip(files, ((6,), (3, 6)), strict=True):
@@ -193,14 +175,6 @@ def test_learning_rate_rises_and_falls() -> None:
     assert rates[0] == pytest.approx(0.1, rel=1e-3)
     assert max(rates) == pytest.approx(rates[9])
     assert rates[-1] == pytest.approx(0.1, abs=1e-3)
-
-
-def test_tensorboard_gets_the_curve(tmp_path: Path) -> None:
-    """Each update writes its figures."""
-    run = TrainingRun(tensorboard=tmp_path / "board", num_threads=1)
-    train(tiny_policy(), tiny_tasks(), tiny_training(2), tmp_path / "tiny.safetensors", run=run)
-    (events,) = (tmp_path / "board").iterdir()
-    assert b"train/step_time_ratio" in events.read_bytes()
 
 
 @pytest.mark.parametrize("wrong", [{"updates": 0}, {"samples": 1}, {"learning_rate": 0.0}, {"seed": -1}])

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing import event_accumulator
 
 from gdp.cluster import Cluster
 from gdp.errors import InputError
@@ -190,16 +189,6 @@ def test_fits_follow_at_twice_the_tasks() -> None:
     """Each fit follows at twice as many tasks as the one before."""
     config = StyleTrainingConfig(first_fit=25)
     assert [config.last_fit(number) for number in (24, 25, 49, 50, 99, 100, 5000)] == [0, 25, 25, 50, 50, 100, 3200]
-
-
-def test_tensorboard_gets_each_fit(tmp_path: Path) -> None:
-    """Each fit writes its rank correlation."""
-    board = tmp_path / "board"
-    _, progress = trained(tmp_path / "mine.safetensors", TrainingRun(tensorboard=board))
-    events = event_accumulator.EventAccumulator(str(board)).Reload()
-    curve = events.Scalars("validation/rank_correlation")
-    assert [point.step for point in curve] == [2, 4, 6]
-    assert curve[-1].value == pytest.approx(progress.rank_correlation)
 
 
 def test_other_outcomes_are_refused(tmp_path: Path) -> None:

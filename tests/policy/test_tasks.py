@@ -12,15 +12,7 @@ from gdp.cluster.catalogue import KINDS
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.policy.training.random_clusters import draw_cluster
-from gdp.policy.training.tasks import (
-    TaskConfig,
-    Tasks,
-    TaskSource,
-    TrainingTask,
-    draw_layout,
-    memory_needs,
-    scale_batch,
-)
+from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource, TrainingTask, memory_needs, scale_batch
 from policy.tiny_policy import random_graph, tiny_tasks
 
 MIB = 2**20
@@ -101,18 +93,6 @@ def test_clusters_are_of_all_sorts() -> None:
     hosts = [cluster for cluster in clusters if "host1.net.in" in cluster.channels]
     assert min(len(shared), len(own), len(hosts)) > 20
     assert len({cluster.fingerprint for cluster in clusters if cluster.num_devices > 1}) > 150
-
-
-def test_layouts_are_of_all_sorts() -> None:
-    """Drawn layouts differ, within their limits."""
-    layouts = [draw_layout(np.random.default_rng(seed), 1 + seed % 8, 1 + seed % 24) for seed in range(400)]
-    for seed, layout in enumerate(layouts):
-        assert layout.data <= 1 + seed % 8
-        assert layout.num_parts <= 1 + seed % 24
-    assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
-    uneven = [layout for layout in layouts if not layout.is_even]
-    whole = [layout for layout in layouts if layout.is_whole]
-    assert min(len(uneven), len(whole), sum(layout.recompute != "none" for layout in layouts)) > 20
 
 
 def test_batches_scale_activations_alone() -> None:

@@ -24,7 +24,6 @@ from gdp.policy.base import Policy, Rollouts
 from gdp.policy.construction import Instance
 from gdp.policy.training.pool import PoolConfig
 from gdp.policy.training.pretrain import TrainingConfig, TrainingProgress, TrainingRun, train
-from gdp.policy.training.processes import Processes
 from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource
 from gdp.simulator.problem import Problem
 
@@ -93,7 +92,7 @@ class TinyPolicy(Policy):
         return torch.log_softmax(logits.masked_fill(~instance.allowed, -torch.inf), dim=1)
 
 
-TINY = MappingProxyType({"tiny": (__name__, "TinyPolicy", "TinyConfig")})
+TINY = MappingProxyType({"tiny": (TinyPolicy, TinyConfig)})
 
 
 def tiny_policy(seed: int = 0) -> TinyPolicy:
@@ -148,19 +147,14 @@ def train_tiny(
     *,
     resume: bool = True,
     save_every: int = 1,
-    environment: dict[str, str] | None = None,
     stop: threading.Event | None = None,
     on_update: Callable[[TrainingProgress], None] | None = None,
 ) -> TrainingProgress:
     """Train a tiny policy into `out`; also what tests run in processes of their own."""
-    os.environ.update(environment or {})
     torch.use_deterministic_algorithms(True)
     try:
-        with Processes.join() as processes:
-            run = TrainingRun(
-                resume=resume, save_every=save_every, stop=stop, num_threads=1, processes=processes, on_update=on_update
-            )
-            return train(tiny_policy(), tiny_tasks(), tiny_training(updates), out, run=run)
+        run = TrainingRun(resume=resume, save_every=save_every, stop=stop, num_threads=1, on_update=on_update)
+        return train(tiny_policy(), tiny_tasks(), tiny_training(updates), out, run=run)
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -11,12 +11,12 @@ from gdp.cli.train_options import TrainOptions
 
 @with_options
 def train(*, options: TrainOptions, json: JsonOption = False) -> int:
-    """Train a policy on graphs; Ctrl-C saves. Under torchrun (-m gdp train ...), processes share the graphs."""
+    """Train a policy on graphs; Ctrl-C saves."""
     from gdp.cli.training import run
 
     trained = run(options, shlex.join(["gdp", *sys.argv[1:]]), partial(warm_up, ("gdp-zero-shot",)))
-    if trained.is_first and json:
+    if json:
         print_json(trained.to_document())
-    elif trained.is_first:
+    else:
         print_text(trained.to_text())
     return INTERRUPTED if trained.interrupted else OK

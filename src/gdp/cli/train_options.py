@@ -15,10 +15,7 @@ class TrainOptions:
 
     graphs: Annotated[
         list[str],
-        typer.Argument(
-            metavar="GRAPH...",
-            help="gdp-graph files, MODELs, directories of drawn graphs, or training-set: all built-in graphs.",
-        ),
+        typer.Argument(metavar="GRAPH...", help="gdp-graph files, MODELs, or training-set: all built-in graphs."),
     ]
     out: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="The file to write, such as my.safetensors.")]
     devices: Annotated[
@@ -36,7 +33,6 @@ class TrainOptions:
     start: Annotated[
         Path | None, typer.Option("--from", metavar="CHECKPOINT", help="Start from the parameters in this file.")
     ] = None
-    policy: Annotated[str | None, typer.Option(help="default, or paper: GDP as published.")] = None
     styles: Annotated[
         int | None,
         typer.Option(
@@ -64,10 +60,6 @@ class TrainOptions:
         list[str] | None,
         typer.Option(metavar="GRAPH", help="Keep the parameters that are best on this graph. Repeatable."),
     ] = None
-    validation_family: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FAMILY", help="Of directories, keep this family to validate on. Repeatable."),
-    ] = None
     validate_every: Annotated[
         int | None, typer.Option(metavar="K", min=1, help="Validate every K updates. Default: 20.")
     ] = None
@@ -82,4 +74,3 @@ class TrainOptions:
     ] = None
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the training.")] = 0
     threads: ThreadsOption = None
-    tensorboard: Annotated[Path | None, typer.Option(metavar="DIR", help="Write TensorBoard scalars there.")] = None

@@ -1,17 +1,10 @@
-"""Trains a policy with the options of `gdp train`.
+"""Trains a policy with the options of `gdp train`."""
 
-Several processes, on one host or many, train together when torchrun starts them:
-
-    torchrun --nproc-per-node 4 -m gdp train training-set --out CHECKPOINT
-"""
-
-import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from gdp import files
 from gdp.budget import Budget
@@ -24,21 +17,16 @@ from gdp.models.papers import PAPERS
 from gdp.policy import checkpoint
 from gdp.policy.base import Policy
 from gdp.policy.scheduler import SchedulerPolicy
-from gdp.policy.training import ppo
-from gdp.policy.training.graph_set import DRAWER, INDEX, GraphSet, StoredGraph
 from gdp.policy.training.pool import PoolConfig
 from gdp.policy.training.pretrain import Provenance, TrainingConfig, TrainingProgress, TrainingRun, best_path, train
-from gdp.policy.training.processes import Processes
 from gdp.policy.training.style_training import StyleTrainingConfig, outcomes_path, train_styles
 from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource, TrainingTask
 from gdp.report.progress import StatusLine, live, stop_on_interrupt, training_sentence
 
 RANDOM_SHARE = 0.75  # of tasks with --randomize; the others stay as given, as they are at the end
-LAYOUT_SHARE = 0.3  # of varied tasks, where graphs of a set are among those to train on
 MAX_GRAPHS_PER_UPDATE = 8
 SAMPLES, VALIDATE_EVERY, SAVE_EVERY = 16, 20, 10
 MAX_POOL = 128  # problems; each takes about a megabyte
-MAX_VALIDATION_GRAPHS = 24  # of drawn families
 TRAINING_SET = "training-set"  # the GRAPH that stands for `PAPERS.training_set`
 
 
@@ -50,7 +38,6 @@ class Trained:
     progress: TrainingProgress
     options: TrainOptions
     interrupted: bool
-    is_first: bool  # of the processes: the one that reports
 
     @property
     def is_done(self) -> bool:
@@ -63,17 +50,13 @@ class Trained:
             return f"Outcomes of {self.progress.update} problems are kept in {outcomes_path(out)}"
         return f"Checkpoint written to {out}"
 
-    @property
-    def _is_validated(self) -> bool:
-        return bool(self.options.validation or self.options.validation_family)
-
     def to_document(self) -> dict[str, Any]:
         """Returns the answer of `gdp train --json`."""
         progress, out = self.progress, self.options.out
         best = best_path(out)
         return {
             "checkpoint": str(out),
-            "best_checkpoint": str(best) if self._is_validated and best.exists() else None,
+            "best_checkpoint": str(best) if self.options.validation and best.exists() else None,
             "policy": self.policy.name,
             "num_parameters": self.policy.num_parameters(),
             "updates": progress.update,
@@ -94,7 +77,7 @@ class Trained:
             f"{progress.seconds:.1f} s, {progress.cpu_hours:.3g} CPU hours in all",
             self._written(),
         ]
-        if self._is_validated and best_path(self.options.out).exists():
+        if self.options.validation and best_path(self.options.out).exists():
             lines.append(f"The parameters that are best on the validation graphs: {best_path(self.options.out)}")
         if not self.is_done:
             lines.append("Go on with the same command and --resume")
@@ -108,10 +91,6 @@ def run(options: TrainOptions, command: str, warm_up: Callable[[], object]) -> T
     """
     limit = None if options.budget is None else Budget.parse_time(options.budget)
     _check_styles(options)
-    if options.tensorboard is not None and find_spec("tensorboard") is None:
-        raise InputError(
-            f"--tensorboard {options.tensorboard}: tensorboard is not installed; pip install 'gdp-placement[train]'"
-        )
     check_writable(options.out)
     begun = options.out if options.styles is None else outcomes_path(options.out)
     if existing := [path for path in (options.out, begun) if path.exists() and not options.resume]:
@@ -123,7 +102,7 @@ def run(options: TrainOptions, command: str, warm_up: Callable[[], object]) -> T
     held_out = PAPERS.hold_out(options.hold_out or ())
     _check_held_out((*options.graphs, *validated), held_out)
     policy, origin = _policy(options, held_out)
-    pairs, kept = _without_families(_pairs(options.graphs, clusters, held_out), options.validation_family or ())
+    pairs = _pairs(options.graphs, clusters, held_out)
     config = TrainingConfig(
         seed=options.seed,
         updates=options.updates,
@@ -132,12 +111,10 @@ def run(options: TrainOptions, command: str, warm_up: Callable[[], object]) -> T
         samples=options.samples or SAMPLES,
         learning_rate=policy.learning_rate if options.learning_rate is None else options.learning_rate,
         validate_every=options.validate_every or VALIDATE_EVERY,
-        ppo=_objective(policy),
     )
-    config = replace(config, pool=_pool(options, policy, pairs, config.graphs_per_update))
-    task_config = _task_config(options, policy, pairs)
-    tasks = Tasks(pairs, task_config, options.seed)
-    validation = _validation([*_pairs(validated, clusters, held_out), *kept], task_config)
+    config = replace(config, pool=_pool(options, config.graphs_per_update))
+    tasks = Tasks(pairs, TaskConfig(random_share=RANDOM_SHARE if options.randomize else 0.0), options.seed)
+    validation = _validation(_pairs(validated, clusters, held_out))
     seconds = None if limit is None else limit.seconds
     line = StatusLine(f"training {policy.name}")
     warm_up()
@@ -145,21 +122,16 @@ def run(options: TrainOptions, command: str, warm_up: Callable[[], object]) -> T
     def report(progress: TrainingProgress) -> None:
         line.say(f"training {policy.name}: {training_sentence(progress)}", progress.seconds_left)
 
-    with Processes.join() as processes, stop_on_interrupt() as stop:
-        if options.styles is not None and processes.count > 1:
-            raise InputError("--styles: trains in one process; start it without torchrun")
-        if options.resume and not begun.exists() and processes.is_first:
+    with stop_on_interrupt() as stop:
+        if options.resume and not begun.exists():
             log(f"gdp: {begun}: no such file yet, training starts anew")
-        policy.to(processes.device)
-        with live(line) if processes.is_first else contextlib.nullcontext():
+        with live(line):
             training_run = TrainingRun(
                 resume=options.resume,
                 save_every=options.save_every or SAVE_EVERY,
                 seconds=seconds,
                 stop=stop,
-                tensorboard=options.tensorboard,
                 num_threads=options.threads,
-                processes=processes,
                 on_update=report,
             )
             provenance = Provenance(origin=origin, held_out=held_out, command=command)
@@ -169,15 +141,15 @@ def run(options: TrainOptions, command: str, warm_up: Callable[[], object]) -> T
             else:
                 assert isinstance(policy, SchedulerPolicy)
                 progress = train_styles(policy, tasks, _style_config(options), options.out, **more)
-        return Trained(policy, progress, options, stop.is_set(), processes.is_first)
+        return Trained(policy, progress, options, stop.is_set())
 
 
 def _check_styles(options: TrainOptions) -> None:
     """Raises InputError for options that mean nothing to --styles."""
     if options.styles is None:
         return
-    if options.start is not None or options.policy not in (None, "default"):
-        raise InputError("--styles: is for a new policy of the name default; leave it out")
+    if options.start is not None:
+        raise InputError("--styles: is for a new policy; leave --from out")
     for name in ("graphs_per_update", "learning_rate", "validate_every", "pool", "save_every"):
         if getattr(options, name) is not None:
             raise InputError(f"--{name.replace('_', '-')}: means nothing with --styles; leave one of both out")
@@ -206,13 +178,9 @@ def _style_config(options: TrainOptions) -> StyleTrainingConfig:
 
 def _policy(options: TrainOptions, held_out: Sequence[str]) -> tuple[Policy, str]:
     """Returns (the policy to start with, the origin of its parameters)."""
-    name = options.policy or "default"
     if options.start is None:
-        changes = {} if options.styles is None else {"style_scorer": options.styles}
-        return checkpoint.new_policy(name, seed=options.seed, **changes), ""
+        return checkpoint.new_policy("default", seed=options.seed, style_scorer=options.styles or 0), ""
     policy = checkpoint.load_checkpoint(options.start)
-    if options.policy not in (None, policy.name):
-        raise InputError(f"{options.start}: holds policy {policy.name!r}, not {options.policy!r}; leave --policy out")
     held_out_before = checkpoint.read_manifest(options.start).get("held_out", ())
     for family in held_out:
         if family not in held_out_before:
@@ -225,24 +193,15 @@ def _policy(options: TrainOptions, held_out: Sequence[str]) -> tuple[Policy, str
 def _pairs(texts: Sequence[str], clusters: Sequence[Cluster], held_out: Sequence[str]) -> list[TaskSource]:
     """Returns each graph on each of `clusters`, or by default on the usual cluster of the graph.
 
-    A directory of drawn graphs stands for its graphs, by default without a cluster.
-
     Raises InputError for a graph without a usual cluster, and for one of a family that is `held_out`.
     """
     training_set = [workload.name for workload in PAPERS.training_set(held_out)]
     names = [name for text in texts for name in (training_set if text == TRAINING_SET else (text,))]
     pairs: list[TaskSource] = []
-    places: Sequence[Cluster | None]
     line = StatusLine("reading graphs")
     with live(line):
         for number, name in enumerate(names, 1):
             line.say(f"reading {name} ({number} of {len(names)})")
-            if GraphSet.is_at(name):
-                places = clusters or [None]
-                pairs += [TaskSource(stored, cluster) for stored in _stored(name) for cluster in places]
-                continue
-            if Path(name).is_dir() and PAPERS.find(name) is None:
-                raise InputError(f"{name}: is a directory without {INDEX}; make its graphs with {DRAWER}")
             graph = source.load(name)
             _check_held_out((graph.name,), held_out, name)
             workload = PAPERS.find(graph.name)
@@ -251,13 +210,6 @@ def _pairs(texts: Sequence[str], clusters: Sequence[Cluster], held_out: Sequence
             usual = [Cluster.parse(workload.cluster)] if workload is not None else []
             pairs += [TaskSource(graph, cluster) for cluster in clusters or usual]
     return pairs
-
-
-def _stored(name: str) -> Sequence[StoredGraph]:
-    graphs = GraphSet.open(name).graphs
-    if not graphs:
-        raise InputError(f"{name}: has no graphs yet; make them with {DRAWER}")
-    return graphs
 
 
 def _check_held_out(names: Sequence[str], held_out: Sequence[str], text: str | None = None) -> None:
@@ -270,49 +222,13 @@ def _check_held_out(names: Sequence[str], held_out: Sequence[str], text: str | N
             )
 
 
-def _task_config(options: TrainOptions, policy: Policy, pairs: Sequence[TaskSource]) -> TaskConfig:
-    config = TaskConfig(
-        random_share=RANDOM_SHARE if options.randomize else 0.0,
-        layout_share=LAYOUT_SHARE if any(pair.cluster is None for pair in pairs) else 0.0,
-    )
-    most = getattr(cast("Any", policy).config, "max_devices", config.max_devices)
-    return replace(config, max_devices=min(most, config.max_devices), min_devices=min(most, config.min_devices))
-
-
-def _objective(policy: Policy) -> ppo.PPOConfig:
-    if policy.name == "paper":
-        return ppo.PAPER
-    return ppo.PPOConfig() if policy.constructor is None else ppo.CONSTRUCTING
-
-
-def _pool(options: TrainOptions, policy: Policy, pairs: Sequence[TaskSource], num_tasks: int) -> PoolConfig:
+def _pool(options: TrainOptions, num_tasks: int) -> PoolConfig:
     """Returns the pool asked for; by default a large one where tasks vary, else none: they are kept anyway."""
-    varies = options.randomize or any(pair.cluster is None for pair in pairs)
-    default = MAX_POOL - MAX_POOL % num_tasks if varies and policy.constructor is not None else 0
+    default = MAX_POOL - MAX_POOL % num_tasks if options.randomize else 0
     return PoolConfig(size=default if options.pool is None else options.pool)
 
 
-def _without_families(
-    pairs: Sequence[TaskSource], families: Sequence[str]
-) -> tuple[Sequence[TaskSource], Sequence[TaskSource]]:
-    """Returns (the pairs of other families, some pairs of these families of drawn architectures)."""
-    known = sorted({pair.graph.family for pair in pairs if isinstance(pair.graph, StoredGraph)})
-    for family in families:
-        if family not in known:
-            raise InputError(
-                f"--validation-family {family}: no directory has graphs of it; one of {', '.join(known)} is expected"
-            )
-    of_family = {
-        family: [pair for pair in pairs if isinstance(pair.graph, StoredGraph) and pair.graph.family == family]
-        for family in families
-    }
-    kept = [pair for some in of_family.values() for pair in some]
-    few = [pair for some in of_family.values() for pair in some[: MAX_VALIDATION_GRAPHS // len(of_family)]]
-    return [pair for pair in pairs if pair not in kept], few
-
-
-def _validation(pairs: Sequence[TaskSource], config: TaskConfig) -> list[TrainingTask]:
-    """Returns the task of each validation graph as it is, for all seeds alike."""
-    drawn = replace(config, random_share=0.0, layout_share=LAYOUT_SHARE)
-    tasks = Tasks(pairs, drawn, seed=0) if pairs else None
+def _validation(pairs: Sequence[TaskSource]) -> list[TrainingTask]:
+    """Returns the task of each validation graph as it is."""
+    tasks = Tasks(pairs, TaskConfig(), seed=0) if pairs else None
     return [tasks.unvaried(number) for number in range(len(pairs))] if tasks else []

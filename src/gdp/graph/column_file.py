@@ -25,9 +25,8 @@ from gdp.arrays import I64, Bool
 from gdp.errors import InputError
 from gdp.graph.columns import NUMBERS, OP_COLUMNS, TEXTS
 from gdp.graph.copies import first_copies, label_end, role_codes
-from gdp.graph.document import FORMAT, OLDEST, VERSION, is_times
+from gdp.graph.document import FORMAT, VERSION, is_times
 from gdp.graph.fingerprint import numbered, times_as_text
-from gdp.graph.version_1 import copy_columns
 from gdp.tensor_file import TensorFormat
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ COLUMNS = TensorFormat(
     fields=MappingProxyType({"name": files.is_string}),
     writer="`gdp capture`",
     remedy="write or copy the file again",
-    oldest=OLDEST,
 )
 _OP, _TENSOR, _CONSUMER, _OFFSET = "op", "tensor", "consumer", "offset"  # what a column has an entry for
 _OFFSETS = "tensor/consumers.offsets"
@@ -55,9 +53,6 @@ _NUMBERS = {
 _FLAGS = {"tensor/resident": "is_resident", "tensor/keep": "is_kept"}
 _TEXTS = {f"op/{field}": column for field, column in OP_COLUMNS.items() if column in TEXTS and field != "name"}
 _NAME, _TIMES = "op/name", "op/time_ns"
-_COPY_NUMBERS = "origin", "microbatch", "replica"
-_COPY_COLUMNS = *(f"op/{name}" for name in _COPY_NUMBERS), "op/role", "op/role.values"  # of version 2
-_NAME_ENDS = f"{_NAME}.microbatch", f"{_NAME}.replica"  # of version 1
 _NO_TIMES: Mapping[str, int] = MappingProxyType({})
 
 
@@ -104,35 +99,28 @@ def _copy_labels(names: Sequence[str], first: I64, microbatches: I64, replicas: 
 def read_columns(path: str | Path) -> dict[str, Any]:
     """Returns the fields of the graph in `path`; InputError for a bad file."""
     with COLUMNS.opened(path, "numpy") as (header, file):
-        reader = _Reader(file, header["version"])
+        reader = _Reader(file)
         fields: dict[str, Any] = {"name": header["name"]}
-        fields |= {field: reader.numbers(name, of) for name, (field, of) in _NUMBERS.items() if name in reader.known}
+        fields |= {field: reader.numbers(name, of) for name, (field, of) in _NUMBERS.items()}
         fields |= {field: reader.column(name, _TENSOR, ("BOOL",)) for name, field in _FLAGS.items()}
-        fields |= {field: tuple(reader.texts(name)) for name, field in _TEXTS.items() if name in reader.known}
+        fields |= {field: tuple(reader.texts(name)) for name, field in _TEXTS.items()}
         fields["times_ns"] = tuple(_times(reader.texts(_TIMES)))
         offsets, num_consumers = fields["consumer_offsets"], len(fields["consumers"])
         is_rising = len(offsets) == len(fields["producers"]) + 1 and not (np.diff(offsets) < 0).any()
         if not is_rising or offsets[0] != 0 or offsets[-1] != num_consumers:
             raise InputError(f"column {_OFFSETS!r} does not rise from 0 to {num_consumers}; {COLUMNS.remedy}")
-        if header["version"] > 1:
-            return fields | {"op_names": tuple(reader.names(fields))}
-        names = reader.names_of_version_1()
-        columns = copy_columns(names, fields["kinds"], fields["phases"], fields["groups"].tolist())
-        numbers = {_NUMBERS[f"op/{name}"][0]: np.array(columns[name], np.int64) for name in _COPY_NUMBERS}
-        return fields | numbers | {"op_names": names, "roles": tuple(columns["role"])}
+        return fields | {"op_names": tuple(reader.names(fields))}
 
 
 class _Reader:
     """Reads the columns of an open file, and checks that there are no others."""
 
-    def __init__(self, file: Any, version: int) -> None:
+    def __init__(self, file: Any) -> None:
         self._file, self._counts = file, dict[str, int]()
         values = (f"{name}.values" for name in (*_TEXTS, _NAME, _TIMES))
-        self.known = {*_NUMBERS, *_FLAGS, *_TEXTS, _NAME, _TIMES, *values}
-        if version == 1:
-            self.known = self.known.difference(_COPY_COLUMNS).union(_NAME_ENDS)
-        for name in sorted(set(file.keys()) ^ self.known):
-            raise InputError(f"column {name!r} is {'missing' if name in self.known else 'unknown'}; {COLUMNS.remedy}")
+        known = {*_NUMBERS, *_FLAGS, *_TEXTS, _NAME, _TIMES, *values}
+        for name in sorted(set(file.keys()) ^ known):
+            raise InputError(f"column {name!r} is {'missing' if name in known else 'unknown'}; {COLUMNS.remedy}")
 
     def column(self, name: str, of: str, dtypes: Sequence[str]) -> npt.NDArray[Any]:
         """Returns a column of one of `dtypes`, which has as many entries as the others `of` ops, say."""
@@ -179,12 +167,6 @@ class _Reader:
         own = list(map([*listed, ""].__getitem__, numbers.tolist()))
         labels = _copy_labels(own, first, microbatches, replicas)
         return [name or label for name, label in zip(own, labels, strict=True)]
-
-    def names_of_version_1(self) -> tuple[str, ...]:
-        """Returns the names of ops in a file of version 1, which has them in parts."""
-        stems = self.texts(_NAME)
-        microbatches, replicas = (self._within(0, 2**31, name).tolist() for name in _NAME_ENDS)
-        return tuple(map(add, stems, map(label_end, microbatches, replicas)))
 
     def _within(self, least: int, end: int, name: str) -> I64:
         values = self.numbers(name)

@@ -10,9 +10,8 @@ from typing import Any, Never
 
 from gdp import files
 from gdp.graph.checks import PHASES
-from gdp.graph.version_1 import copy_columns
 
-FORMAT, VERSION, OLDEST = "gdp-graph", 2, 1
+FORMAT, VERSION, OLDEST = "gdp-graph", 2, 1  # version 1 has no copies
 _MISSING: Any = object()
 
 
@@ -56,15 +55,10 @@ def read_document(document: object) -> tuple[str, Columns, Columns]:
     """Returns (name, columns of ops, columns of tensors); InputError for unknown keys, wrong types and versions."""
     content = files.require_header(document, FORMAT, VERSION, OLDEST)
     files.require_keys(content, "graph", _DOCUMENT_FIELDS, {"name", "ops", "tensors"})
-    version = content["version"]
-    known = {name: check for name, check in OP_FIELDS.items() if version > 1 or name not in _COPY_FIELDS}
-    checks = {name: _COLUMN_CHECKS[check] for name, check in known.items()}
-    ops = _columns(content["ops"], checks, OP_DEFAULTS)
+    ops = _columns(content["ops"], _OP_CHECKS, OP_DEFAULTS)
     tensors = _columns(content["tensors"], _TENSOR_CHECKS, TENSOR_DEFAULTS)
     if ops is None or tensors is None:
-        _explain(content, known)
-    if version == 1:
-        ops |= copy_columns(*(ops[name] for name in ("name", "kind", "phase", "group")))
+        _explain(content)
     return content["name"], ops, tensors
 
 
@@ -99,11 +93,11 @@ def _columns(
     return found if num_values == sum(map(len, mappings)) else None
 
 
-def _explain(content: Mapping[str, Any], op_fields: Mapping[str, Callable[[object], bool]]) -> Never:
+def _explain(content: Mapping[str, Any]) -> Never:
     """Raises the InputError that says which op or tensor is no record of one, and why."""
     for number, op in enumerate(content["ops"]):
         label = f" {op['name']!r}" if isinstance(op, dict) and isinstance(op.get("name"), str) else ""
-        files.require_keys(op, f"op {number}{label}", op_fields, op_fields.keys() - OP_DEFAULTS.keys())
+        files.require_keys(op, f"op {number}{label}", OP_FIELDS, OP_FIELDS.keys() - OP_DEFAULTS.keys())
     for number, tensor in enumerate(content["tensors"]):
         files.require_keys(tensor, f"tensor {number}", TENSOR_FIELDS, TENSOR_FIELDS.keys() - TENSOR_DEFAULTS.keys())
     raise AssertionError("a column fails its check, and each of its records passes")
@@ -154,7 +148,6 @@ OP_FIELDS = {
     "replica": files.is_size,
     "role": files.is_string,
 }
-_COPY_FIELDS = "origin", "microbatch", "replica", "role"  # of version 2
 TENSOR_FIELDS = {
     "producer": files.is_size,
     "consumers": files.is_number_list,
@@ -174,4 +167,5 @@ _COLUMN_CHECKS: Mapping[Callable[[object], bool], Callable[[list[Any]], bool]] =
     _is_phase: _are(str, _is_phase),
     is_times: _are(dict, is_times),
 }
+_OP_CHECKS = {name: _COLUMN_CHECKS[check] for name, check in OP_FIELDS.items()}
 _TENSOR_CHECKS = {name: _COLUMN_CHECKS[check] for name, check in TENSOR_FIELDS.items()}

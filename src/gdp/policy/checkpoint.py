@@ -7,12 +7,11 @@ A file is written under a temporary name and renamed: parameters and state are o
 Readers raise InputError with one line that names the file, what is wrong and the remedy.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors.torch import save
@@ -21,15 +20,14 @@ from torch import Tensor
 from gdp import files
 from gdp.errors import InputError
 from gdp.policy.base import Policy
-from gdp.policy.checkpoint_file import CHECKPOINT, TRAINING, config_in, read_config
+from gdp.policy.checkpoint_file import CHECKPOINT, TRAINING, read_config
+from gdp.policy.construction import SchedulerConfig
+from gdp.policy.scheduler import SchedulerPolicy
 
-POLICIES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
-    {
-        "default": ("gdp.policy.scheduler", "SchedulerPolicy", "SchedulerConfig"),
-        "paper": ("gdp.policy.paper.paper_policy", "PaperPolicy", "PaperConfig"),
-    }
-)
-"""Module, policy and configuration of each name, imported when one is asked for."""
+P = TypeVar("P", bound=Policy)
+
+POLICIES: Mapping[str, tuple[Any, Any]] = MappingProxyType({"default": (SchedulerPolicy, SchedulerConfig)})
+"""The class and the configuration of each policy that files hold."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +50,9 @@ class Checkpoint:
 def new_policy(name: str, *, seed: int = 0, **changes: Any) -> Policy:
     """Returns policy `name` in its default configuration but for `changes`, with initial parameters that depend on
     `seed` alone."""
-    policy_class, config_class = _classes(name)
-    return _construct(policy_class, config_class(**changes), seed)
+    policy_class, config_class = POLICIES[name]
+    policy: Policy = seeded(lambda: policy_class(config_class(**changes)), seed)
+    return policy
 
 
 def save_checkpoint(
@@ -79,10 +78,9 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     """Reads the file, on the CPU, without checks of the parameters against a policy."""
     with CHECKPOINT.opened(path, "pt") as (header, file):
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
-        config = config_in(header)
     return Checkpoint(
         policy=header["policy"],
-        config=config,
+        config=header["config"],
         manifest=header["manifest"],
         parameters={name: tensor for name, tensor in tensors.items() if not name.startswith(TRAINING)},
         training={name.removeprefix(TRAINING): tensor for name, tensor in tensors.items() if name.startswith(TRAINING)},
@@ -98,8 +96,11 @@ def load_checkpoint(path: str | Path) -> Policy:
     """Reads the policy in the file, on the CPU."""
     checkpoint = read_checkpoint(path)
     try:
-        policy_class, config_class = _classes(checkpoint.policy)
-        policy = _construct(policy_class, read_config(config_class, checkpoint.config, "config"), 0)
+        if checkpoint.policy not in POLICIES:
+            raise InputError(f"policy {checkpoint.policy!r} is unknown; one of {', '.join(POLICIES)} is expected")
+        policy_class, config_class = POLICIES[checkpoint.policy]
+        config = read_config(config_class, checkpoint.config, "config")
+        policy: Policy = seeded(lambda: policy_class(config), 0)
         checkpoint.fill(policy)
         policy.check()
     except InputError as error:
@@ -126,19 +127,11 @@ def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor])
             raise InputError(f"tensor {name!r} holds values that are not finite; train it again")
 
 
-def _classes(name: str) -> tuple[Any, Any]:
-    """(policy, configuration) of `name`."""
-    if name not in POLICIES:
-        raise InputError(f"policy {name!r} is unknown; one of {', '.join(POLICIES)} is expected")
-    module, policy_class, config_class = POLICIES[name]
-    return getattr(import_module(module), policy_class), getattr(import_module(module), config_class)
-
-
-def _construct(policy_class: Any, config: Any, seed: int) -> Policy:
-    with torch.random.fork_rng(devices=[]):  # layers draw initial values from PyTorch's own generator
+def seeded(construct: Callable[[], P], seed: int) -> P:
+    """Returns a new policy, whose initial parameters depend on `seed` alone."""
+    with torch.random.fork_rng(devices=[]):  # layers draw them from PyTorch's own generator
         torch.manual_seed(seed)
-        policy: Policy = policy_class(config)
-    return policy
+        return construct()
 
 
 def _is_finite(tensor: Tensor) -> bool:

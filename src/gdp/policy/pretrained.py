@@ -9,7 +9,7 @@ import numpy as np
 
 from gdp.arrays import F32
 from gdp.policy import style_scorer
-from gdp.policy.checkpoint_file import CHECKPOINT, TRAINING, config_in, read_config
+from gdp.policy.checkpoint_file import CHECKPOINT, TRAINING, read_config
 from gdp.policy.construction import Constructor, SchedulerConfig, check_weights
 from gdp.policy.features import NUM_FEATURES
 from gdp.policy.style_scorer import StyleScorer
@@ -42,7 +42,7 @@ def _plain_tensors(header: Any, file: Any) -> Mapping[str, F32] | None:
     """Returns the parameters of a default policy, None for other policies and for damaged files."""
     if header["policy"] != "default":
         return None
-    config = read_config(SchedulerConfig, config_in(header), "config")
+    config = read_config(SchedulerConfig, header["config"], "config")
     expected: dict[str, tuple[int, ...]] = {"base": (2, NUM_FEATURES)}
     if config.style_scorer:
         shapes = style_scorer.shapes(config.style_scorer)

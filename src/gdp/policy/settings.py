@@ -62,7 +62,7 @@ class PracticeSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnSettings:
-    """Clusters and layouts to train on, in ranges a little wider than those of the catalogue; untuned."""
+    """Clusters to train on, in ranges a little wider than those of the catalogue; untuned."""
 
     most_kinds: int = 3
     hosts_share: float = 0.4  # of clusters with several hosts,
@@ -73,10 +73,6 @@ class DrawnSettings:
     link_latency_ns: tuple[float, float] = (1_000, 30_000)  # of a socket to three times the assumed 10 us of a copy
     network_bytes_per_second: tuple[float, float] = (1.25e9, 50e9)  # 10 to 400 Gbit/s
     network_latency_ns: tuple[float, float] = (5_000, 50_000)
-    microbatches: tuple[int, ...] = (1, 2, 3, 4, 8)
-    uneven_share: float = 0.3  # of layouts with several replicas: the first ones have a micro-batch more
-    zero: tuple[int, ...] = (0, 0, 1, 2, 3)
-    recomputed_share: float = 0.25
 
 
 GROUPING, STYLES, SCORER, PRACTICE = GroupingSettings(), StyleSettings(), ScorerSettings(), PracticeSettings()

@@ -10,7 +10,7 @@ problem, and the objective is the mean over problems, so that every graph counts
 S samples, C choices of a trial, D devices.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, nan
 
@@ -25,7 +25,6 @@ from gdp.policy.construction import Instance
 from gdp.simulator.simulate import evaluate_many
 
 REWARDS = ("relative", "paper")
-BASELINES = ("batch", "history")
 PAPER_INFEASIBLE_REWARD = -10.0
 _LEAST_DEVIATION = 0.02  # rewards are near -1; a spread of a few percent is mostly chance, not to be scaled up to 1
 
@@ -36,7 +35,6 @@ class PPOConfig:
 
     reward: str = "relative"  # or "paper"
     infeasible_penalty: float = 3.0  # of "relative", where memory only just falls short: as for a step 9 times as long
-    baseline: str = "batch"  # mean reward of the problem's trials of this update; "history": of all earlier ones
     normalize: bool = True  # divide advantages by the deviation of the problem's rewards
     clip: float = 0.2  # Schulman et al., table 1
     num_epochs: int = 4
@@ -44,9 +42,8 @@ class PPOConfig:
     max_gradient_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, value, choices in (("reward", self.reward, REWARDS), ("baseline", self.baseline, BASELINES)):
-            if value not in choices:
-                raise InputError(f"{name} is {value!r}; one of {', '.join(choices)} is expected")
+        if self.reward not in REWARDS:
+            raise InputError(f"reward is {self.reward!r}; one of {', '.join(REWARDS)} is expected")
         if self.num_epochs < 1:
             raise InputError(f"num_epochs is {self.num_epochs}; at least 1 is expected")
         if not 0 < self.clip < 1:
@@ -58,8 +55,8 @@ class PPOConfig:
             raise InputError(f"max_gradient_norm is {self.max_gradient_norm}; more than 0 is expected")
 
 
-PAPER = PPOConfig(reward="paper", baseline="history")
-"""GDP's reward and advantage, normalised: else the entropy bonus outweighs differences of milliseconds (it stayed at
+PAPER = PPOConfig(reward="paper")
+"""GDP's reward, with normalised advantages: else the entropy bonus outweighs differences of milliseconds (it stayed at
 the uniform policy on inception-v3-b32)."""
 
 
@@ -162,34 +159,27 @@ def improve(
     config: PPOConfig,
     *,
     baselines: Sequence[float | None] | None = None,
-    num_problems: int | None = None,
-    sum_over_processes: Callable[[Tensor], None] = lambda _: None,
 ) -> Statistics:
     """Makes one PPO update: `num_epochs` steps of `optimizer`, each over all `trials`, which all count alike.
 
-    `baselines` replaces the mean reward of each of `trials`. If several processes share `num_problems` trials,
-    `sum_over_processes` adds up a tensor in place, and all take the same steps. Raises InputError unless the gradient
-    is finite.
+    `baselines` replaces the mean reward of each of `trials`. Raises InputError unless the gradient is finite.
     """
     device = policy.device
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     sizes = [parameter.numel() for parameter in parameters]
-    num_problems = len(trials) if num_problems is None else num_problems
     gains = [
         torch.from_numpy(advantages(trial.rewards, config, baseline, trial.rollouts.group)).to(device, torch.float32)
         for trial, baseline in zip(trials, baselines or [None] * len(trials), strict=True)
     ]
     for _ in range(config.num_epochs):
         figures = torch.zeros(9, dtype=torch.float64, device=device)
-        # in float64, so that the sum hardly depends on how problems are shared out over processes
         gradient = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
         for trial, gain in zip(trials, gains, strict=True):
             loss, on_policy = _loss(policy, trial, gain, config)
             figures += torch.cat((torch.tensor(_outcome(trial), dtype=torch.float64, device=device), on_policy))
             if loss.requires_grad:  # not where a problem leaves nothing to choose
-                parts = torch.autograd.grad(loss / num_problems, parameters, allow_unused=True, materialize_grads=True)
+                parts = torch.autograd.grad(loss / len(trials), parameters, allow_unused=True, materialize_grads=True)
                 gradient += torch.cat([part.reshape(-1) for part in parts])
-        sum_over_processes(gradient)
         norm = float(gradient.norm())
         if not np.isfinite(norm):
             raise InputError("the gradient is not finite; train with a lower learning rate")
@@ -197,7 +187,6 @@ def improve(
         for parameter, part in zip(parameters, torch.split(gradient, sizes), strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype)
         optimizer.step()
-    sum_over_processes(figures)
     return _statistics(figures.tolist(), norm)
 
 

@@ -1,9 +1,9 @@
-"""Training of a policy on many problems: PPO updates from a stream of tasks, checkpoints, any number of processes.
+"""Training of a policy on many problems: PPO updates from a stream of tasks, and checkpoints.
 
     update u:   tasks (seed, u, 0..G-1) --> trials of each --> one PPO update --> every k-th: checkpoint
 
 No random state outlives an update. Parameters, optimizer state and the number of updates done, which are one file,
-are all that a run needs to go on exactly as if it had never stopped. G tasks an update, P sources of tasks.
+are all that a run needs to go on exactly as if it had never stopped. G tasks an update.
 """
 
 import subprocess
@@ -18,16 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from gdp.errors import InputError
 from gdp.policy.base import Policy, one_thread
 from gdp.policy.checkpoint import save_checkpoint
 from gdp.policy.training.pool import Pool, PoolConfig, instance_of
-from gdp.policy.training.ppo import PPOConfig, Statistics, Trials, draw_trials, improve
-from gdp.policy.training.processes import Processes
-from gdp.policy.training.scalars import scalars
+from gdp.policy.training.ppo import CONSTRUCTING, PPOConfig, Statistics, Trials, draw_trials, improve
 from gdp.policy.training.state import TrainingState
 from gdp.policy.training.tasks import Tasks, TrainingTask
 
@@ -48,7 +44,7 @@ class TrainingConfig:
     final_learning_rate: float = 0.1  # times `learning_rate`, reached along a cosine
     validate_every: int = 20
     validation_samples: int = 16
-    ppo: PPOConfig = field(default_factory=PPOConfig)
+    ppo: PPOConfig = CONSTRUCTING
     pool: PoolConfig = field(default_factory=PoolConfig)
 
     def __post_init__(self) -> None:
@@ -91,18 +87,9 @@ class TrainingProgress:
     statistics: Statistics | None  # of the last update; None where this run has made none
     validation: Validation | None  # the last one
     seconds: float  # of this run
-    cpu_hours: float  # of all processes and of the runs before this one
+    cpu_hours: float  # of the runs before this one, too
     seconds_left: float | None  # None without a limit
     rank_correlation: float | None = None  # on validation problems, of a style scorer
-
-    def scalars(self) -> dict[str, float]:
-        """Returns the figures, for TensorBoard."""
-        values = {} if self.statistics is None else {f"train/{name}": x for name, x in asdict(self.statistics).items()}
-        if self.validation is not None:
-            values |= {f"validation/{name}": value for name, value in asdict(self.validation).items()}
-        if self.rank_correlation is not None:
-            values["validation/rank_correlation"] = self.rank_correlation
-        return values | {"cpu_hours": self.cpu_hours}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +109,7 @@ class TrainingRun:
     save_every: int = 10  # updates
     seconds: float | None = None  # ends the run early, after the last whole update
     stop: threading.Event | None = None  # likewise
-    tensorboard: Path | None = None  # directory
     num_threads: int | None = None
-    processes: Processes = field(default_factory=Processes)  # one call of `train` in each
     on_update: Callable[[TrainingProgress], None] | None = None
 
     def is_over(self, started: float) -> bool:
@@ -151,8 +136,6 @@ def train(
     """
     started = time.monotonic()
     provenance, run = provenance or Provenance(), run or TrainingRun()
-    processes = run.processes
-    num_threads = run.num_threads or processes.num_threads
     arguments = {
         "training": asdict(config),
         "tasks": tasks.to_document(),
@@ -160,24 +143,18 @@ def train(
         "from": provenance.origin,
     }
     pool = Pool(tasks, policy, config.pool, config.graphs_per_update)
-    state = TrainingState(policy, len(tasks.sources))
+    state = TrainingState(policy)
     saved = -1  # number of updates in the file
-    if run.resume and processes.is_first and out.exists():
+    if run.resume and out.exists():
         state.restore(out, arguments, config.updates)
         saved = state.updates
-    processes.copy_first([*policy.state_dict().values(), *state.tensors().values()])
-
-    def must_end() -> bool:
-        return run.is_over(started)
 
     def save(path: Path, *, is_final: bool, **more: Any) -> None:
-        if processes.is_first:
-            manifest = manifest_of(tasks, provenance, arguments, updates=state.updates, cpu_hours=state.cpu_hours)
-            manifest |= more
-            save_checkpoint(path, policy, manifest, None if is_final else state.tensors())
+        manifest = manifest_of(tasks, provenance, arguments, updates=state.updates, cpu_hours=state.cpu_hours)
+        save_checkpoint(path, policy, manifest | more, None if is_final else state.tensors())
 
     def check() -> Validation:
-        checked = validate(policy, validation, config, processes, num_threads)
+        checked = validate(policy, validation, config, run.num_threads)
         if state.is_best(checked.reward):
             save(best_path(out), is_final=True, validation=asdict(checked))
         return checked
@@ -187,33 +164,25 @@ def train(
         left = None if run.seconds is None else max(run.seconds - elapsed, 0.0)
         return TrainingProgress(state.updates, config.updates, statistics, checked, elapsed, state.cpu_hours, left)
 
-    with scalars(run.tensorboard if processes.is_first else None, state.updates) as write, one_thread():
+    with one_thread():
         latest = progress(None, check() if validation and state.updates == 0 else None)
         for update in range(state.updates, config.updates):
             before = time.process_time()
-            trials, sources = _draw_update(policy, pool, config, update, processes, num_threads, must_end)
-            if processes.any(must_end()):
+            trials = list[Trials]()
+            for index in range(config.graphs_per_update):
+                if run.is_over(started):
+                    break
+                task, instance, rng = pool.draw(update, index)
+                draw = partial(draw_trials, policy, instance, config.samples, rng, config.ppo, task.reference_ns)
+                trials.append(draw(num_threads=run.num_threads))
+            if run.is_over(started):
                 break
             for group in state.optimizer.param_groups:
                 group["lr"] = config.learning_rate_at(update)
-            earlier = [state.mean_reward(source) if config.ppo.baseline == "history" else None for source in sources]
-            statistics = improve(
-                policy,
-                state.optimizer,
-                trials,
-                config.ppo,
-                baselines=earlier,
-                num_problems=config.graphs_per_update,
-                sum_over_processes=processes.sum,
-            )
-            rewards = _reward_sums(trials, sources, len(tasks.sources))
-            processes.sum(rewards)
-            cpu_seconds = torch.tensor(time.process_time() - before, dtype=torch.float64)
-            processes.sum(cpu_seconds)
-            state.count_update(rewards, cpu_seconds)
+            statistics = improve(policy, state.optimizer, trials, config.ppo)
+            state.count_update(time.process_time() - before)
             is_due = bool(validation) and state.updates % config.validate_every == 0
             latest = progress(statistics, check() if is_due else latest.validation)
-            write(latest.update, latest.scalars() | {"learning_rate": config.learning_rate_at(update)})
             if run.on_update is not None:
                 run.on_update(latest)
             if state.updates % run.save_every == 0:
@@ -230,15 +199,11 @@ def best_path(out: Path) -> Path:
 
 
 def validate(
-    policy: Policy,
-    problems: Sequence[TrainingTask],
-    config: TrainingConfig,
-    processes: Processes,
-    num_threads: int | None = None,
+    policy: Policy, problems: Sequence[TrainingTask], config: TrainingConfig, num_threads: int | None = None
 ) -> Validation:
     """Returns the best of each problem's likeliest placement and `validation_samples` drawn ones, always the same."""
-    total = torch.zeros(3, dtype=torch.float64)
-    for number, task in processes.share(list(enumerate(problems))):
+    total = np.zeros(3)
+    for number, task in enumerate(problems):
         rng = np.random.default_rng(np.random.SeedSequence([config.seed, _VALIDATION, number]))
         instance = instance_of(policy, task, rng)
         draw = partial(draw_trials, policy, instance, config=config.ppo, reference_ns=task.reference_ns)
@@ -249,53 +214,17 @@ def validate(
         fitting_ns = [int(trials.step_time_ns[trials.best]) for trials in outcomes if trials.best is not None]
         log_ratio = log(max(min(fitting_ns), 1) / max(task.reference_ns, 1)) if fitting_ns else 0.0
         reward = max(float(trials.rewards.max()) for trials in outcomes)
-        total += torch.tensor([reward, log_ratio, bool(fitting_ns)], dtype=torch.float64)
-    processes.sum(total)
+        total += reward, log_ratio, bool(fitting_ns)
     reward, log_ratio, solved = total.tolist()
     return Validation(reward / len(problems), exp(log_ratio / solved) if solved else nan, solved / len(problems))
-
-
-def _draw_update(
-    policy: Policy,
-    pool: Pool,
-    config: TrainingConfig,
-    update: int,
-    processes: Processes,
-    num_threads: int,
-    must_end: Callable[[], bool],
-) -> tuple[list[Trials], list[int]]:
-    """Returns (trials, their sources) of this process's share of an update; fewer once the run must end."""
-    trials, sources = [], []
-    for index in processes.share(range(config.graphs_per_update)):
-        if must_end():
-            break
-        task, instance, rng = pool.draw(update, index)
-        trials.append(
-            draw_trials(policy, instance, config.samples, rng, config.ppo, task.reference_ns, num_threads=num_threads)
-        )
-        sources.append(task.source)
-    return trials, sources
-
-
-def _reward_sums(trials: Sequence[Trials], sources: Sequence[int], num_sources: int) -> Tensor:
-    """Returns [P, 2] sum and number of the rewards of each source's trials."""
-    rewards = torch.zeros(num_sources, 2, dtype=torch.float64)
-    for source, trial in zip(sources, trials, strict=True):
-        rewards[source] += torch.tensor([trial.rewards.sum(), len(trial.rewards)], dtype=torch.float64)
-    return rewards
 
 
 def manifest_of(
     tasks: Tasks, provenance: Provenance, arguments: dict[str, Any], *, updates: int, cpu_hours: float
 ) -> dict[str, Any]:
     """Returns the record of a run, for a checkpoint."""
-    graphs = {source.graph.fingerprint: source.graph for source in tasks.sources}
-    clusters = {source.cluster.fingerprint: source.cluster for source in tasks.sources if source.cluster}
     return {
-        "graphs": [
-            {"name": graph.name, "num_ops": graph.num_ops, "fingerprint": print_} for print_, graph in graphs.items()
-        ],
-        "clusters": [{"name": cluster.name, "fingerprint": print_} for print_, cluster in clusters.items()],
+        **tasks.inputs(),
         "seed": arguments["training"]["seed"],
         "command": provenance.command,
         "gdp_version": version("gdp-placement"),

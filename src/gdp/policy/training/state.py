@@ -1,7 +1,4 @@
-"""The state of a training run between two updates, and its restoration from a checkpoint.
-
-P sources of tasks.
-"""
+"""The state of a training run between two updates, and its restoration from a checkpoint."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,14 +20,13 @@ _MAX_NAMED = 5  # arguments in a message
 class TrainingState:
     """The optimizer and everything else that changes while a policy is trained, besides its parameters."""
 
-    def __init__(self, policy: Policy, num_sources: int) -> None:
+    def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.optimizer = torch.optim.Adam(policy.parameters(), eps=ADAM_EPSILON)
         names = {parameter: name for name, parameter in policy.named_parameters()}
         self._tensors = {
             "updates": torch.tensor(0),  # done
             "cpu_seconds": torch.tensor(0.0, dtype=torch.float64),
-            "rewards": torch.zeros(num_sources, 2, dtype=torch.float64),  # [P, 2] their sum and number, by source
             "best_validation": torch.tensor(torch.finfo(torch.float64).min, dtype=torch.float64),
         }
         # Adam makes these in its first step; they are made here, so that there is always the same to store
@@ -51,19 +47,13 @@ class TrainingState:
 
     @property
     def cpu_hours(self) -> float:
-        """CPU hours of all processes and runs."""
+        """CPU hours of all runs."""
         return float(self._tensors["cpu_seconds"]) / 3600
 
-    def count_update(self, rewards: Tensor, cpu_seconds: Tensor) -> None:
-        """Counts one more update, with these sums and numbers of rewards [P, 2]."""
+    def count_update(self, cpu_seconds: float) -> None:
+        """Counts one more update."""
         self._tensors["updates"] += 1
-        self._tensors["rewards"] += rewards
         self._tensors["cpu_seconds"] += cpu_seconds
-
-    def mean_reward(self, source: int) -> float | None:
-        """Returns the mean reward of all trials of a source in earlier updates; None before the first."""
-        total, number = self._tensors["rewards"][source].tolist()
-        return total / number if number else None
 
     def is_best(self, reward: float) -> bool:
         """Returns whether this is the best validation so far, and keeps it for the next comparison."""

@@ -29,7 +29,6 @@ from gdp.policy.scheduler import SchedulerPolicy
 from gdp.policy.style_network import StyleNetwork
 from gdp.policy.style_scorer import target
 from gdp.policy.training.pretrain import Provenance, TrainingProgress, TrainingRun, manifest_of
-from gdp.policy.training.scalars import scalars
 from gdp.policy.training.style_outcomes import PART, Outcomes, read_parts, try_styles, write_part
 from gdp.policy.training.tasks import Tasks, TrainingTask
 
@@ -114,12 +113,10 @@ def train_styles(
         fit(network, outcomes[:num_tasks], config)
         fit_seconds += time.process_time() - before
         fitted_on, correlation = num_tasks, _correlation(network, checks)
-        latest = progress()
-        write(num_tasks, latest.scalars())
         if run.on_update is not None:
-            run.on_update(latest)
+            run.on_update(progress())
 
-    with scalars(run.tensorboard, len(outcomes)) as write, one_thread():
+    with one_thread():
         checks = [
             try_styles(task.problem, constructor, None, config.sizes, np.random.default_rng([_VALIDATION, number]))
             for number, task in enumerate(validation)

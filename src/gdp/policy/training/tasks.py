@@ -1,9 +1,8 @@
 """Tasks: the problems that a policy is trained on, drawn from graphs and clusters.
 
-A task is a function of (seed, update, index) alone, so neither the number of processes nor a resumed run changes it.
+A task is a function of (seed, update, index) alone, so a resumed run does not change it.
 Sources, pairs of a graph and a cluster, take turns in a random order, a new one for each round. Some tasks are the
-source as it is; the others vary devices, links, memory, batch size and layout, on which a policy must not rely. A
-source without a cluster has one such task of its own, always the same.
+source as it is; the others vary devices, links, memory and batch size, on which a policy must not rely.
 N ops, D devices.
 """
 
@@ -20,10 +19,6 @@ from gdp.bounds.lower_bound import lower_bound
 from gdp.cluster import WORD_DEVICES, Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.parallel.layout import BLOCKS, NONE, Layout
-from gdp.parallel.step import Step
-from gdp.policy.settings import DRAWN
-from gdp.policy.training.graph_set import StoredGraph
 from gdp.policy.training.random_clusters import draw_cluster
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate
@@ -31,7 +26,7 @@ from gdp.units.reduction import reduce
 
 _MAX_CACHED_OPS = 1_000_000  # of reduced problems that are kept; about 1 kB an op
 _NUM_DRAWS = 8  # of clusters, until all ops can run on one
-_ORDER, _OWN = 1, 2  # spawn keys: the order of sources, and tasks of sources without a cluster, are drawn apart
+_ORDER = 1  # spawn key: the order of sources is drawn apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +39,9 @@ class TaskConfig:
     batch_factors: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0)
     tight_share: float = 0.5  # of varied tasks whose memory is set to `room`
     room: tuple[float, float] = (1.5, 4.0)  # all devices' memory, in units of the step's need on one device
-    layout_share: float = 0.0  # of varied tasks whose step is cut into replicas and micro-batches
-    max_layout_ops: int = 8000  # of these steps, about
 
     def __post_init__(self) -> None:
-        for name in ("random_share", "tight_share", "layout_share"):
+        for name in ("random_share", "tight_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"{name} is {getattr(self, name)}; a share from 0 to 1 is expected")
         if not 1 <= self.min_devices <= self.max_devices <= WORD_DEVICES:
@@ -66,24 +59,17 @@ class TaskConfig:
 class TaskSource:
     """A graph on a cluster, from which tasks are made."""
 
-    graph: Graph | StoredGraph
-    cluster: Cluster | None  # None: drawn
+    graph: Graph
+    cluster: Cluster
     reference_ns: int | None = None  # of the rewards, for the source as it is; None: the lower bound
 
-    def load(self) -> Graph:
-        """Returns the graph, from its file if it has one."""
-        return self.graph if isinstance(self.graph, Graph) else self.graph.load()
-
     def check_memory(self) -> None:
-        """Raises InputError for parameters that alone exceed the cluster's memory; drawn clusters have enough."""
-        if self.cluster is None:
-            return
-        graph = self.graph
-        held_bytes = sum(graph.resident_bytes.tolist()) if isinstance(graph, Graph) else graph.held_bytes
+        """Raises InputError for parameters that alone exceed the cluster's memory."""
+        held_bytes = sum(self.graph.resident_bytes.tolist())
         memory = sum(device.memory_bytes for device in self.cluster.devices)
         if held_bytes > memory:
             raise InputError(
-                f"graph {graph.name!r} holds {held_bytes} bytes for the whole step, cluster "
+                f"graph {self.graph.name!r} holds {held_bytes} bytes for the whole step, cluster "
                 f"{self.cluster.name!r} has {memory}; train on more or larger devices"
             )
 
@@ -112,6 +98,7 @@ class Tasks:
             for source in sources:
                 source.check_memory()
         self.sources, self.config, self.seed = tuple(sources), config, seed
+        self.num_sources = len(self.sources)
         self._recent: OrderedDict[int, TrainingTask] = OrderedDict()
 
     def to_document(self) -> dict[str, Any]:
@@ -122,11 +109,23 @@ class Tasks:
             "sources": [
                 {
                     "graph": source.graph.fingerprint,
-                    "cluster": source.cluster.fingerprint if source.cluster else None,
+                    "cluster": source.cluster.fingerprint,
                     "reference_ns": source.reference_ns,
                 }
                 for source in self.sources
             ],
+        }
+
+    def inputs(self) -> dict[str, Any]:
+        """Returns the names of graphs and clusters, for a manifest."""
+        graphs = {source.graph.fingerprint: source.graph for source in self.sources}
+        clusters = {source.cluster.fingerprint: source.cluster for source in self.sources}
+        return {
+            "graphs": [
+                {"name": graph.name, "num_ops": graph.num_ops, "fingerprint": print_}
+                for print_, graph in graphs.items()
+            ],
+            "clusters": [{"name": cluster.name, "fingerprint": print_} for print_, cluster in clusters.items()],
         }
 
     def draw(self, update: int, index: int, num_tasks: int) -> tuple[TrainingTask, np.random.Generator]:
@@ -134,55 +133,50 @@ class Tasks:
         for_task, for_policy = map(np.random.default_rng, np.random.SeedSequence([self.seed, update, index]).spawn(2))
         number = self._source_number(update * num_tasks + index)
         if for_task.random() < self.config.random_share:
-            return self._vary(number, for_task), for_policy
+            return self.vary(number, for_task), for_policy
         return self.unvaried(number), for_policy
 
     def unvaried(self, number: int) -> TrainingTask:
         """Returns the task of source `number` as it is."""
         if number not in self._recent:
-            self._recent[number] = self._own(number)
+            self._recent[number] = self.own(number)
             over = sum(task.problem.num_ops for task in self._recent.values()) - _MAX_CACHED_OPS
             while len(self._recent) > 1 and over > 0:
                 over -= self._recent.popitem(last=False)[1].problem.num_ops
         self._recent.move_to_end(number)
         return self._recent[number]
 
-    def _own(self, number: int) -> TrainingTask:
+    def graph(self, number: int) -> Graph:
+        """Returns the graph of source `number`."""
+        return self.sources[number].graph
+
+    def own(self, number: int) -> TrainingTask:
+        """Makes the task of source `number` as it is."""
         source = self.sources[number]
-        if source.cluster is None:
-            return self._vary(
-                number, np.random.default_rng(np.random.SeedSequence([self.seed, number], spawn_key=(_OWN,)))
-            )
-        problem = reduce(Problem.build(source.load(), source.cluster)).problem
+        problem = reduce(Problem.build(source.graph, source.cluster)).problem
         return TrainingTask(problem, source.reference_ns, number)
 
     def _source_number(self, position: int) -> int:
-        turn, position = divmod(position, len(self.sources))
+        turn, position = divmod(position, self.num_sources)
         order = np.random.SeedSequence([self.seed, turn], spawn_key=(_ORDER,))
-        return int(np.random.default_rng(order).permutation(len(self.sources))[position])
+        return int(np.random.default_rng(order).permutation(self.num_sources)[position])
 
-    def _vary(self, number: int, rng: np.random.Generator) -> TrainingTask:
-        graph, factor = self.sources[number].load(), float(rng.choice(self.config.batch_factors))
+    def vary(self, number: int, rng: np.random.Generator) -> TrainingTask:
+        """Draws a task from source `number`; it as it is where its ops run on none of the clusters drawn."""
+        graph, factor = self.graph(number), float(rng.choice(self.config.batch_factors))
         for _ in range(_NUM_DRAWS):
             cluster = draw_cluster(rng, self.config.min_devices, self.config.max_devices)
             try:
-                step = self._cut(graph, factor, cluster.num_devices, rng)
-                problem = reduce(Problem.build(step, cluster)).problem
+                problem = reduce(Problem.build(self.step(graph, factor, cluster, rng), cluster)).problem
             except InputError:  # an op with measured times that cannot run on any of these
                 continue
             problem = self._set_memory(problem, rng)
             return TrainingTask(problem, None, number)
-        if self.sources[number].cluster is None:
-            raise InputError(f"graph {graph.name!r}: its ops run on none of {_NUM_DRAWS} drawn clusters; name devices")
         return self.unvaried(number)
 
-    def _cut(self, graph: Graph, factor: float, num_devices: int, rng: np.random.Generator) -> Graph:
-        """Returns the step of a batch `factor` times as large, in a drawn layout or whole."""
-        config = self.config
-        if not config.layout_share or rng.random() >= config.layout_share:
-            return scale_batch(graph, factor)
-        layout = draw_layout(rng, num_devices, config.max_layout_ops // graph.num_ops)
-        return step_in(scale_batch(graph, factor / layout.num_parts), layout)
+    def step(self, graph: Graph, factor: float, cluster: Cluster, rng: np.random.Generator) -> Graph:
+        """Returns the step of a batch `factor` times as large."""
+        return scale_batch(graph, factor)
 
     def _set_memory(self, problem: Problem, rng: np.random.Generator) -> Problem:
         """Returns `problem` with all devices' memory scaled alike: to a drawn room, or up to a placement's need."""
@@ -198,28 +192,6 @@ class Tasks:
             for device, limit in zip(problem.cluster.devices, limits.tolist(), strict=True)
         )
         return replace(problem, cluster=replace(problem.cluster, devices=devices), memory_limit_bytes=limits)
-
-
-def draw_layout(rng: np.random.Generator, num_devices: int, max_parts: int) -> Layout:
-    """Draws a layout of at most `max_parts` copies of a model, and of at most a replica for each device."""
-    data = int(rng.integers(1, min(num_devices, max(max_parts, 1)) + 1))
-    most = max(max_parts // data, 1)
-    each = int(rng.choice([count for count in DRAWN.microbatches if count <= most]))
-    counts = [each] * data
-    if data > 1 and each < most and rng.random() < DRAWN.uneven_share:
-        first = int(rng.integers(1, data))
-        counts[:first] = [each + 1] * first
-    zero = int(rng.choice(DRAWN.zero)) if data > 1 else 0
-    recompute = BLOCKS if rng.random() < DRAWN.recomputed_share else NONE
-    return Layout(tuple(counts), zero if len(set(counts)) == 1 else min(zero, 2), recompute)
-
-
-def step_in(graph: Graph, layout: Layout) -> Graph:
-    """Returns the step of `layout` from that of one micro-batch; `graph` itself where the layout does not suit it."""
-    try:
-        return Step.of(graph, layout).graph
-    except InputError:  # it has replicas or micro-batches already, or no blocks
-        return graph
 
 
 def memory_needs(problem: Problem) -> tuple[int, int]:

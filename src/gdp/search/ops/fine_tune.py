@@ -37,6 +37,7 @@ class FineTuneConfig:
     num_rounds: int = 24  # after each update
     max_updates: int | None = None
     ppo: PPOConfig = field(default_factory=lambda: PPOConfig(num_epochs=2, entropy_weight=0.003))
+    compares_with_history: bool = False  # trials with the mean reward of earlier updates, not with each other
     zero_shot: ZeroShotConfig | None = None  # None: by the size of the problem
     zero_shot_share: float = 1 / 3  # of the budget at most
 
@@ -79,7 +80,7 @@ def fine_tune(
                 draw_trials(policy, instance, num_samples, rng, config.ppo, reference_ns, num_threads=num_threads)
             )
             evaluator.look(trials[-1].rollouts.placements, trials[-1].step_time_ns, trials[-1].peak_memory_bytes)
-        baseline = float(np.mean(earlier)) if config.ppo.baseline == "history" and earlier else None
+        baseline = float(np.mean(earlier)) if config.compares_with_history and earlier else None
         improve(policy, optimizer, trials, config.ppo, baselines=[baseline] * len(trials))
         earlier.append(float(np.mean([trial.rewards.mean() for trial in trials])))
         if styles is None or refiner is None:

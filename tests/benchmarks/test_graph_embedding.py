@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gdp.policy.paper.graph_embedding import GraphEmbedding, GraphEmbeddingConfig, MaxPoolLayer
+from benchmarks.gdp_policy.graph_embedding import GraphEmbedding, GraphEmbeddingConfig, MaxPoolLayer
 
 EDGES = [(0, 1), (0, 2), (1, 3), (2, 3), (3, 4), (5, 4), (0, 4)]  # and op 6 has no neighbour
 CONFIG = GraphEmbeddingConfig(num_layers=3, hidden=8)

@@ -9,13 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.gdp_policy.graph_embedding import GraphEmbeddingConfig
+from benchmarks.gdp_policy.paper_policy import KINDS, PaperConfig, PaperPolicy, kind_numbers, paper_policy
+from benchmarks.gdp_policy.placement_network import SegmentTransformerConfig
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
-from gdp.policy.checkpoint import new_policy
-from gdp.policy.paper.graph_embedding import GraphEmbeddingConfig
-from gdp.policy.paper.paper_policy import KINDS, PaperConfig, PaperPolicy, kind_numbers
-from gdp.policy.paper.placement_network import SegmentTransformerConfig
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate_many
 from strategies import Instance, instances
@@ -140,7 +139,7 @@ def test_training_reaches_the_optimum(config: PaperConfig) -> None:
 def test_seeds_repeat() -> None:
     """A seed gives the same parameters and samples, and leaves PyTorch's generator alone."""
     state = torch.random.get_rng_state()
-    first, second, other = (new_policy("paper", seed=seed) for seed in (1, 1, 2))
+    first, second, other = map(paper_policy, (1, 1, 2))
     assert torch.equal(torch.random.get_rng_state(), state)
     same, different = (torch.nn.utils.parameters_to_vector(policy.parameters()) for policy in (second, other))
     mine = torch.nn.utils.parameters_to_vector(first.parameters())

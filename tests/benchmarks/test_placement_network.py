@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gdp.policy.paper.placement_network import (
+from benchmarks.gdp_policy.placement_network import (
     SegmentAttention,
     SegmentLayer,
     SegmentTransformer,

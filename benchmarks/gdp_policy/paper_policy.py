@@ -10,18 +10,20 @@ N ops, C choices (a group's first op chooses for the group), S samples, D device
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.gdp_policy.graph_embedding import GraphEmbedding, GraphEmbeddingConfig
+from benchmarks.gdp_policy.placement_network import SegmentTransformer, SegmentTransformerConfig, Superposition
 from gdp.arrays import F32, F64, I64
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.policy.base import Policy, Rollouts
+from gdp.policy.checkpoint import seeded
 from gdp.policy.construction import Instance
-from gdp.policy.paper.graph_embedding import GraphEmbedding, GraphEmbeddingConfig
-from gdp.policy.paper.placement_network import SegmentTransformer, SegmentTransformerConfig, Superposition
 from gdp.simulator.problem import Problem
 
 _KINDS = """
@@ -140,6 +142,11 @@ class PaperPolicy(Policy):
         x = self.placer(x)[torch.from_numpy(instance.choosers).to(x.device)]
         logits: Tensor = self.head(x)[:, : instance.problem.num_devices]
         return logits.masked_fill(~instance.allowed, -torch.inf)
+
+
+def paper_policy(seed: int = 0, **changes: Any) -> PaperPolicy:
+    """Returns the policy by default but for `changes`, with parameters that depend on `seed` alone."""
+    return seeded(lambda: PaperPolicy(PaperConfig(**changes)), seed)
 
 
 def _start_as_in_tensorflow(layer: nn.Module) -> None:
