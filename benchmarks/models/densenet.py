@@ -18,9 +18,9 @@ from gdp.models.papers.base import Example, ModelConfig
 from gdp.models.papers.vision import Classifier, random_images
 
 LAYERS: Mapping[int, tuple[int, ...]] = MappingProxyType(
-    {41: (2, 4, 8, 5), 121: (6, 12, 24, 16), 169: (6, 12, 32, 32), 201: (6, 12, 48, 32)}
+    {21: (2, 2, 2, 2), 41: (2, 4, 8, 5), 121: (6, 12, 24, 16), 169: (6, 12, 32, 32), 201: (6, 12, 48, 32)}
 )
-"""Layers of the four blocks by depth; 41 is not in the paper, but a third of DenseNet-121."""
+"""Layers of the four blocks by depth; 21, for tests, and 41, a third of DenseNet-121, are not in the paper."""
 
 BOTTLENECK = 4  # channels of the 1 x 1 convolution per channel of growth
 

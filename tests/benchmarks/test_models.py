@@ -55,7 +55,7 @@ def num_parameters(module: nn.Module) -> int:
         (lambda: mixture_of_experts.MixtureOfExpertsConfig(1, num_experts=1), "at most num_experts"),
         (lambda: nasnet.NASNetConfig(1, filters=8), "NASNetConfig: filters is 8; at least 16"),
         (lambda: resnet.ResNetConfig(1, 34), "num_layers is 34; one of 26, 50"),
-        (lambda: densenet.DenseNetConfig(1, 100), "num_layers is 100; one of 41, 121"),
+        (lambda: densenet.DenseNetConfig(1, 100), "num_layers is 100; one of 21, 41, 121"),
         (lambda: hrnet.HRNetConfig(1, num_branches=5), "num_branches is 5; one of 2, 3, 4"),
         (lambda: hrnet.HRNetConfig(1, image_width=200), "side is 200; a multiple of 32"),
         (lambda: retinanet.RetinaNetConfig(1, image_size=800), "image_size is 800; a multiple of 128"),

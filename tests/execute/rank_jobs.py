@@ -9,22 +9,23 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from execute.test_layouts import check, offload_small_tensors
 from gdp.errors import InputError
 from gdp.execute.ranks import ranks as ranks_module
 from gdp.execute.ranks.rank_executor import ProcessExecutor
 from gdp.execute.ranks.ranks import RankError, Ranks, join
-from gdp.models.pytorch import Capture, Replay, capture
+from gdp.models.pytorch import Capture, Replay
 from gdp.models.pytorch.program import Program
 from gdp.models.pytorch.routine import Routine
-from tiny_models import EXECUTED
+from tiny_models import EXECUTED, captured
 
 NUM_STEPS = 3
 DEVICES = ("north", "east", "south", "west")
@@ -34,8 +35,8 @@ def placed(name: str, count: int, seed: int) -> tuple[Capture, dict[int, Tensor]
     """A tiny model, what it starts from, and a random order of its ops on `count` devices, placed at random."""
     torch.manual_seed(0)
     module, args, kwargs = EXECUTED[name]()
-    captured, random = capture(module, args, kwargs, name=name), np.random.default_rng(seed)
-    graph, placement = captured.graph, random.integers(0, count, captured.graph.num_ops)
+    found, random = captured(name), np.random.default_rng(seed)
+    graph, placement = found.graph, random.integers(0, count, found.graph.num_ops)
     for group in set(graph.groups.tolist()) - {-1}:
         placement[graph.groups == group] = placement[graph.groups == group][0]
     order: list[list[int]] = [[] for _ in range(count)]
@@ -49,7 +50,7 @@ def placed(name: str, count: int, seed: int) -> tuple[Capture, dict[int, Tensor]
                 num_awaited[consumer] -= 1
                 if not num_awaited[consumer]:
                     heapq.heappush(ready, (random.random(), consumer))
-    return captured, captured.program.bind(module, args, kwargs), order
+    return found, found.program.bind(module, args, kwargs), order
 
 
 def one_process(program: Program, bound: dict[int, Tensor], order: list[list[int]]) -> list[Replay]:
@@ -103,8 +104,8 @@ def is_equal(first: Replay, second: Replay) -> bool:
 def equal(ranks: Ranks, say: dict[str, Any], *names: str) -> None:
     """Steps of models on random placements, with a wide and a narrow window."""
     for seed, name in enumerate(names):
-        captured, bound, order = placed(name, len(ranks.names), seed)
-        program = captured.program
+        found, bound, order = placed(name, len(ranks.names), seed)
+        program = found.program
         expected = one_process(program, bound, order) if ranks.is_first else []
         with ProcessExecutor(program, order, ranks, window_bytes=(1 << 28, 0)[seed % 2]) as executor:
             executor.load(bound)
@@ -117,7 +118,7 @@ def equal(ranks: Ranks, say: dict[str, Any], *names: str) -> None:
                     if step == 1:
                         home = {op: rank for rank, ops in enumerate(order) for op in ops}
                         say["transfers"] = [asdict(transfer) for transfer in record.transfers]
-                        say["homes"] = [home[op] for op in captured.graph.producers.tolist()]
+                        say["homes"] = [home[op] for op in found.graph.producers.tolist()]
                         say["ops"] = [list(device.ops) for device in record.devices]
                         say["order"] = order
                         say["times_ns"] = [record.start_ns, record.finish_ns]
@@ -145,7 +146,7 @@ def layouts(ranks: Ranks, say: dict[str, Any], name: str, *seeds: int) -> None:
 
 def one_fails(ranks: Ranks, say: dict[str, Any], how: str) -> None:
     """The rank of the second device fails in the middle of its second step."""
-    captured, bound, order = placed("rnnlm", len(ranks.names), 0)
+    found, bound, order = placed("rnnlm", len(ranks.names), 0)
     count = len(order[1]) * 3 // 2
 
     def fail() -> None:
@@ -155,7 +156,7 @@ def one_fails(ranks: Ranks, say: dict[str, Any], how: str) -> None:
 
     if ranks.rank == 1:
         before_op(count, fail)
-    with ProcessExecutor(captured.program, order, ranks) as executor:
+    with ProcessExecutor(found.program, order, ranks) as executor:
         executor.load(bound)
         for _ in range(NUM_STEPS):
             executor.step(bound)
@@ -163,8 +164,8 @@ def one_fails(ranks: Ranks, say: dict[str, Any], how: str) -> None:
 
 def first_dies(ranks: Ranks, say: dict[str, Any]) -> None:
     """The first rank, which has the store, dies between two steps."""
-    captured, bound, order = placed("rnnlm", len(ranks.names), 0)
-    with ProcessExecutor(captured.program, order, ranks) as executor:
+    found, bound, order = placed("rnnlm", len(ranks.names), 0)
+    with ProcessExecutor(found.program, order, ranks) as executor:
         executor.load(bound)
         executor.step(bound)
         if ranks.is_first:
@@ -174,8 +175,8 @@ def first_dies(ranks: Ranks, say: dict[str, Any]) -> None:
 
 def one_leaves(ranks: Ranks, say: dict[str, Any]) -> None:
     """The second rank closes when others go on."""
-    captured, bound, order = placed("rnnlm", len(ranks.names), 0)
-    with ProcessExecutor(captured.program, order, ranks) as executor:
+    found, bound, order = placed("rnnlm", len(ranks.names), 0)
+    with ProcessExecutor(found.program, order, ranks) as executor:
         executor.load(bound)
         for _ in range(NUM_STEPS - 2 * ranks.rank):
             executor.step(bound)
@@ -183,13 +184,13 @@ def one_leaves(ranks: Ranks, say: dict[str, Any]) -> None:
 
 def one_has_another_plan(ranks: Ranks, say: dict[str, Any]) -> None:
     """The second rank has another placement, and sleeps while the first, whose store it is, learns of it."""
-    captured, bound, order = placed("rnnlm", len(ranks.names), ranks.rank)
+    found, bound, order = placed("rnnlm", len(ranks.names), ranks.rank)
     if ranks.rank == 1:
         ranks_module._POLL_SECONDS = 1.5
     ranks.meet("placed")
     if ranks.is_first:
         time.sleep(0.5)
-    with ProcessExecutor(captured.program, order, ranks) as executor:
+    with ProcessExecutor(found.program, order, ranks) as executor:
         executor.step(bound)
 
 
@@ -211,8 +212,8 @@ def before_op(count: int, act: Callable[[], None]) -> None:
     Routine.run = counted  # type: ignore[method-assign]
 
 
-def do(out: Path, job: str, *args: Any) -> int:
-    """A rank's part of the job, as its environment says; the exit status."""
+def do(out: Path, job: str, *args: Any) -> NoReturn:
+    """Ends with the exit status of a rank's part of the job, as its environment says."""
     say: dict[str, Any] = {}
     rank, count = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     torch.set_num_threads(1)
@@ -224,7 +225,23 @@ def do(out: Path, job: str, *args: Any) -> int:
         status, say["error"] = 1, str(error)
         say["is_reporter"] = getattr(error, "is_reporter", None)
     (out / f"{rank}.json").write_text(json.dumps(say))
-    return status
+    sys.exit(status)
+
+
+def start_as_torchrun(out: Path, job: str, *args: Any) -> None:
+    """Has the agent of torchrun start two ranks, in a session of their own; they are forks of this process."""
+    os.setsid()
+    config = LaunchConfig(
+        1, 1, 2, run_id="job", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, start_method="fork"
+    )
+    elastic_launch(config, _do_without_handlers)(out, job, *args)
+
+
+def _do_without_handlers(out: Path, job: str, *args: Any) -> NoReturn:
+    """As `do`, without the handlers of the agent's process, which a fork has and a command that is executed has not."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    do(out, job, *args)
 
 
 def start(out: Path, environment: dict[str, str], job: str, *args: Any) -> None:
@@ -232,8 +249,4 @@ def start(out: Path, environment: dict[str, str], job: str, *args: Any) -> None:
     os.environ.update(environment)
     if "stopped" in args:
         ranks_module.SILENT_SECONDS = 2.0
-    sys.exit(do(out, job, *args))
-
-
-if __name__ == "__main__":
-    sys.exit(do(Path(sys.argv[1]), *sys.argv[2:]))
+    do(out, job, *args)

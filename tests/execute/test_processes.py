@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -15,7 +13,7 @@ import pytest
 
 from execute import rank_jobs
 from execute.rank_jobs import DEVICES, NUM_STEPS
-from execute.rank_processes import PATIENCE_SECONDS, start_ranks, statuses_of
+from execute.rank_processes import PATIENCE_SECONDS, fork_server, start_ranks, statuses_of
 from gdp.errors import InputError
 from gdp.execute.ranks.ranks import join
 
@@ -117,18 +115,14 @@ def test_a_rank_with_another_plan_is_refused(tmp_path: Path) -> None:
 
 
 def test_torchrun_names_the_cause(tmp_path: Path) -> None:
-    """It ends the others by SIGTERM as soon as it sees that one is dead: they say why all the same."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    job = [str(Path(rank_jobs.__file__)), str(tmp_path), "one_fails", "killed"]
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    with subprocess.Popen(
-        command + job, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, start_new_session=True
-    ) as torchrun:
-        torchrun.communicate(timeout=PATIENCE_SECONDS)
-    assert torchrun.returncode == 1
+    """Its agent ends the others by SIGTERM as soon as it sees that one is dead: they say why all the same."""
+    agent = fork_server().Process(target=rank_jobs.start_as_torchrun, args=(tmp_path, "one_fails", "killed"))
+    agent.start()
+    assert statuses_of([agent]) == [1]
     assert said(tmp_path, 2)[0]["error"] == "device 'east': its process, rank 1, is gone"
+    assert agent.pid is not None
     with pytest.raises(ProcessLookupError):
-        os.killpg(torchrun.pid, 0)
+        os.killpg(agent.pid, 0)
 
 
 @pytest.mark.parametrize(

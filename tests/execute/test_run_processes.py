@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from execute.rank_processes import environments, run_command, start_ranks, statuses_of
 from gdp import Cluster
 from gdp.cli import main
 from run_cases import CLUSTER, MODEL
@@ -47,22 +48,29 @@ def test_two_processes(plan: str) -> None:
     assert main(["place", "run_models:net", *timed]) == 0
 
 
-def test_a_wrong_number_of_processes(plan: str) -> None:
+def test_a_wrong_number_of_processes(
+    plan: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A wrong number of processes is refused in one line."""
-    done = torchrun(1, "run", "run_models:net", "--plan", plan)
-    assert done.returncode != 0
-    assert done.stdout == ""
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("gdp: error")]
+    for name, value in environments(1)[0].items():
+        monkeypatch.setenv(name, value)
+    capsys.readouterr()
+    assert main(["run", "run_models:net", "--plan", plan]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.startswith("gdp: error: ")
     assert "the plan has 2 devices (cpu0, cpu1); torchrun started 1 process" in line
-    assert 'Traceback (most recent call last):\n  File "<frozen' not in done.stderr.split("gdp: error")[0]
 
 
 def test_measured_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured processes are a cluster."""
     monkeypatch.chdir(tmp_path)
-    done = torchrun(2, "devices", "measure", "--quick", "--out", "ranks.yaml", "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    ranks = start_ranks(run_command, tmp_path, 2, "devices", "measure", "--quick", "--out", "ranks.yaml", "--json")
+    assert statuses_of(ranks) == [0, 0]
+    printed, nothing = ((tmp_path / f"{rank}.out").read_text() for rank in range(2))
+    assert nothing == ""
+    found = json.loads(printed)
     cluster = Cluster.parse("ranks.yaml")
     assert cluster.fingerprint == found["fingerprint"]
     assert cluster.num_devices == 2

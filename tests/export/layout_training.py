@@ -1,4 +1,4 @@
-"""Trains `export_models.tied` one step with each exported module that is named, on ranks of torchrun, and compares.
+"""Trains `export_models.tied` one step with each exported module that is named, on ranks, and compares.
 
 Gradients and weights after the step are to be those of PyTorch's own step of the whole batch on one device.
 """
@@ -7,6 +7,7 @@ import copy
 import importlib
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,10 +23,13 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
 
 
-def main() -> None:
-    device = importlib.import_module(sys.argv[1]).start()
+def train(out: Path, environment: dict[str, str], *names: str) -> None:
+    """Trains with the modules in `out`, as a rank; the first writes the names of those that agree to `equal.txt`."""
+    os.environ.update(environment)
+    sys.path.insert(0, str(out))
+    device = importlib.import_module(names[0]).start()
     tokens = torch.arange(64).reshape(8, 8) * 7 % 50
-    for name in sys.argv[1:]:
+    for name in names:
         exported = importlib.import_module(name)
         plain, _ = tied()
         model = exported.parallelize(copy.deepcopy(plain), device)
@@ -48,10 +52,7 @@ def main() -> None:
             torch.testing.assert_close(whole(parameter.detach()), expected[path].detach())
         dist.barrier()
         if dist.get_rank() == 0:
-            print(name, "equal", flush=True)
+            with (out / "equal.txt").open("a") as equal:
+                print(name, file=equal)
     dist.destroy_process_group()
     os._exit(0)  # threads of PyTorch that still run when Python ends now and then abort the process
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from export_models import graph_of
+from layout_training import train
 
 import gdp
+from execute.rank_processes import start_ranks, statuses_of
 from gdp.cli import main
 from gdp.errors import InputError
 from gdp.export.layouts import megatron_lm, torch_fsdp, torchtitan
@@ -71,18 +72,8 @@ def test_fsdp_trains_as_one_device(tmp_path: Path) -> None:
         step = cut_step(problem, plan, torch_fsdp.NAME, has_stages=False)
         assert step.simulation.step_time_ns == plan.step_time_ns
         tmp_path.joinpath(f"{name}.py").write_text(torch_fsdp.write(step))
-    here = Path(__file__).parent
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    found = os.pathsep.join([str(tmp_path), str(here), *sys.path])
-    done = subprocess.run(
-        [*torchrun, here / "layout_training.py", *names],
-        env={**os.environ, "PYTHONPATH": found, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines() == [f"{name} equal" for name in names]
+    assert statuses_of(start_ranks(train, tmp_path, 2, *names), patience_seconds=240) == [0, 0]
+    assert (tmp_path / "equal.txt").read_text().split() == names
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:megatron", "ignore::DeprecationWarning")

@@ -23,7 +23,7 @@ from gdp.simulator.orders import GPIPE, ONE_F_ONE_B, ZERO_BUBBLE
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
 from gdp.units.reduction import reduce
-from tiny_models import TINY
+from tiny_models import TINY, captured
 
 CLUSTER = Cluster.parse("3xp100-pcie-16g")
 
@@ -74,7 +74,7 @@ def work_of(graph: Graph) -> Counter[tuple[str, str, int, int, int]]:
 @pytest.mark.parametrize("family", ["rnnlm", "bert", "llama", "inception", "transformer_xl", "t5"])
 def test_the_step_is_what_pytorch_executes(family: str) -> None:
     """The ops of three accumulated micro-batches, and the memory of the state, are those that PyTorch records."""
-    graph = accumulated(capture_fn(TINY[family], name=family).graph, 3)
+    graph = accumulated(captured(family).graph, 3)
     assert work_of(graph) == work_of(recorded(family, 3))
     assert count_microbatches(graph) == 3
 
@@ -85,7 +85,7 @@ def test_replicas_share_devices_unless_they_are_free(family: str, free: bool, tm
     """Default: an op and its replicas are one unit, so that a placement of one batch is one of all. Free: only what
     shares parameters, buffers or gradients is. A file keeps the micro-batches."""
     family = {"moe": "mixture_of_experts"}.get(family, family)
-    one = capture_fn(TINY[family], name=family).graph
+    one = captured(family).graph
     graph = accumulated(one, 4, free_replicas=free)
     problem, single = Problem.build(graph, CLUSTER), Problem.build(one, CLUSTER)
     number = {name: op for op, name in enumerate(graph.op_names)}
@@ -104,7 +104,7 @@ def test_replicas_share_devices_unless_they_are_free(family: str, free: bool, tm
 
 def test_reduction_keeps_times_and_orders_of_micro_batches() -> None:
     """A plan of the reduced problem expands to one of the same step time, in every order; replicas merge alike."""
-    graph = accumulated(capture_fn(TINY["bert"], name="bert").graph, 4)
+    graph = accumulated(captured("bert").graph, 4)
     problem = Problem.build(graph, CLUSTER)
     reduction = reduce(problem)
     assert reduction.problem.num_ops < 0.9 * problem.num_ops
@@ -121,7 +121,7 @@ def test_reduction_keeps_times_and_orders_of_micro_batches() -> None:
 @pytest.mark.parametrize("family", ["rnnlm", "inception"])
 def test_an_excerpt_is_the_step_of_fewer(family: str) -> None:
     """The first two of five micro-batches are the graph of two; their placements are placements of all."""
-    one = capture_fn(TINY[family], name=family).graph
+    one = captured(family).graph
     five, two = accumulated(one, 5), accumulated(one, 2)
     excerpt = Excerpt.of_microbatches(five, microbatch_of(five), 2)
     assert tuple(five.op_names[op] for op in excerpt.ops) == excerpt.graph.op_names
@@ -204,7 +204,7 @@ def test_orders_of_two_stages() -> None:
 
 def test_bad_numbers() -> None:
     """Micro-batches are at least one, and are made once."""
-    graph = capture_fn(TINY["rnnlm"], name="rnnlm").graph
+    graph = captured("rnnlm").graph
     with pytest.raises(InputError, match="microbatches is 0"):
         accumulated(graph, 0)
     with pytest.raises(InputError, match="has 2 micro-batches already"):
@@ -256,9 +256,9 @@ def test_ops_that_hold_weights_hold_them_where_they_run() -> None:
 @pytest.mark.parametrize("count", [2, 4])
 def test_one_micro_batch_makes_several_again(family: str, count: int) -> None:
     """`accumulated` of what was taken out is the step that it was taken out of, tied weights and buffers too."""
-    several = accumulated(capture_fn(TINY[family], name=family).graph, count)
+    several = accumulated(captured(family).graph, count)
     one = one_microbatch(several)
-    assert one.num_ops == capture_fn(TINY[family], name=family).graph.num_ops
+    assert one.num_ops == captured(family).graph.num_ops
     assert count_microbatches(one) == 1
     assert accumulated(one, count).fingerprint == several.fingerprint
 

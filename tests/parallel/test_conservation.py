@@ -9,12 +9,11 @@ from gdp.graph.copies import ACCUMULATE
 from gdp.graph.held_memory import HeldMemory
 from gdp.graph.microbatches import microbatch_of, shared_ops
 from gdp.models.model import Reading
-from gdp.models.pytorch.capture_step import capture_fn
 from gdp.models.source import ModelSource
 from gdp.parallel.buckets import gradients_of
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
-from tiny_models import TINY
+from tiny_models import captured
 
 LAYOUTS = (
     "data=3",
@@ -78,7 +77,7 @@ def assert_conserved(graph: Graph, layout: Layout) -> None:
 @pytest.mark.parametrize("family", ["bert", "rnnlm"])
 def test_tiny_models_conserve(family: str) -> None:
     """Work, memory and hops of parallel steps are those of the captured micro-batch, by the layout's arithmetic."""
-    graph = capture_fn(TINY[family], name=family).graph
+    graph = captured(family).graph
     for text in LAYOUTS:
         assert_conserved(graph, Layout.parse(text))
     assert Step.of(graph, Layout()).graph is graph
