@@ -71,9 +71,9 @@ def test_a_module_with_inputs_is_a_model() -> None:
         (two_layers(), CLUSTER, {"parallel": 2}, "parallel is 2; 'auto', 'none'"),
         (two_layers(), CLUSTER, {"parallel": "data=2", "placer": "single"}, "leave placer and starts out"),
         (two_layers(), CLUSTER, {"parallel": "auto"}, "is a forward pass; --batches N"),
-        ((nn.Linear(8, 4),), CLUSTER, {}, "model is a tuple; .module, args. or"),
-        ((), CLUSTER, {}, "model is a tuple"),
-        ((nn.Linear(8, 4), ones(2, 8)), CLUSTER, {}, "args a tuple"),
+        ((nn.Linear(8, 4),), CLUSTER, {}, r"Linear: returned Linear; \(module, example_inputs\) or"),
+        ((), CLUSTER, {}, "example_inputs. or .module, args, kwargs. is expected"),
+        ((nn.Linear(8, 4), 3), CLUSTER, {}, "a tensor, a tuple or a dict of keyword inputs"),
         (two_layers(), CLUSTER, {"checkpoint": "nope"}, "nope: no such file"),
         (two_layers(), CLUSTER, {"settings": 5}, "settings is a int"),
         (two_layers(), CLUSTER, {"stop": 3}, "stop is 3; a threading.Event"),
@@ -102,6 +102,21 @@ def test_wrong_arguments_are_one_clear_error(graph: Any, cluster: Any, keywords:
         gdp.place(graph, cluster, **{"budget": "10sims", **keywords})
 
 
+def test_inputs_need_no_tuple() -> None:
+    """One tensor, or a dict of inputs by name, is as good as a tuple of one."""
+    layer = nn.Linear(8, 4)
+    plans = [gdp.place((layer, given), "l4-24g", budget="10sims") for given in ((ones(2, 8),), ones(2, 8))]
+    plans.append(gdp.place((layer, {"input": ones(2, 8)}), "l4-24g", budget="10sims"))
+    assert len({plan.step_time_ns for plan in plans}) == 1
+    assert gdp.capture(layer, ones(2, 8)).graph.num_ops == gdp.capture(layer, (ones(2, 8),)).graph.num_ops
+
+
+def test_misspelt_names_get_a_suggestion() -> None:
+    """An unknown attribute of gdp names the nearest one."""
+    with pytest.raises(AttributeError, match="gdp has no 'plase'; did you mean place"):
+        gdp.plase  # noqa: B018
+
+
 def test_reprs_are_one_short_line(split: gdp.Plan) -> None:
     """A `repr` fits on a line, with the time or the name first; 4 ops are 4 GFLOP and 4 GiB."""
     assert repr(two_layers()) == "Graph('two-layers': 4 ops, 3 tensors, 4 GFLOP, 4.0 GiB resident)"
@@ -115,6 +130,13 @@ def test_reprs_are_one_short_line(split: gdp.Plan) -> None:
     compared = gdp.compare(two_layers(), CLUSTER, placers="single,heft", seeds=1, budget="10sims")
     assert repr(compared).startswith("Comparison(")
     assert all(len(repr(value)) < 120 for value in (two_layers(), split, split.problem, step, captured, compared))
+
+
+def test_a_plan_is_a_data_frame(split: gdp.Plan) -> None:
+    """A row for each op, with its device; of three ops in a row on gpu0 the third is the last there."""
+    frame = split.to_dataframe()
+    assert frame["device"].tolist() == ["gpu0", "gpu0", "gpu0", "gpu1"]
+    assert frame.groupby("device")["position"].max().to_dict() == {"gpu0": 2, "gpu1": 0}
 
 
 def test_an_infeasible_plan_says_so_first() -> None:
@@ -191,3 +213,12 @@ def test_place_takes_what_the_command_takes() -> None:
     assert captured.layout is None
     assert auto.step_time_ns <= own.step_time_ns
     assert gdp.place((module, (ones(64, 512),)), CLUSTER, parallel="none", budget="20sims").layout is None
+
+
+def test_notebooks_show_tables() -> None:
+    """A graph shows its kinds of ops, the most FLOPs first, and a cluster its devices; names are escaped."""
+    assert "<td>mm</td><td>4</td><td>4.000</td>" in two_layers()._repr_html_()
+    assert "<td>gpu1</td><td>l4-24g</td>" in gdp.Cluster.parse(CLUSTER)._repr_html_()
+    named = Graph.build("<b>", [Op("a", "<script>", 1)], [])
+    assert "<script>" not in named._repr_html_()
+    assert "and 4 more" in gdp.Cluster.parse("20xl4-24g")._repr_html_()

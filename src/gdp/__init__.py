@@ -15,4 +15,9 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("gdp-placement")
-    return _load(name)
+    try:
+        return _load(name)
+    except AttributeError:
+        from gdp.errors import suggest
+
+        raise AttributeError(f"gdp has no {name!r}; {suggest(name, __all__)}") from None

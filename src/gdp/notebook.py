@@ -4,6 +4,8 @@ import html
 import math
 from collections.abc import Sequence
 
+MOST_ROWS = 16  # of a table of devices or kinds
+
 
 def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> str:
     """Returns a table with a title above it and a note below."""

@@ -20,7 +20,7 @@ from gdp.models.hugging_face import sizes
 from gdp.models.model import HUGGING_FACE, Microbatching, Model, Reading, even_part
 from gdp.models.model_text import check_no_python_file, in_directory, is_graph_file, is_onnx, with_prefix
 from gdp.models.papers import PAPERS, Workload
-from gdp.models.user_function import Example, JaxFunction, UserFunction
+from gdp.models.user_function import Example, JaxFunction, UserFunction, in_order
 
 if TYPE_CHECKING:
     import torch
@@ -53,11 +53,12 @@ class ModelSource:
         """Returns a module with its inputs, (module, args) or (module, args, kwargs), as one object."""
         from gdp.models.pytorch.capture_step import Built
 
-        if len(example) not in (2, 3) or not isinstance(example[1], tuple | list):
-            raise InputError("model is a tuple; (module, args) or (module, args, kwargs) is expected, args a tuple")
-        name = type(example[0]).__name__
+        name = type(example[0]).__name__ if example else "model"
+        answer = in_order(example, name)
+        if isinstance(answer, JaxFunction):
+            raise InputError(f"{name}: is a JAX function; give gdp.capture_jax(function, ...) instead")
         source = cls(f"{name}:inputs", reading)
-        source._named, source._built = example[0], Built.by(lambda: example, name).copied()
+        source._named, source._built = answer[0], Built.by(lambda: answer, name).copied()
         return source
 
     def whole(self) -> Model:

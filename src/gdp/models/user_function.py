@@ -72,10 +72,11 @@ class UserFunction:
         from gdp.models.pytorch.cards import as_if_on_a_card
 
         with _explained(self._text, "the function failed"), _importable_in(self._directory), as_if_on_a_card():
-            return _in_order(self._function(), self._text)
+            return in_order(self._function(), self._text)
 
 
-def _in_order(answer: Any, text: str) -> Example | JaxFunction:
+def in_order(answer: Any, text: str) -> Example | JaxFunction:
+    """Returns a model and its inputs as (module, args, kwargs). InputError, with the MODEL `text`, for what is none."""
     from torch import Tensor, nn
 
     from gdp.models.jax import JaxCapture, capture_jax

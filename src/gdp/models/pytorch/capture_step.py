@@ -117,8 +117,10 @@ def capture(
         raise InputError(f"model is a {type(model).__name__}; a PyTorch module or a training step is expected")
     if name is None:
         name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "step")
-    if isinstance(args, (Tensor, Mapping)):
-        raise InputError(f"{name}: args is a {type(args).__name__}; a tuple of the model's arguments is expected")
+    if isinstance(args, Tensor):
+        args = (args,)
+    if isinstance(args, Mapping):
+        raise InputError(f"{name}: args is a {type(args).__name__}; give inputs by name as kwargs")
     with _isolated():
         mode = FakeTensorMode()
         options = StepOptions(training, optimizer, loss, master_weights)
