@@ -23,7 +23,7 @@ _MOST = 1e6  # of either
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a machine costs; None where one of its devices has no known figure."""
+    """The costs of a machine; None where one of its devices has no known figure."""
 
     dollars_per_hour: float | None
     watts: float | None
