@@ -575,7 +575,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (place("--sweep", "devices=4..2"), ["4 is more than 2"]),
     (place("--sweep", "devices=1..3"), ["3 are asked for", "has 2"]),
     (place("--sweep", "devices=0..2"), ["at least 1"]),
-    (place("--sweep", "batch=1..2"), ["--sweep is 'batch=1..2'"]),
+    (place("--sweep", "batch=1..2"), ["graph.json.gz has no batch to split"]),
     (place("--sweep", "devices=2,2"), ["a value is there twice"]),
     (place("--sweep", "microbatches=1,2"), ["graph.json.gz has no batch to split"]),
     (place("--sweep", "devices=1..2", "--pin", "nosuch=gpu0"), ["pin nosuch=gpu0", "matches no module path"]),

@@ -107,7 +107,7 @@ def test_the_default_gives_way_to_options_of_op_placement(
         (["--parallel", "auto", "--microbatches", "2"], "--parallel microbatches=M"),
         (["--parallel", "auto", "--inference"], "layouts cut training steps"),
         (["--parallel", "auto", "--placer", "metis"], "--placer"),
-        (["--parallel", "auto", "--sweep", "devices=1..2"], "--sweep"),
+        (["--parallel", "auto", "--sweep", "microbatches=1..2"], "--sweep"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(

@@ -1,17 +1,13 @@
-"""Advice and sweeps: answers by placing and simulating."""
+"""Advice: answers by placing and simulating."""
 
 from functools import partial
 from itertools import count
 
-import pytest
-
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
-from gdp.errors import InputError, UnevenBatchError
+from gdp.errors import UnevenBatchError
 from gdp.graph import Graph, Op, Tensor
-from gdp.graph.accumulation import accumulated
 from gdp.planning.advice import advise, changes_that_fit
-from gdp.planning.sweep import Sweep, sweep_devices, sweep_microbatches
 from gdp.search.place import place
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan
@@ -109,51 +105,11 @@ def test_no_change_is_tried_without_time() -> None:
         assert changes_that_fit(graph, cluster, Constraints(), clock=clock, part_of=read, split_in=read) == []
 
 
-def test_sweeps_over_devices_do_not_get_worse() -> None:
-    """Each value begins from the plan before it; what a constraint rules out has a note."""
-    graph, cluster = branches(4), Cluster.parse("4xp100-pcie-16g")
-    rows = list(sweep_devices(graph, cluster, (1, 2, 3, 4), Constraints(), budget=BUDGET))
-    times = [row.plan.step_time_ns for row in rows if row.plan is not None and row.is_ok]
-    assert len(times) == 4
-    assert times == sorted(times, reverse=True)
-    assert times[3] < 0.5 * times[0]
-    pinned = list(sweep_devices(graph, cluster, (1, 2), Constraints(pins=[("b0", "gpu1")]), budget=BUDGET))
-    assert [row.is_ok for row in pinned] == [False, True]
-    assert "gpu1" in pinned[0].note
-    with pytest.raises(InputError, match="5 are asked for"):
-        list(sweep_devices(graph, cluster, (5,), Constraints(), budget=BUDGET))
-
-
-def test_sweeps_over_micro_batches() -> None:
-    """Each value has its graph; a number that the batch cannot be split into has a note."""
-    graph, cluster = branches(2), Cluster.parse("2xp100-pcie-16g")
-
-    def read(count: int) -> Graph:
-        if count == 3:
-            raise UnevenBatchError("a batch of 4 has no 3 equal micro-batches")
-        return accumulated(graph, count)
-
-    rows = list(sweep_microbatches(read, cluster, (1, 2, 3), Constraints(), budget=Budget(simulations=300)))
-    assert [row.is_ok for row in rows] == [True, True, False]
-    assert rows[1].graph is not None
-    assert rows[1].graph.num_ops == 2 * graph.num_ops
-    assert "no 3 equal" in rows[2].note
-
-
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [("devices=1..3", (1, 2, 3)), ("microbatches=8,1,2", (1, 2, 8)), ("devices=4", (4,)), ("devices=2..2", (2,))],
-)
-def test_texts_of_sweeps(text: str, values: tuple[int, ...]) -> None:
-    """A sweep's range or list is read as sorted values of the quantity that it names."""
-    assert Sweep.parse(text).values == values
-    assert Sweep.parse(text).what == text.partition("=")[0]
-
-
-@pytest.mark.parametrize(
-    "text", ["", "devices", "devices=", "devices=a..b", "devices=1..999", "links=1..2", "devices=0"]
-)
-def test_nonsense_of_sweeps(text: str) -> None:
-    """A malformed, unknown or excessive sweep is an input error that names `--sweep`."""
-    with pytest.raises(InputError, match="--sweep"):
-        Sweep.parse(text)
+def test_a_second_cpu_is_no_advice() -> None:
+    """One card more is; a CPU more is another host, even where the CPU is the busiest device."""
+    plan, simulation = placed(branches(2), "rtx4090-24g+cpu-ryzen9-7950x")
+    advice = advise(branches(2), simulation, plan, Constraints(), budget=BUDGET)
+    assert [each.detail for each in advice.what_ifs if each.change == "one device more"] == ["gpu1 (rtx4090-24g)"]
+    plan, simulation = placed(branches(2), "2xcpu-16core")
+    advice = advise(branches(2), simulation, plan, Constraints(), budget=BUDGET)
+    assert not any("more" in text for text in (*advice.not_asked, *(each.change for each in advice.what_ifs)))

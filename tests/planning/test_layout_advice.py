@@ -21,7 +21,7 @@ def test_what_does_not_fit_as_it_is_gets_a_layout_that_takes_less_memory() -> No
     parts, cluster = Parts(encoder, BATCH), machine_of([1.0] * 3, memory="24MB")
     choice = choose(parts, cluster, budget="20sims")
     assert choice.best.layout.recompute != "none" or max(choice.best.layout.microbatches) > 1
-    advice = advise_on_layouts(choice, parts, Constraints(), Clock(Budget.of("2000sims")))
+    advice, _ = advise_on_layouts(choice, parts, Constraints(), Clock(Budget.of("2000sims")))
     less = next(each for each in advice.what_ifs if each.change == "one device fewer")
     assert less.step_time_ns is not None
     assert less.step_time_ns > choice.plan.step_time_ns

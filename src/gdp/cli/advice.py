@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gdp.search.solution import Solution
     from gdp.simulator.plan import Plan
 
-_SHARE = 0.2  # of the budget
+_SHARE, _LEAST_SHARE = 0.2, 0.1  # of the budget; the least where the search took longer than it should
 _REPLAYS = 30  # of the plan, that take as long as to prepare a search for another machine
 _LAYOUT_SHARE = 0.7  # of it at most, for layouts beside op placement
 
@@ -31,11 +31,14 @@ def _budget(request: PlaceRequest, seconds: float) -> "Budget":
     total = request.budget.seconds
     if total is None:
         return request.budget.part(_SHARE)
-    return Budget(seconds=min(_SHARE * total, max(total - seconds, 0.0)))
+    return Budget(seconds=min(_SHARE * total, max(total - seconds, _LEAST_SHARE * total)))
 
 
-def find_advice(opened: OpenRequest, solution: "Solution", search: "Clock") -> "Advice | None":
-    """Returns what other machines would give, tried after the `search`; None where a layout was asked for."""
+def find_advice(opened: OpenRequest, solution: "Solution", search: "Clock") -> "tuple[Advice | None, Solution]":
+    """Returns what other machines would give, tried after the `search`, and the solution, or one on fewer devices.
+
+    The advice is None where a layout was asked for.
+    """
     from gdp.budget import Clock
     from gdp.planning.layout_advice import advise_on_layouts
     from gdp.report.progress import StatusLine, live
@@ -48,9 +51,10 @@ def find_advice(opened: OpenRequest, solution: "Solution", search: "Clock") -> "
     later_s = opened.files.written_s(len(plan.placement)) - opened.files.written_s(question.graph.num_ops)
     budget = _budget(opened.request, search.seconds + max(later_s, 0.0))
     if best.is_whole:
-        return _advice_on_ops(opened, plan, budget, search.stop)
+        advice = _advice_on_ops(opened, plan, budget, search.stop)
+        return advice, solution._replace(plan=advice.plan)
     if question.parts is None or question.layout is not None:
-        return None
+        return None, solution
     text = f"{question.graph.name}: {format_ms(plan.step_time_ns)}; estimating other machines"
     clock = Clock(budget, stop=search.stop)
     with live(StatusLine(text, clock.seconds_left)):

@@ -32,7 +32,7 @@ PlanOption = Annotated[
     Path | None, typer.Option(metavar="PLAN", help="The plan, where another MODEL is named than it was made for.")
 ]
 DevicesOption = Annotated[
-    str,
+    str | None,
     typer.Option(metavar="DEVICES", help="Such as 4xp100-pcie-16g or 2xl4-24g+cpu-16core, a cluster file, or local."),
 ]
 PlacedDevicesOption = Annotated[
@@ -96,6 +96,7 @@ class ReadingOptions:
         int | None,
         typer.Option(metavar="N", help="The dimension of inputs that is the batch. Default: the first, 0, if it can."),
     ] = None
+    batch: Annotated[int | None, typer.Option(metavar="N", help="Samples of the batch. Default: as MODEL has.")] = None
 
     def reading(self) -> "Reading":
         """Returns the options as a `Reading`, checked."""
@@ -179,7 +180,7 @@ class GroupedCommand(TyperCommand):
 _GROUPS = {  # of a long help, by names of parameters; what is in none of them is of the search
     "Model": ("plan", "graph", *(item.name for item in fields(ReadingOptions))),
     "Layout": ("parallel", "batches", "target", *(item.name for item in fields(TargetOptions))),
-    "Machine": ("devices", "times", *(item.name for item in fields(ConstraintOptions))),
+    "Machine": ("devices", "prices", "times", *(item.name for item in fields(ConstraintOptions))),
 }
 
 

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from gdp.export.export_target import ExportTarget
     from gdp.simulator.plan import Asked
 
-_NOT_ASKED = ("model", "devices", "sweep", "advice", "with_cache", "out", "json")  # what is done with the answer
+_NOT_ASKED = ("model", "devices", "sweep", "prices", "advice", "with_cache", "out", "json")  # done with the answer
 
 
 @with_options
 def place(
     model: ModelArgument,
-    devices: DevicesOption,
+    devices: DevicesOption = None,
     placer: Annotated[str, typer.Option(help="auto runs classical placers, then searches.")] = "auto",
     budget: BudgetOption = "30s",
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the search.")] = 0,
@@ -63,8 +63,13 @@ def place(
     sweep: Annotated[
         str | None,
         typer.Option(
-            metavar="WHAT=1..8", help="Print a table over numbers of devices or microbatches, each with BUDGET."
+            metavar="WHAT=1..8",
+            help="Print a table over devices=1..8, batch=1..256, microbatches=1..8 or machines=A,B, each with BUDGET.",
         ),
+    ] = None,
+    prices: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Dollars an hour and watts for --sweep, a line a kind of device in YAML."),
     ] = None,
     advice: Annotated[
         bool, typer.Option("--advice/--no-advice", help="Spend a fifth of BUDGET on trying other machines.")
@@ -99,14 +104,25 @@ def place(
     with live("loading gdp"):
         from gdp.budget import Budget
         from gdp.cluster import Cluster
+        from gdp.cluster.prices import Prices
         from gdp.cluster.quantities import parse_fraction
         from gdp.models.source import ModelSource
         from gdp.parallel.layout import AUTO, NONE, Layout
-        from gdp.planning.sweep import Sweep
+        from gdp.planning.sweep import MACHINES, Sweep
         from gdp.search.place_question import SearchOptions
 
         began_s, limit = time.monotonic(), Budget.parse(budget)
         table = None if sweep is None else Sweep.parse(sweep)
+        if (table is not None and table.what == MACHINES) == (devices is not None):
+            raise InputError(
+                "--sweep machines: names the devices of each row; leave --devices out"
+                if devices is not None
+                else "--devices: name the devices to place it on, such as 2xrtx4090-24g+cpu-16core"
+            )
+        if prices is not None and table is None:
+            raise InputError("--prices: the table of --sweep has them; add --sweep devices=1..8, for instance")
+        known_prices = Prices() if prices is None else Prices.load(prices)
+        devices = devices or str(table.values[0] if table is not None else "")
         cluster = Cluster.parse(devices)
         constraints = limits.constraints(cluster)
         options = SearchOptions(
@@ -135,12 +151,8 @@ def place(
             began_s=began_s,
         )
         check_checkpoint(checkpoint, [placer])
-        if table is not None and batches is None and parallel in (None, NONE):
-            table.check(cluster)
-        else:
-            request.check(sweep)
-            table = None
-    return respond(request) if table is None else sweep_place(request, table)
+        request.check(None if batches is None else sweep)
+    return respond(request) if table is None else sweep_place(request, table, limits, known_prices)
 
 
 def _asked(model: str, devices: str, given: Given, **always: Any) -> "Asked":

@@ -50,8 +50,8 @@ def find_plan(opened: OpenRequest, stop: "Stop") -> "KeptAnswer":
         return KeptAnswer(solution.plan, batches=solution)
     plan, advice = solution.plan, None
     if request.with_advice and plan.status == "ok" and not stop.is_set():
-        advice = find_advice(opened, solution, clock)
-        plan = plan if advice is None else advice.plan
+        advice, solution = find_advice(opened, solution, clock)
+        plan = plan if solution.plan is None else solution.plan
     if question.parts is None:
         return KeptAnswer(plan, advice, tuple(progress.improvements(line.history)))
     from gdp.planning.layout_answer import LayoutAnswer

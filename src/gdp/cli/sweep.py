@@ -1,98 +1,217 @@
-"""Prints a table of plans over numbers of devices or of micro-batches: `gdp place --sweep`."""
+"""Prints a table of plans over machines, batches or micro-batches: `gdp place --sweep`."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from gdp.cli.inputs import read_graph
+from gdp.cli.options import ConstraintOptions
+from gdp.cli.plan_files import PlanFiles
 from gdp.cli.request import PlaceRequest
 from gdp.cli.shared import INTERRUPTED, NOTHING_FITS, OK, check_writable, fail, log, print_json, show, warm_up
 from gdp.errors import InputError
-from gdp.planning.plan_directory import files_beside
 
 if TYPE_CHECKING:
+    from gdp.cluster.prices import Prices
+    from gdp.models.model import Model
+    from gdp.models.serving import ServedStep
+    from gdp.models.source import ModelSource
     from gdp.planning.sweep import Sweep, SweepRow
+    from gdp.search.batch_parts import Parts
+    from gdp.search.place_question import PlaceQuestion
+    from gdp.stop import Stop
+
+_PICTURE = "sweep.svg"
 
 
-def sweep_place(request: PlaceRequest, sweep: "Sweep") -> int:
-    """Places with each value and prints the table; returns the exit status."""
-    from gdp.planning.sweep import DEVICES, MICROBATCHES, sweep_devices, sweep_microbatches
-    from gdp.report import advice_answer, progress
+def sweep_place(request: PlaceRequest, sweep: "Sweep", limits: ConstraintOptions, prices: "Prices") -> int:
+    """Places with each value, as `gdp place` does, and prints the table; returns the exit status."""
+    from gdp.report import progress
+    from gdp.report.sweep_answer import SweepAnswer
 
-    if request.options.placer != "auto" or request.times is not None:
-        raise InputError("--sweep: places with auto and modelled op times; leave out --placer and --times")
-    if request.options.checkpoint is not None:
-        raise InputError("--sweep: places without a policy of your own; leave out --checkpoint")
-    if sweep.what == MICROBATCHES and request.reading.microbatching.count > 1:
-        count = request.reading.microbatching.count
-        raise InputError(f"--sweep {MICROBATCHES}: --microbatches {count} contradicts it; drop one")
-    if sweep.what == MICROBATCHES and not request.can_split:
-        raise InputError(f"--sweep {MICROBATCHES}: {request.model} has no batch to split; name the model itself")
-    if sweep.what == MICROBATCHES and not request.reading.training:
-        option = "--phase" if request.reading.serving.has_cache else "--inference"
-        raise InputError(f"--sweep {MICROBATCHES}: gradients are accumulated in training; leave out {option}")
+    _check(request, sweep)
+    asked = {value: _of_value(request, sweep, value, limits) for value in sweep.values}
     if request.out is not None:
-        check_writable(request.out / f"{sweep.what}-{sweep.values[0]}" / "plan.json")
-    question = (request.cluster, sweep.values, request.constraints)
-    search: dict[str, Any] = {"budget": request.budget, "options": request.options}
-    rows: list[SweepRow] = []
-    served = None
+        check_writable(request.out / _PICTURE)
+    table = _Table(request, sweep, prices)
     with progress.stop_on_interrupt() as stop:
-        if sweep.what == DEVICES:
-            source = request.read()
-            served = source.served
-            warm_up()
-            answers = sweep_devices(source.graph, *question, **search, stop=stop)
-        else:
-            warm_up()
-            answers = sweep_microbatches(request.source.split, *question, **search, stop=stop)
-        try:
-            for value in sweep.values:
-                line = progress.StatusLine(f"{request.model}, {sweep.what} {value}", request.budget.seconds)
-                with progress.live(line):
-                    row = next(answers, None)
-                if row is None:
-                    break
-                rows.append(row)
-                log(f"gdp: {advice_answer.sweep_line(sweep.what, row)}")
-                if request.out is not None and row.plan is not None and row.is_ok:
-                    _save(request, request.out / f"{sweep.what}-{row.value}", sweep.what, row)
-        except InputError:
-            if not stop.is_set():  # if it is: there was no placement yet
-                raise
+        for value, of_value in asked.items():
+            try:
+                table.add(value, of_value, stop)
+            except InputError:
+                if not stop.is_set():  # if it is: there was no placement yet
+                    raise
+            if stop.is_set():
+                break
         interrupted = stop.is_set()
+    rows = table.rows
     if not interrupted and all(row.plan is None for row in rows):
         raise InputError(f"--sweep: {rows[0].note}")
+    answer = SweepAnswer(sweep.what, rows, table.noun)
+    if request.out is not None and answer.fitting:
+        try:
+            content = answer.figure()
+            (request.out / _PICTURE).write_bytes(content)
+        except InputError as error:  # an extra that is not installed
+            log(f"gdp: note: {request.out / _PICTURE} is not drawn: {error}")
     if request.json:
-        print_json(advice_answer.sweep_document(sweep.what, rows, request.out, served))
+        print_json(answer.document(request.out, table.served))
     else:
-        show(advice_answer.sweep_report(sweep.what, rows, served))
+        show(answer.report())
     if interrupted:
         return INTERRUPTED
-    if not any(row.is_ok for row in rows):
+    if not answer.fitting:
         return fail("nothing fits in memory for any value; without --sweep gdp says how much is missing", NOTHING_FITS)
     return OK
 
 
-def _save(request: PlaceRequest, directory: Path, what: str, row: "SweepRow") -> None:
-    """Writes the plan of a row, which asks for the devices or the number of micro-batches of the row."""
-    from gdp.planning.sweep import MICROBATCHES
+class _Table:
+    """The rows so far; the model and the parts of its batch, where all values have the same."""
 
-    assert row.plan is not None
-    assert row.graph is not None
-    assert row.cluster is not None
-    plan, asked = directory / "plan.json", request.asked
-    graph, _, cluster = files_beside(plan)
-    names = {name for device in row.cluster.devices for name in (device.name, device.kind)}
-    options = {
-        name: [text for text in value if text.rpartition("=")[2 if name == "forbid" else 0] in names]
-        if name in ("forbid", "max_memory")
-        else value
-        for name, value in asked.options.items()
-    }
-    if what == MICROBATCHES:
-        asked = replace(asked, options=options | {MICROBATCHES: row.value})
+    def __init__(self, request: PlaceRequest, sweep: "Sweep", prices: "Prices") -> None:
+        self.sweep, self.prices, self.noun = sweep, prices, "samples"
+        self.rows: list[SweepRow] = []
+        self.served: list[ServedStep | None] = []
+        self._source = request.source
+        self._model: Model | None = None
+        self._parts: Parts | None = None
+
+    def add(self, value: int | str, request: PlaceRequest, stop: "Stop") -> None:
+        """Places with `value`; where that cannot be, the row says why. InputError where all values fail alike."""
+        from gdp.budget import Clock
+        from gdp.planning.sweep import SweepRow, place_row
+        from gdp.report.progress import StatusLine, live
+        from gdp.report.sweep_answer import outcome
+
+        served, line = None, StatusLine(f"{request.model}, {self.sweep.what} {value}", request.budget.seconds)
+        try:
+            question, served = self._opened(request)
+            with live(line):
+                row = place_row(value, question, self.rows, Clock(request.budget, stop=stop))
+        except InputError as error:
+            if stop.is_set():
+                raise
+            row = SweepRow(value, note=str(error))
+        work, self.noun = _work(request.source, served)
+        row = replace(row, price=self.prices.of(request.cluster), work=work)
+        self.rows.append(row)
+        self.served.append(served)
+        log(f"gdp: {self.sweep.what} {value}: {outcome(row)}")
+        if request.out is not None and row.is_ok:
+            _save(request, self.sweep.what, row)
+
+    def _opened(self, request: PlaceRequest) -> "tuple[PlaceQuestion, ServedStep | None]":
+        """Returns the question of a value, prepared, and what its step serves."""
+        from gdp.report.progress import live
+        from gdp.search.place_question import PlaceQuestion
+
+        if request.source is not self._source or self._model is None:
+            self._source, self._model, self._parts = request.source, read_graph(request.source), None
+        name = f"{self._model.graph.name} on {request.cluster.name}"
+        with live(f"preparing {name}"):
+            question = PlaceQuestion.of(
+                request.source,
+                request.cluster,
+                request.constraints,
+                request.parallel,
+                None,
+                request.options,
+                self._model,
+            )
+            if question.parts is not None:
+                self._parts = self._parts or question.parts
+                question = replace(question, parts=self._parts)
+            question.prepare()
+        warm_up((question.options.placer,), question.problem)
+        return question, self._model.served
+
+
+def _check(request: PlaceRequest, sweep: "Sweep") -> None:
+    from gdp.parallel.layout import NONE
+    from gdp.planning.sweep import BATCH, DEVICES, MICROBATCHES
+
+    reading, option = request.reading, f"--sweep {sweep.what}"
+    if request.options.placer != "auto" or request.times is not None:
+        raise InputError("--sweep: places with auto and modelled op times; leave out --placer and --times")
+    if request.options.checkpoint is not None:
+        raise InputError("--sweep: places without a policy of your own; leave out --checkpoint")
+    if sweep.what == DEVICES:
+        sweep.check(request.cluster)
+    if sweep.what == BATCH and reading.batch is not None:
+        raise InputError(f"{option}: --batch {reading.batch} contradicts it; drop one")
+    if sweep.what in (BATCH, MICROBATCHES) and request.source.is_file:
+        raise InputError(f"{option}: {request.model} has no batch to split; name the model itself")
+    if sweep.what != MICROBATCHES:
+        return
+    if reading.microbatching.count > 1:
+        raise InputError(f"{option}: --microbatches {reading.microbatching.count} contradicts it; drop one")
+    if request.parallel not in (None, NONE):
+        raise InputError(f"{option}: layouts have micro-batches of their own; leave --parallel out")
+    if not reading.training:
+        phase = "--phase" if reading.serving.has_cache else "--inference"
+        raise InputError(f"{option}: gradients are accumulated in training; leave out {phase}")
+
+
+def _of_value(request: PlaceRequest, sweep: "Sweep", value: int | str, limits: ConstraintOptions) -> PlaceRequest:
+    """Returns the request to `gdp place` that asks for one value."""
+    from gdp.cluster import Cluster, changes
+    from gdp.models.source import ModelSource
+    from gdp.parallel.layout import NONE
+    from gdp.planning.sweep import DEVICES, MICROBATCHES
+
+    asked, reading = request.asked, request.reading
+    if isinstance(value, str):
+        cluster = Cluster.parse(value)
+        constraints = limits.constraints(cluster)
+        return replace(
+            request, devices=value, cluster=cluster, constraints=constraints, asked=replace(asked, cluster=value)
+        )
+    if sweep.what == DEVICES:
+        part = changes.first(request.cluster, value)
+        return replace(request, cluster=part, constraints=request.constraints.within(part))
+    parallel = request.parallel
+    if sweep.what == MICROBATCHES:
+        reading, parallel = replace(reading, microbatching=replace(reading.microbatching, count=value)), NONE
     else:
-        asked = replace(asked, options=options, cluster=str(cluster.resolve()))
-    replace(row.plan, asked=asked).save(plan)
-    row.graph.save(graph)
-    row.cluster.save(cluster)
+        reading = replace(reading, batch=value)
+    asked = replace(asked, options={**asked.options, sweep.what: value})
+    return replace(request, source=ModelSource(request.model, reading), parallel=parallel, asked=asked)
+
+
+def _work(source: "ModelSource", served: "ServedStep | None") -> tuple[int, str]:
+    """Returns what a step does: (tokens, "tokens") of a language model whose sequence is known, else its samples."""
+    from gdp.models.hugging_face import sizes
+    from gdp.models.model import HUGGING_FACE
+
+    if served is not None:
+        return served.num_sequences * served.num_tokens, "tokens"
+    samples = source.batch_size or 0
+    sequence = sizes.parse(source.text)[1].sequence if source.text.startswith(HUGGING_FACE) else None
+    return (samples, "samples") if sequence is None else (samples * sequence, "tokens")
+
+
+def _save(request: PlaceRequest, what: str, row: "SweepRow") -> None:
+    """Writes the plan of a row, with its graph and its devices, which is asked for the value of the row."""
+    from gdp.planning.plan_cache import KeptAnswer
+    from gdp.planning.sweep import DEVICES
+    from gdp.report.sweep_answer import directory_of
+    from gdp.simulator.simulate import replay
+
+    assert request.out is not None
+    assert row.plan is not None
+    assert row.plan.problem is not None
+    files = replace(PlanFiles.of(replace(request, out=request.out / directory_of(what, row))), report=None)
+    files = files.suited_to(row.plan.problem)
+    asked, names = request.asked, {name for device in request.cluster.devices for name in (device.name, device.kind)}
+    if what == DEVICES:
+        options = {
+            name: [text for text in value if text.rpartition("=")[2 if name == "forbid" else 0] in names]
+            if name in ("forbid", "max_memory")
+            else value
+            for name, value in asked.options.items()
+        }
+        cluster = asked.cluster if files.cluster is None else str(files.cluster.resolve())
+        asked = replace(asked, options=options, cluster=cluster)
+    plan = replace(row.plan, asked=asked)
+    failure = files.write(KeptAnswer(plan), replay(row.plan.problem, plan))
+    if failure is not None:
+        raise failure

@@ -77,6 +77,18 @@ def first(cluster: Cluster, count: int) -> Cluster:
     return only(cluster, range(count))
 
 
+def same_devices(cluster: Cluster, other: Cluster) -> list[int] | None:
+    """Returns the devices of `other` that are as those of `cluster`, in their order; None where it lacks one."""
+    free, numbers = list(range(other.num_devices)), list[int]()
+    for device in cluster.devices:
+        twin = next((n for n in free if replace(other.devices[n], name=device.name) == device), None)
+        if twin is None:
+            return None
+        free.remove(twin)
+        numbers.append(twin)
+    return numbers
+
+
 def _free_name(cluster: Cluster, like: Device) -> str:
     """Returns the next free name: `gpu4` after `gpu0` to `gpu3`."""
     names, stem = {device.name for device in cluster.devices}, re.sub(r"[0-9]+$", "", like.name)

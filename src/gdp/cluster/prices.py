@@ -37,6 +37,9 @@ class Price:
         return per_second / self.watts if per_second and self.watts else None
 
 
+UNKNOWN = Price(None, None)
+
+
 @dataclass(frozen=True, slots=True)
 class Prices:
     """Figures of kinds of devices; `own` go before those of the catalogue."""

@@ -59,10 +59,8 @@ def splitter(answer: Example | JaxFunction, num_parts: int, text: str, dim: int 
     part = even_part(size, num_parts, text)
 
     def split(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.dim():
-            return leaf
-        cut = min(dim, leaf.dim() - 1) if leaf.dim() > dim or leaf.dim() == 1 else None
-        return leaf if cut is None or leaf.shape[cut] != size else leaf.narrow(cut, 0, part).clone()
+        cut = _batch_dim(leaf, dim, size)
+        return leaf if cut is None else leaf.narrow(cut, 0, part).clone()
 
     return split
 
@@ -72,6 +70,35 @@ def first_part(example: Example, num_parts: int, text: str, dim: int = 0) -> Exa
     module, args, kwargs = example
     split = splitter(example, num_parts, text, dim)
     return module, tree_map(split, args), tree_map(split, kwargs)
+
+
+def with_batch(answer: Example | JaxFunction, samples: int, text: str, dim: int = 0) -> Example:
+    """Returns the model with inputs of this number of samples: the first ones, or all of them again and again.
+
+    Which inputs, and dimensions, have the batch is as in `splitter`.
+    """
+    if isinstance(answer, JaxFunction) or is_own_step(answer[0]):
+        raise InputError(f"--batch: {text} has its inputs in its step, whose batch stays as it is; leave it out")
+    module, args, kwargs = answer if len(answer) == 3 else (*answer, {})
+    size = batch_size(answer, dim)
+    if not size:
+        raise InputError(f"--batch: no input of {text} is a tensor with a batch as dimension {dim}; leave it out")
+
+    def resize(leaf: Any) -> Any:
+        cut = _batch_dim(leaf, dim, size)
+        if cut is None:
+            return leaf
+        return torch.cat([leaf] * -(-samples // size), cut).narrow(cut, 0, samples).clone()
+
+    return module, tree_map(resize, args), tree_map(resize, kwargs)
+
+
+def _batch_dim(leaf: Any, dim: int, size: int) -> int | None:
+    """Returns the dimension of an input that is the batch: `dim`, or its only one, where that has `size`."""
+    if not isinstance(leaf, Tensor) or not leaf.dim():
+        return None
+    cut = min(dim, leaf.dim() - 1) if leaf.dim() > dim or leaf.dim() == 1 else None
+    return cut if cut is not None and leaf.shape[cut] == size else None
 
 
 def converted(answer: Example | JaxFunction, dtype: str) -> Example | JaxFunction:

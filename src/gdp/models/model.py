@@ -61,8 +61,11 @@ class Reading:
     dtype: str = ""  # that the model is converted to; "": none
     serving: Serving = field(default_factory=Serving)
     batch_dim: int | None = None  # of the inputs of a user's function; None: the first, if nothing says otherwise
+    batch: int | None = None  # samples, in place of those that MODEL has
 
     def __post_init__(self) -> None:
+        if self.batch is not None and not 0 < self.batch < 2**31:
+            raise InputError(f"--batch is {self.batch}; a number of samples from 1 to 2^31 - 1 is expected")
         if self.batch_dim is not None and self.batch_dim < 0:
             raise InputError(f"--batch-dim is {self.batch_dim}; the number of a dimension is expected, 0 for the first")
         check_optimizer(self.optimizer)

@@ -43,6 +43,8 @@ class ModelSource:
     def __init__(self, text: str, reading: Reading | None = None, directory: Path | None = None) -> None:
         """`directory` is where relative paths, and modules of functions, begin: by default the current one."""
         self.text, self.reading = with_prefix(text), reading or Reading()
+        if self.reading.batch is not None and self.text.startswith(HUGGING_FACE):
+            self.text = sizes.with_batch(self.text, self.reading.batch)
         if directory is not None and directory.resolve() != Path.cwd():
             self.text = in_directory(self.text, directory)
         self._directory = directory
@@ -151,7 +153,7 @@ class ModelSource:
             )
         if self.text.startswith(HUGGING_FACE):
             return sizes.parse(self.text)[1].batch
-        return self._workload.batch_size
+        return self.reading.batch or self._workload.batch_size
 
     @property
     def assumes_batch(self) -> bool:
@@ -200,6 +202,8 @@ class ModelSource:
         check_no_python_file(text)
         if reading.batch_dim is not None and not self._is_function:
             raise InputError(f"--batch-dim: it is known where {text} has its batch; leave it out")
+        if reading.batch is not None and self.is_file:
+            raise InputError(f"--batch: {text} is a file, whose batch stays as it is; name the model itself")
         if reading.dims and not is_onnx(text):
             raise InputError(f"--dim: {text} has no symbolic dimensions; they are those of .onnx files")
         if is_graph_file(text):
@@ -356,15 +360,22 @@ class ModelSource:
             sized = f"{text}{'&' if '?' in text else '?'}dtype={dtype}" if dtype else text
             return build.builder(sized, training=self.reading.training)
         make: Callable[[], Example | JaxFunction]
+        samples = self.reading.batch
         if self._is_function:
             make = UserFunction(text, self._directory)
         else:
-            make = partial(self._workload.build, even_part(self._workload.batch_size, num_parts, text))
-        if not dtype:
+            make = partial(self._workload.build, even_part(samples or self._workload.batch_size, num_parts, text))
+        if not dtype and not (samples and self._is_function):
             return make
-        from gdp.models.example import converted
+        from gdp.models.example import converted, with_batch
 
-        return lambda: converted(make(), dtype)
+        def changed() -> Example | JaxFunction:
+            answer = make()
+            if samples and self._is_function:
+                answer = with_batch(answer, samples, text, self.reading.batch_dim or 0)
+            return converted(answer, dtype) if dtype else answer
+
+        return changed
 
     # Checks
 

@@ -2,7 +2,8 @@
 
     plan --start--> search on one device fewer | one more | links twice as fast | twice the memory
 
-Each search begins from the plan, so its answer is no worse for want of time where the plan itself still runs.
+Each search begins from the plan. A machine that has more is never told to be slower than the plan itself there, whose
+ops may wait for the times that they start at now.
 """
 
 import threading
@@ -16,16 +17,15 @@ from gdp.cluster import Cluster, changes
 from gdp.cluster.changes import MOST_CHANGED
 from gdp.errors import InputError, UnevenBatchError
 from gdp.graph import Graph
+from gdp.planning.carried import carried, plan_on
 from gdp.search.candidate import Candidate
-from gdp.search.noise import step_times_under_noise
 from gdp.search.place import place
 from gdp.search.question import Question
-from gdp.search.solution import plan_of
 from gdp.search.solvers import solve
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan
-from gdp.simulator.problem import Placement, Problem
-from gdp.simulator.simulate import NEVER, Simulation, simulate
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import NEVER, Simulation
 
 _MOST_MORE = (1, 2, 4, 8)  # devices more, tried in turn where nothing fits
 FEWER_SAMPLES = (2, 4, 8, 16)  # parts of the batch, tried in turn
@@ -34,6 +34,8 @@ _PREPARED = 6  # times the time to build a problem: what it takes to prepare one
 MEMORY_MATTERS = 0.5  # of its limit filled somewhere: below, twice the memory is not asked for
 AS_FAST = 1.01  # what is called as fast
 ONE_FEWER = "one device fewer"  # the change to a machine without the device that does least
+FASTER = "links twice as fast"
+MORE = "one device more"
 LAYOUTS = "--parallel auto"  # the change from op placement to the best layout of the batch
 
 
@@ -72,7 +74,7 @@ class _Change:
     cluster: Cluster
     constraints: Constraints
     start: Candidate  # the plan on the changed machine
-    others: Sequence[int] | None = None  # the devices that are left, by their numbers on the whole machine
+    others: Sequence[int] | None = None  # the devices that are left, by their numbers; None: the machine has more
 
 
 def advise(
@@ -96,8 +98,9 @@ def advise(
     clock = Clock(budget, stop=stop)
     what_ifs: list[WhatIf] = []
     not_asked: list[str] = []
-    if num_devices < MOST_CHANGED and all(change.change != "one device more" for change in changes):
-        not_asked.append("one device more (nothing tells how it would be linked)")
+    has_cards = any(not device.is_cpu for device in simulation.problem.cluster.devices)
+    if has_cards and num_devices < MOST_CHANGED and all(change.change != MORE for change in changes):
+        not_asked.append(f"{MORE} (nothing tells how it would be linked)")
     for turn, change in enumerate(changes, 1):
         if clock.stop.is_set() or clock.seconds_left == 0.0 or not clock.has(least_s):
             why = "interrupted" if clock.stop.is_set() else "no time left, a larger budget has it"
@@ -124,27 +127,35 @@ def advise(
             not_asked.append(f"{change.change} (interrupted)")
             continue
         step_time_ns = answer.step_time_ns if answer.status == "ok" else None
+        if change.others is None:
+            own_ns = own_time_ns(plan, change.change, change.cluster, change.constraints)
+            step_time_ns = own_ns if step_time_ns is None else min(step_time_ns, own_ns)
         what_ifs.append(WhatIf(change.change, change.detail, step_time_ns))
         if change.others is not None and step_time_ns is not None and step_time_ns < plan.step_time_ns:
-            plan = _on_all_devices(plan, answer, simulation.problem, change.others)
+            plan = _on_all_devices(plan, answer, simulation.problem, constraints, change.others)
     filled = simulation.peak_memory_bytes / np.maximum(simulation.problem.memory_limit_bytes, 1)
     return Advice(tuple(what_ifs), tuple(not_asked), bool(filled.max() > MEMORY_MATTERS), plan)
 
 
-def _on_all_devices(plan: Plan, fewer: Plan, problem: Problem, others: Sequence[int]) -> Plan:
+def own_time_ns(plan: Plan, change: str, cluster: Cluster, constraints: Constraints) -> int:
+    """Returns what `plan` itself takes on a machine that has more: other than now, and less, with faster links only."""
+    step = carried(plan, cluster, constraints, range(len(plan.devices))) if change == FASTER else None
+    return plan.step_time_ns if step is None or not step.feasible else min(step.step_time_ns, plan.step_time_ns)
+
+
+def _on_all_devices(plan: Plan, fewer: Plan, problem: Problem, constraints: Constraints, others: Sequence[int]) -> Plan:
     """Returns a plan found on the devices `others` as one of the whole machine, or `plan` where that is better."""
-    order: list[Placement] = [np.zeros(0, np.int64) for _ in range(problem.num_devices)]
-    for number, ops in zip(others, fewer.order, strict=True):
-        order[number] = ops
-    simulation = simulate(problem, np.asarray(others)[fewer.placement], order=order)
-    if plan.search is None or fewer.search is None or not simulation.feasible:
+    simulation = carried(fewer, problem.cluster, constraints, others)
+    if plan.search is None or fewer.search is None or simulation is None or not simulation.feasible:
         return plan
     noise = plan.search.under_noise
-    noisy = None if noise is None else step_times_under_noise(simulation, noise.noise, plan.seed + 1)
+    better = plan_on(simulation, fewer, 0.0 if noise is None else noise.noise)
+    assert better.search is not None
+    noisy = better.search.under_noise
     if noise is not None and noisy is not None and noisy.mean_ns > noise.mean_ns:
         return plan
     search = replace(plan.search, busy_fraction=simulation.busy_fraction, under_noise=noisy, order=fewer.search.order)
-    return plan_of(simulation, plan.lower_bound_ns, plan.placer, plan.seed, search)
+    return replace(better, lower_bound_ns=plan.lower_bound_ns, placer=plan.placer, seed=plan.seed, search=search)
 
 
 def _changes(simulation: Simulation, constraints: Constraints) -> Iterator[_Change]:
@@ -164,15 +175,16 @@ def _changes(simulation: Simulation, constraints: Constraints) -> Iterator[_Chan
         yield _Change(
             ONE_FEWER, f"without {devices[least].name}", less, constraints.within(less), Candidate(moved), others
         )
-    most = int(np.argmax(simulation.busy_fraction))
-    more = changes.with_another(cluster, most)
-    if more is not None:
+    cards = [number for number, device in enumerate(devices) if not device.is_cpu]  # another CPU is another host
+    most = max(cards, key=lambda number: simulation.busy_fraction[number], default=None)
+    more = None if most is None else changes.with_another(cluster, most)
+    if most is not None and more is not None:
         added = more.devices[-1].name
         allowed = constraints.also_for(added, devices[most].name)
-        yield _Change("one device more", f"{added} ({devices[most].kind})", more, allowed, start)
+        yield _Change(MORE, f"{added} ({devices[most].kind})", more, allowed, start)
     if len(devices) > 1:
         faster = changes.with_faster_links(cluster, 2)
-        yield _Change("links twice as fast", "all of them", faster, constraints, start)
+        yield _Change(FASTER, "all of them", faster, constraints, start)
     filled = simulation.peak_memory_bytes / np.maximum(problem.memory_limit_bytes, 1)
     if filled.max() > MEMORY_MATTERS:
         larger = changes.with_more_memory(cluster, 2)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Unpack
 
 from gdp import notebook
+from gdp.bounds.layout_bound import layout_bound
 from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
@@ -15,13 +16,13 @@ from gdp.errors import InputError
 from gdp.parallel.layout import AUTO, Layout
 from gdp.placers import CLASSICAL
 from gdp.search.candidate import Candidate
-from gdp.search.layouts.choose import choose_layout
+from gdp.search.place import answer
 from gdp.search.place_question import Placeable, PlaceQuestion, SearchOptions
 from gdp.search.solution import Solution
 from gdp.search.solvers import solve, solver_of
 from gdp.simulator.constraints import ConstraintKeywords, Constraints
 from gdp.simulator.problem import Problem
-from gdp.simulator.simulate import Simulation
+from gdp.simulator.simulate import Simulation, replay
 from gdp.units.reduction import reduce
 
 DEFAULT_PLACERS = (*CLASSICAL, "auto")
@@ -54,8 +55,22 @@ class Comparison:
     """The rows of all placers, as given."""
 
     rows: tuple[PlacerRow, ...]
-    lower_bound_ns: int
+    lower_bound_ns: int  # of op placement of the whole step
     interrupted: bool = False
+    layout_bound_ns: int | None = None  # of any layout of the batch; None: no row has one
+
+    def bound_of(self, row: PlacerRow) -> int:
+        """Returns the time that no step like that of `row` takes less than; 0: not known."""
+        return self.lower_bound_ns if row.layout is None else self.layout_bound_ns or 0
+
+    def bounds(self, text: Callable[[int], str] = notebook.milliseconds) -> str:
+        """Returns the bounds of the rows in words, with `text` of a time."""
+        if self.layout_bound_ns is None:
+            return f"Lower bound {text(self.lower_bound_ns)}"
+        return (
+            f"Lower bound {text(self.layout_bound_ns)} of any layout of the batch, {text(self.lower_bound_ns)} of "
+            "placements of the ops of the whole step"
+        )
 
     def __repr__(self) -> str:
         """Returns `Comparison(auto 13.203 ms, single 26.200 ms; lower bound 12.100 ms)`, the fastest first."""
@@ -65,7 +80,7 @@ class Comparison:
             for row in rows
         ]
         interrupted = "; interrupted" if self.interrupted else ""
-        return f"Comparison({', '.join(parts)}; lower bound {notebook.milliseconds(self.lower_bound_ns)}{interrupted})"
+        return f"Comparison({', '.join(parts)}; l{self.bounds()[1:]}{interrupted})"
 
     def _repr_html_(self) -> str:
         """Returns the table that Jupyter shows."""
@@ -74,7 +89,7 @@ class Comparison:
             times = [time_ns for time_ns in row.step_time_ns_by_seed if time_ns is not None]
             shown = (row.step_time_ns, min(times, default=None), max(times, default=None))
             rows.append([row.placer, row.status, *map(notebook.milliseconds, shown), f"{row.seconds:.2f}"])
-        bound = f"Lower bound {notebook.milliseconds(self.lower_bound_ns)}. Step times are medians over seeds."
+        bound = f"{self.bounds()}. Step times are medians over seeds."
         return notebook.table(
             "Placers", ["placer", "status", "step time", "best seed", "worst seed", "seconds"], rows, bound
         )
@@ -119,7 +134,6 @@ def compare(
     options = SearchOptions(checkpoint=checkpoint, num_threads=num_threads)
     question = PlaceQuestion.of(model, Cluster.of(cluster), limits, None, None, options)
     problem = question.problem
-    bound_ns = lower_bound(problem)
     reduction = reduce(problem)
     rows = [_rival_row(name, rival, problem) for name, rival in rivals.items()]
     for name in placers:
@@ -131,17 +145,35 @@ def compare(
                 on_start(name, seed)
             clock = Clock(limit, stop=stop)
             asked = replace(question, step=problem, options=replace(options, seed=seed))
-            if name == AUTO and asked.parts is not None:
-                best = choose_layout(asked.about_batch(), clock).best
-            else:
+            best = None
+            if name != AUTO:
                 best = solve(name, replace(asked.about_ops(), reduction=reduction), clock).best
+            elif not stop.is_set():
+                best = _answered(asked, clock)
             if stop.is_set():
-                return Comparison(tuple(rows), bound_ns, interrupted=True)
+                return _comparison(rows, question, interrupted=True)
             answers.append(best)
             seconds += clock.seconds / seeds
             simulations += clock.simulations
         rows.append(_row(name, answers, seconds, simulations // seeds))
-    return Comparison(tuple(rows), bound_ns)
+    return _comparison(rows, question)
+
+
+def _answered(question: PlaceQuestion, clock: Clock) -> Candidate:
+    """Returns the plan of `place`."""
+    solution = answer(question, clock)
+    assert solution.best is not None
+    assert solution.plan is not None
+    assert solution.plan.problem is not None
+    return replace(Candidate.of(replay(solution.plan.problem, solution.plan)), cut=solution.best.cut)
+
+
+def _comparison(rows: Sequence[PlacerRow], question: PlaceQuestion, *, interrupted: bool = False) -> Comparison:
+    layout_ns = None
+    if any(row.layout is not None for row in rows):
+        read = {1: question.graph} if question.parts is None else question.parts.read
+        layout_ns = layout_bound(read, question.cluster)
+    return Comparison(tuple(rows), lower_bound(question.problem), interrupted, layout_ns)
 
 
 def _row(name: str, answers: Sequence[Candidate | None], seconds: float, simulations: int) -> PlacerRow:

@@ -6,8 +6,9 @@ Kinds of layouts are levels of ZeRO, on one device a replica or on several.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations
 
 import numpy as np
@@ -18,19 +19,35 @@ from gdp.cluster import Cluster, changes
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.parallel.interpolation import have_same_ops, interpolated
-from gdp.planning.advice import FEWER_SAMPLES, LAYOUTS, MEMORY_MATTERS, ONE_FEWER, Advice, WhatIf, larger_machines
+from gdp.planning.advice import (
+    FASTER,
+    FEWER_SAMPLES,
+    LAYOUTS,
+    MEMORY_MATTERS,
+    MORE,
+    ONE_FEWER,
+    Advice,
+    WhatIf,
+    larger_machines,
+    own_time_ns,
+)
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import Arrangement, Candidate
-from gdp.search.layouts.arrangement import replicated_ways
+from gdp.search.layouts.arrangement import forced, replicated_ways
+from gdp.search.layouts.choose import layout_plan
 from gdp.search.layouts.estimate import Estimator
 from gdp.search.layouts.estimate_queue import EstimateQueue
 from gdp.search.layouts.layout_search import LayoutSearch
 from gdp.search.layouts.screening import Screening
+from gdp.search.noise import step_times_under_noise
 from gdp.search.question import BatchQuestion
 from gdp.search.solution import Solution
 from gdp.simulator.constraints import Constraints
+from gdp.simulator.simulate import NEVER, replay
 
 _TRY_SHARE = 0.25  # of the time left, for each change of which something might fit
+_LIKELY_SHARE = 0.4  # of it, for layouts like that of the plan, on each changed machine
+_FACTORS_SHARE = 0.3  # of it, for simulated / estimated times of other kinds than that of the plan
 _Kind = tuple[int, bool]  # the level of ZeRO, and whether a replica has one device
 
 
@@ -42,36 +59,96 @@ class _LayoutChange:
     cluster: Cluster
     constraints: Constraints
     batch_factor: int = 1
+    adds: bool = False  # the plan itself runs there, too
+    whole: Constraints = field(default_factory=Constraints)  # of the machine that devices are taken from
 
 
-def advise_on_layouts(solution: Solution, parts: Parts, constraints: Constraints, clock: Clock) -> Advice:
-    """Estimates the best layout of each changed machine, and of twice the batch, until `clock` ends."""
-    assert solution.best is not None
-    assert solution.plan is not None
-    simulation, plan = solution.best.replay, solution.plan
+def advise_on_layouts(
+    solution: Solution, parts: Parts, constraints: Constraints, clock: Clock
+) -> tuple[Advice, Solution]:
+    """Estimates the best layout of each changed machine, and of twice the batch, until `clock` ends.
+
+    The layout of the plan comes first on all of them, then others in the time left. Where the plan is faster without a
+    device, the solution is that plan; else it is the one given.
+    """
+    best, plan = solution.best, solution.plan
+    assert best is not None
+    assert plan is not None
+    simulation = best.replay
     cluster = simulation.problem.cluster
     quick = Parts(parts.within(clock).rough, parts.batch_size, parts.exact(1))
     filled = float((simulation.peak_memory_bytes / np.maximum(simulation.problem.memory_limit_bytes, 1)).max())
     matters = filled > MEMORY_MATTERS
+    estimator = Estimator(quick, cluster, constraints, clock=clock)
+    factors = _factors((best,), estimator, clock)  # which reads a part of the batch
+    asked = list(_layout_changes(quick, cluster, constraints, memory_matters=matters))
+    likely = [_best_estimate(change, factors, clock.part(_LIKELY_SHARE), like=best.way) for change in asked]
+    factors = _factors(solution.looked_at, estimator, clock.part(_FACTORS_SHARE)) | factors
     what_ifs: list[WhatIf] = []
     not_asked: list[str] = []
-    estimator = Estimator(quick, cluster, constraints, clock=clock)
-    factors = _factors(solution, estimator, clock)
-    for change in _layout_changes(quick, cluster, constraints, memory_matters=matters):
-        estimate = None
-        if not clock.is_up:
-            estimate = _best_estimate(change, factors, clock)
-        if estimate is None:
+    for turn, change in enumerate(asked):
+        part = clock.part(1 / (len(asked) - turn))
+        estimate = min(filter(None, (likely[turn], _best_estimate(change, factors, part))), default=None)
+        time_ns, layout = _time_of(estimate, change)
+        if change.adds:
+            is_other = change.change == FASTER and clock.has(clock.effort.close.seconds(simulation.problem.num_ops))
+            own_ns = own_time_ns(plan, change.change if is_other else "", change.cluster, change.constraints)
+            if (is_other or estimate is not None) and own_ns <= (time_ns or NEVER):
+                time_ns, layout = own_ns, ""
+        if estimate is None and time_ns is None:
             why = "interrupted" if clock.stop.is_set() else "no time left, a larger budget has it"
             not_asked.append(f"{change.change} ({why})")
             continue
-        bound_ns = layout_bound(change.parts.read, change.cluster)
-        time_ns = None if estimate.missing_bytes else max(estimate.step_time_ns, bound_ns)
+        if change.change == ONE_FEWER and estimate is not None and (time_ns or NEVER) < plan.step_time_ns:
+            solution, time_ns = _on_fewer(solution, parts, change, estimate, clock)
+            layout = "" if solution.plan is not plan else layout
         detail = change.detail
         if change.batch_factor > 1 and time_ns is not None:
             detail += f", {time_ns / plan.step_time_ns / change.batch_factor:.2f} of the time per sample"
-        what_ifs.append(WhatIf(change.change, detail, time_ns, str(estimate.layout)))
-    return Advice(tuple(what_ifs), tuple(not_asked), matters, plan)
+        what_ifs.append(WhatIf(change.change, detail, time_ns, layout))
+    assert solution.plan is not None
+    return Advice(tuple(what_ifs), tuple(not_asked), matters, solution.plan), solution
+
+
+def _time_of(estimate: Candidate | None, change: "_LayoutChange") -> tuple[int | None, str]:
+    """Returns the step time of an estimate, at least what the work takes, and its layout; (None, "") of none."""
+    if estimate is None:
+        return None, ""
+    bound_ns = layout_bound(change.parts.read, change.cluster)
+    return None if estimate.missing_bytes else max(estimate.step_time_ns, bound_ns), str(estimate.layout)
+
+
+def _on_fewer(
+    solution: Solution, parts: Parts, change: "_LayoutChange", estimate: Candidate, clock: Clock
+) -> tuple[Solution, int]:
+    """Returns the better one of `solution` and the step of `estimate` on fewer devices, and the time of that step.
+
+    Without the time to simulate it, the estimate is told to be as slow as the plan.
+    """
+    best, plan = solution.best, solution.plan
+    assert best is not None
+    assert plan is not None
+    assert plan.search is not None
+    whole = best.problem.cluster
+    names = [device.name for device in whole.devices]
+    numbers = [names.index(device.name) for device in change.cluster.devices]
+    search = LayoutSearch(BatchQuestion(parts.within(clock), whole, change.whole), clock)
+    devices = tuple(tuple(numbers[device] for device in group) for group in estimate.devices)
+    way = replace(estimate.way, devices=devices)
+    step = None
+    if search.has_time(way):
+        step = search.attempt(partial(search.simulate, places=estimate.places, is_captured=True), way)
+    if step is None or not step.may_be_answer or not step.fits:
+        return solution, plan.step_time_ns
+    if step.step_time_ns >= plan.step_time_ns:
+        return solution, step.step_time_ns
+    better = layout_plan(search, step, dict(plan.search.baselines))
+    noise = plan.search.under_noise
+    noisy = None if noise is None else step_times_under_noise(replay(step.problem, better), noise.noise, plan.seed + 1)
+    assert better.search is not None
+    record = replace(better.search, under_noise=noisy, seconds=plan.search.seconds, simulations=plan.search.simulations)
+    looked_at = (step, *solution.looked_at)
+    return solution._replace(best=step, looked_at=looked_at, plan=replace(better, search=record)), step.step_time_ns
 
 
 def estimated_layout(parts: Parts, cluster: Cluster, constraints: Constraints, clock: Clock) -> WhatIf | None:
@@ -149,22 +226,23 @@ def _layout_changes(
 def _machine_changes(
     parts: Parts, cluster: Cluster, constraints: Constraints, *, memory_matters: bool
 ) -> Iterator[_LayoutChange]:
-    devices = cluster.devices
-    slowest = Estimator(parts, cluster, constraints).machine.usable[-1]
+    devices, usable = cluster.devices, Estimator(parts, cluster, constraints).machine.usable
     if len(devices) > 2:
-        less = changes.only(cluster, [number for number in range(len(devices)) if number != slowest])
-        detail = f"without {devices[slowest].name}"
-        yield _LayoutChange(ONE_FEWER, detail, parts, less, constraints.within(less))
-    more = changes.with_another(cluster, slowest)
-    if more is not None:
+        less = changes.only(cluster, [number for number in range(len(devices)) if number != usable[-1]])
+        detail = f"without {devices[usable[-1]].name}"
+        yield _LayoutChange(ONE_FEWER, detail, parts, less, constraints.within(less), whole=constraints)
+    like = next((number for number in reversed(usable) if not devices[number].is_cpu), None)
+    more = None if like is None else changes.with_another(cluster, like)
+    if like is not None and more is not None:
         added = more.devices[-1].name
-        allowed = constraints.also_for(added, devices[slowest].name)
-        yield _LayoutChange("one device more", f"{added} ({devices[slowest].kind})", parts, more, allowed)
-    faster = changes.with_faster_links(cluster, 2)
-    yield _LayoutChange("links twice as fast", "all of them", parts, faster, constraints)
+        allowed = constraints.also_for(added, devices[like].name)
+        yield _LayoutChange(MORE, f"{added} ({devices[like].kind})", parts, more, allowed, adds=True)
+    if len(devices) > 1:
+        faster = changes.with_faster_links(cluster, 2)
+        yield _LayoutChange(FASTER, "all of them", parts, faster, constraints, adds=True)
     if memory_matters:
-        larger = changes.with_more_memory(cluster, 2)
-        yield _LayoutChange("twice the memory", "on every device", parts, larger, constraints.times_memory(2))
+        larger, limits = changes.with_more_memory(cluster, 2), constraints.times_memory(2)
+        yield _LayoutChange("twice the memory", "on every device", parts, larger, limits, adds=True)
 
 
 def _twice_the_batch(parts: Parts) -> Parts | None:
@@ -187,15 +265,15 @@ class _HalfParts:
         return self.parts.exact(num_parts // 2)
 
 
-def _factors(solution: Solution, estimator: Estimator, clock: Clock) -> dict[_Kind, float]:
+def _factors(looked_at: Sequence[Candidate], estimator: Estimator, clock: Clock) -> dict[_Kind, float]:
     """Returns simulated / estimated step times of the best layout of each kind that was simulated."""
     factors: dict[_Kind, float] = {}
-    for each in solution.looked_at:  # the best first
+    for each in looked_at:  # the best first
         if clock.is_up:
             break
-        kind = _kind(each.way)
-        if each.simulation is not None and not each.is_whole and kind not in factors and estimator.has_time(each.way):
-            factors[kind] = each.step_time_ns / max(estimator.estimate(each.way).step_time_ns, 1)
+        if each.simulation is None or each.is_whole or _kind(each.way) in factors or not estimator.has_time(each.way):
+            continue
+        factors[_kind(each.way)] = each.step_time_ns / max(estimator.estimate(each.way).step_time_ns, 1)
     return factors
 
 
@@ -203,8 +281,16 @@ def _kind(way: Arrangement) -> _Kind:
     return way.layout.zero, way.num_places == 1
 
 
-def _best_estimate(change: _LayoutChange, factors: Mapping[_Kind, float], clock: Clock) -> Candidate | None:
-    """Returns the best estimate over layouts, which lacks memory where nothing fits; None where time is up before."""
+def _best_estimate(
+    change: _LayoutChange, factors: Mapping[_Kind, float], clock: Clock, like: Arrangement | None = None
+) -> Candidate | None:
+    """Returns the best estimate over layouts, which lacks memory where nothing fits; None where time is up before.
+
+    Of layouts `like` one these are that one, and those of its kind on as many devices as there are.
+    """
+    if clock.is_up:
+        return None
+    size = change.parts.batch_size
     estimator = Estimator(change.parts, change.cluster, change.constraints, clock=clock)
 
     def attempt(action: Callable[[Arrangement], Candidate], way: Arrangement) -> Candidate | None:
@@ -214,6 +300,14 @@ def _best_estimate(change: _LayoutChange, factors: Mapping[_Kind, float], clock:
             return replace(estimate, figures=replace(estimate.figures, step_time_ns=time_ns))
         return None
 
-    queue = EstimateQueue(estimator, change.parts.batch_size, attempt)
-    queue.add(replicated_ways(estimator.machine, change.parts.batch_size), clock)
+    ways, grows = replicated_ways(estimator.machine, size), True
+    if like is not None:
+        same = [way for way in ways if _kind(way) == _kind(like)]
+        same = [way for way in same if len(way.all_devices) == len(estimator.machine.usable)]
+        same = [replace(way, layout=replace(way.layout, recompute=like.layout.recompute)) for way in same]
+        with contextlib.suppress(InputError):  # there are not as many devices
+            same = [*forced(estimator.machine, like.layout, size)[:1], *same]
+        ways, grows = same or [way for way in ways if way.num_places == like.num_places], not same
+    queue = EstimateQueue(estimator, size, attempt, grows=grows)
+    queue.add(ways, clock)
     return queue.best(clock)

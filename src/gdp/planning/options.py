@@ -28,6 +28,7 @@ READING = (
     "dim",
     "op_costs",
     "batch_dim",
+    "batch",
 )
 """The options that say how MODEL is read."""
 LIMITS = ("pin", "forbid", "max_memory", "reserve")
@@ -61,6 +62,7 @@ def reading_of(options: Mapping[str, Any]) -> Reading:
         dtype,
         serving,
         options.get("batch_dim"),
+        options.get("batch"),
     )
 
 

@@ -1,17 +1,13 @@
-"""Shows advice on other machines: changes that were tried after a search, tables of sweeps."""
+"""Shows advice on other machines: changes that were tried after a search."""
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
 
-from gdp.models.serving import ServedStep, serving_entry
-from gdp.notebook import format_gib
-from gdp.planning.advice import AS_FAST, LAYOUTS, Advice
-from gdp.planning.sweep import SweepRow
+from gdp.planning.advice import LAYOUTS, Advice
 from gdp.report.tables import format_ms, new_table
 from gdp.simulator.simulate import Simulation
 
@@ -62,78 +58,3 @@ def advice_document(advice: Advice) -> dict[str, Any]:
         ],
         "not_asked": list(advice.not_asked),
     }
-
-
-def sweep_line(what: str, row: SweepRow) -> str:
-    """Returns the message after one value of a sweep is placed."""
-    return f"{what} {row.value}: {_outcome(row)}"
-
-
-def sweep_report(what: str, rows: Sequence[SweepRow], served: ServedStep | None = None) -> Iterator[RenderableType]:
-    """Yields the table of `--sweep`, the fastest in bold, and the smallest value that is about as fast.
-
-    The rows of a `served` step tell its speed.
-    """
-    times = {row.value: row.plan.step_time_ns for row in rows if row.is_ok and row.plan is not None}
-    first_ns, best_ns = next(iter(times.values()), 0), min(times.values(), default=0)
-    first = next(iter(times), "")
-    speed = () if served is None else (">tokens per second",)
-    table = new_table(
-        f">{what}", ">step time", *speed, f">speed-up over {first}", ">gap", ">busy", ">fullest device", "order", "note"
-    )
-    for row in rows:
-        plan = row.plan
-        if plan is None or plan.search is None or row.cluster is None or not row.is_ok:
-            table.add_row(str(row.value), "-", *("-" for _ in speed), "-", "-", "-", "-", "-", _outcome(row))
-            continue
-        used = np.bincount(plan.placement, minlength=row.cluster.num_devices) > 0
-        note = "" if used.all() else f"uses {int(used.sum())}"
-        table.add_row(
-            str(row.value),
-            format_ms(plan.step_time_ns),
-            *(() if served is None else (served.rate_text(plan.step_time_ns),)),
-            f"{first_ns / max(plan.step_time_ns, 1):.2f}",
-            f"{plan.gap:.1%}",
-            f"{plan.search.busy_fraction[used].mean():.0%}",
-            format_gib(int(plan.peak_memory_bytes.max())),
-            plan.search.order,
-            note,
-            style="bold" if plan.step_time_ns == best_ns else None,
-        )
-    yield table
-    if times:
-        enough = next(value for value, time_ns in times.items() if time_ns <= AS_FAST * best_ns)
-        yield ""
-        yield Text(f"The fewest {what} within 1 % of the fastest: {enough}.")
-
-
-def sweep_document(
-    what: str, rows: Sequence[SweepRow], out: Path | None, served: ServedStep | None = None
-) -> dict[str, Any]:
-    """Returns the rows of a sweep as in `--json`; those of a `served` step tell its speed."""
-    return {
-        "sweep": what,
-        "rows": [
-            {
-                what: row.value,
-                "status": "failed" if row.plan is None else row.plan.status,
-                "step_time_ns": row.plan.step_time_ns if row.plan is not None and row.is_ok else None,
-                "lower_bound_ns": None if row.plan is None else row.plan.lower_bound_ns,
-                "peak_memory_bytes": None if row.plan is None else row.plan.peak_memory_bytes.tolist(),
-                "order": row.plan.search.order if row.plan is not None and row.plan.search is not None else None,
-                "plan": str(out / f"{what}-{row.value}" / "plan.json") if out is not None and row.is_ok else None,
-                "note": row.note,
-            }
-            | serving_entry(served, row.plan.step_time_ns if row.plan is not None and row.is_ok else None)
-            for row in rows
-        ],
-    }
-
-
-def _outcome(row: SweepRow) -> str:
-    if row.plan is None:
-        return row.note
-    if row.is_ok:
-        return format_ms(row.plan.step_time_ns)
-    assert row.plan.search is not None
-    return f"does not fit, {format_gib(int(row.plan.search.missing_bytes.sum()))} missing"

@@ -142,8 +142,8 @@ def compare_report(comparison: Comparison, served: ServedStep | None = None) -> 
     )
     for row in comparison.rows:
         times = [time_ns for time_ns in row.step_time_ns_by_seed if time_ns is not None]
-        has_bound = row.step_time_ns is not None and row.layout is None  # a layout is another graph
-        above = (row.step_time_ns or 0) / max(comparison.lower_bound_ns, 1) - 1 if has_bound else None
+        bound_ns = comparison.bound_of(row)
+        above = None if row.step_time_ns is None or not bound_ns else row.step_time_ns / bound_ns - 1
         table.add_row(
             row.placer,
             _status(row.status),
@@ -163,7 +163,7 @@ def compare_report(comparison: Comparison, served: ServedStep | None = None) -> 
             yield Text(f"{row.placer}: {row.layout}.")
         elif row.reason:
             yield Text(f"{row.placer}: {row.reason}{'' if row.layout is None else f' ({row.layout})'}.")
-    yield Text(f"Lower bound {format_ms(comparison.lower_bound_ns)}. Step times are medians over seeds.")
+    yield Text(f"{comparison.bounds(format_ms)}. Step times are medians over seeds.")
     if served is not None and best_ns is not None:
         yield Text(served.sentence(best_ns))
 

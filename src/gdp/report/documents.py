@@ -116,6 +116,7 @@ def compare_document(
             for row in comparison.rows
         ],
         "lower_bound_ns": comparison.lower_bound_ns,
+        "layout_bound_ns": comparison.layout_bound_ns,
     }
 
 

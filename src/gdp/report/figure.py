@@ -1,6 +1,8 @@
 """Draws timeline and memory of a simulated step as a figure for papers, by Matplotlib."""
 
 import io
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -22,16 +24,10 @@ def figure_bytes(simulation: Simulation, kind: str) -> bytes:
 
     The height of a row is the busy share of its device in each 1/1400 of the step.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError("figure: Matplotlib is missing; pip install 'gdp-placement[figures]'") from None
     graph, cluster = simulation.problem.graph, simulation.problem.cluster
     num_devices = cluster.num_devices
-    # names are data: no mathematics between dollar signs; fonts stay text in SVG, and files are the same every time
-    with mpl.rc_context({"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "gdp", "font.size": 8}):
-        figure = Figure(figsize=(7.0, 1.6 + 0.28 * num_devices + 1.6), layout="constrained")
+
+    def draw(figure: Any) -> None:
         rows, memory = figure.subplots(2, 1, sharex=True, height_ratios=[0.4 + 0.28 * num_devices, 1.6])
         end_ms = max(simulation.step_time_ns, 1) / 1e6
         phases = np.array([_PHASES[phase] for phase in graph.phases])
@@ -79,6 +75,21 @@ def figure_bytes(simulation: Simulation, kind: str) -> bytes:
         memory.set_xlabel("ms")
         memory.set_ylabel("GiB")
         memory.legend(ncols=4, fontsize=7, frameon=False)
+
+    return drawn((7.0, 1.6 + 0.28 * num_devices + 1.6), kind, draw)
+
+
+def drawn(size: tuple[float, float], kind: str, draw: Callable[[Any], None]) -> bytes:
+    """Returns what `draw` draws on a figure of Matplotlib, of a `size` in inches, as a file of `kind`."""
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InputError("figure: Matplotlib is missing; pip install 'gdp-placement[figures]'") from None
+    # names are data: no mathematics between dollar signs; fonts stay text in SVG, and files are the same every time
+    with mpl.rc_context({"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "gdp", "font.size": 8}):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure)
         undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
         content = io.BytesIO()
         figure.savefig(content, format=kind, dpi=200, metadata=undated)

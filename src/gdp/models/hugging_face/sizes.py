@@ -55,6 +55,16 @@ def parse(text: str) -> tuple[str, Sizes]:
 
 def without_context(text: str) -> str:
     """Returns `hf:DIR?SIZES` without the size of its cache."""
+    return _without("context", text)
+
+
+def with_batch(text: str, samples: int) -> str:
+    """Returns `hf:DIR?SIZES` with another batch."""
+    other = _without("batch", text)
+    return f"{other}{'&' if '?' in other else '?'}batch={samples}"
+
+
+def _without(name: str, text: str) -> str:
     directory, _, query = text.partition("?")
-    kept = "&".join(part for part in query.split("&") if not part.startswith("context="))
+    kept = "&".join(part for part in query.split("&") if not part.startswith(f"{name}="))
     return f"{directory}?{kept}" if kept else directory

@@ -64,7 +64,10 @@ def arrangements(machine: DeviceSpeeds, batch_size: int, *, is_fixed: bool = Fal
     found: dict[Arrangement, None] = {}
     if len(usable) == 1 or not machine.alike(usable):
         found |= dict.fromkeys(_alone(machine, usable[0], batch_size, is_fixed))
-    for count in _counts(len(usable), machine.settings.most_places):
+    counts = _counts(len(usable), machine.settings.most_places)
+    if 2 < len(usable) <= machine.settings.most_places and not machine.alike(usable):
+        counts.insert(1, len(usable) - 1)  # the slowest one may only be waited for
+    for count in dict.fromkeys(counts):
         devices = sorted(usable[:count])
         ways = _even(machine, devices, batch_size, is_fixed) if count > 1 else iter(())
         if count > 1 and (not machine.alike(devices) or batch_size % count):

@@ -268,10 +268,10 @@ def _solution(
     candidates = (*sorted(distinct.values()), *others, *refused)
     baselines = _baselines(search, best, looked_at)
     bound_ns = layout_bound(search.parts.read, search.question.cluster)
-    return Solution(best, baselines, looked_at=candidates, bound_ns=bound_ns, plan=_plan(search, best, baselines))
+    return Solution(best, baselines, looked_at=candidates, bound_ns=bound_ns, plan=layout_plan(search, best, baselines))
 
 
-def _plan(search: LayoutSearch, best: Candidate, baselines: dict[str, Baseline]) -> Plan:
+def layout_plan(search: LayoutSearch, best: Candidate, baselines: dict[str, Baseline]) -> Plan:
     """Returns the plan of `best`."""
     parts, simulation = search.parts, in_program_order(best.replay)
     bound_ns = _bound_ns(search, best.problem)

@@ -1,0 +1,91 @@
+"""Place, compare, sweeps and advice agree on drawn problems: with more to choose from, none answers worse."""
+
+import numpy as np
+import pytest
+
+from gdp.budget import Clock
+from gdp.cluster import Cluster, changes
+from gdp.graph import Graph, Op, Tensor
+from gdp.parallel.layout import NONE
+from gdp.planning.advice import FASTER, MORE, advise
+from gdp.planning.compare import compare
+from gdp.planning.layout_advice import advise_on_layouts
+from gdp.planning.sweep import SweepRow, place_row
+from gdp.search.place import answer, place
+from gdp.search.place_question import PlaceQuestion, SearchOptions
+from gdp.simulator.constraints import Constraints
+from gdp.simulator.simulate import replay
+from tests.search.test_layouts import machine_of, parts_of
+
+BUDGET = "80sims"
+OPTIONS = SearchOptions(num_threads=1)
+ADDING = (MORE, FASTER, "twice the memory")
+"""Changes to a machine on which the plan itself runs as fast."""
+
+
+def drawn_graph(rng: np.random.Generator) -> Graph:
+    """Eight to sixteen ops of 1 to 8 ms on a P100, each after up to two earlier ones."""
+    count = int(rng.integers(8, 17))
+    ops = [
+        Op(f"op{n}", flops=int(rng.integers(9, 75)) * 10**9, resident_bytes=int(rng.integers(2**30)))
+        for n in range(count)
+    ]
+    edges = {(int(rng.integers(n)), n) for n in range(1, count) for _ in range(2)}
+    return Graph.build("drawn", ops, [Tensor(a, (b,), int(rng.integers(1, 10**7))) for a, b in sorted(edges)])
+
+
+def drawn_machine(rng: np.random.Generator) -> Cluster:
+    return Cluster.parse("+".join(rng.choice(["p100-pcie-16g", "t4-16g", "l4-24g"], 3)))
+
+
+def swept(model: object, cluster: Cluster, parallel: str | None) -> list[SweepRow]:
+    rows: list[SweepRow] = []
+    for count in range(1, cluster.num_devices + 1):
+        part = changes.first(cluster, count)
+        question = PlaceQuestion.of(model, part, Constraints(), parallel, None, OPTIONS)  # type: ignore[arg-type]
+        rows.append(place_row(count, question, rows, Clock.of(BUDGET)))
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ops(seed: int) -> None:
+    """Placements of ops: a row is no slower than the rows before it, and a machine that has more no slower than now."""
+    rng = np.random.default_rng(seed)
+    graph, cluster = drawn_graph(rng), drawn_machine(rng)
+    plan = place(graph, cluster, budget=BUDGET, num_threads=1)
+    rows = swept(graph, cluster, NONE)
+    times = [row.step_time_ns or 2**62 for row in rows]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] <= plan.step_time_ns
+    compared = compare(graph, cluster, placers="single,heft,auto", budget=BUDGET, seeds=1, num_threads=1)
+    by_placer = {row.placer: row.step_time_ns or 2**62 for row in compared.rows}
+    assert by_placer["auto"] == plan.step_time_ns
+    assert plan.step_time_ns <= min(by_placer["single"], by_placer["heft"])
+    assert plan.problem is not None
+    advice = advise(graph, replay(plan.problem, plan), plan, Constraints(), budget=Clock.of(BUDGET).rest, num_threads=1)
+    assert advice.plan.step_time_ns <= plan.step_time_ns
+    for each in advice.what_ifs:
+        assert each.change not in ADDING or (each.step_time_ns or 2**62) <= plan.step_time_ns, each
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (1.0, 0.6, 0.2), (1.0, 0.9, 0.3, 0.3)])
+def test_layouts(speeds: tuple[float, ...]) -> None:
+    """Layouts of a batch: the same, bounds belong to their rows, and a device that slows the step down is left idle."""
+    cluster = machine_of(list(speeds))
+    question = PlaceQuestion.of(parts_of(), cluster, Constraints(), None, None, OPTIONS)
+    solution = answer(question, Clock.of(BUDGET))
+    plan = solution.plan
+    assert plan is not None
+    times = [row.step_time_ns or 2**62 for row in swept(parts_of(), cluster, None)]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] <= plan.step_time_ns
+    compared = compare(parts_of(), cluster, placers="single,auto", budget=BUDGET, seeds=1, num_threads=1)
+    assert compared.rows[1].step_time_ns == plan.step_time_ns
+    assert all(compared.bound_of(row) <= (row.step_time_ns or 2**62) for row in compared.rows)
+    advice, better = advise_on_layouts(solution, question.parts or parts_of(), Constraints(), Clock.of("500sims"))
+    assert better.plan is advice.plan
+    assert advice.plan.step_time_ns <= plan.step_time_ns
+    for each in advice.what_ifs:
+        assert each.change not in ADDING or (each.step_time_ns or 2**62) <= plan.step_time_ns, each
+        if each.change == "one device fewer" and each.step_time_ns is not None:
+            assert each.step_time_ns >= advice.plan.step_time_ns
