@@ -612,7 +612,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (place("--out", "graph.json.gz"), ["graph.json.gz is no directory", "choose another place"]),
     (place("--out", "taken"), ["taken/plan.json: is a directory"]),
     (place("--colour"), ["No such option", "--colour"]),
-    (["place", "graph.json.gz"], ["Missing option '--devices'"]),
+    (["place", "graph.json.gz"], ["--devices: name the devices to place it on"]),
     (["place"], ["Missing argument 'MODEL'"]),
     (["dance"], ["No such command 'dance'"]),
     (["compare", "graph.json.gz", "--devices", DEVICES, "--placers", "single,magic"], ["placer 'magic' is unknown"]),

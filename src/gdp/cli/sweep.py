@@ -95,7 +95,8 @@ class _Table:
         row = replace(row, price=self.prices.of(request.cluster), work=work)
         self.rows.append(row)
         self.served.append(served)
-        log(f"gdp: {self.sweep.what} {value}: {outcome(row)}")
+        if row.plan is not None:  # else the table says why, or the error does where no row has one
+            log(f"gdp: {self.sweep.what} {value}: {outcome(row)}")
         if request.out is not None and row.is_ok:
             _save(request, self.sweep.what, row)
 
@@ -106,6 +107,7 @@ class _Table:
 
         if request.source is not self._source or self._model is None:
             self._source, self._model, self._parts = request.source, read_graph(request.source), None
+            request.say_notes(self._model.graph)
         name = f"{self._model.graph.name} on {request.cluster.name}"
         with live(f"preparing {name}"):
             question = PlaceQuestion.of(
@@ -138,12 +140,12 @@ def _check(request: PlaceRequest, sweep: "Sweep") -> None:
         sweep.check(request.cluster)
     if sweep.what == BATCH and reading.batch is not None:
         raise InputError(f"{option}: --batch {reading.batch} contradicts it; drop one")
+    if sweep.what == MICROBATCHES and reading.microbatching.count > 1:
+        raise InputError(f"{option}: --microbatches {reading.microbatching.count} contradicts it; drop one")
     if sweep.what in (BATCH, MICROBATCHES) and request.source.is_file:
         raise InputError(f"{option}: {request.model} has no batch to split; name the model itself")
     if sweep.what != MICROBATCHES:
         return
-    if reading.microbatching.count > 1:
-        raise InputError(f"{option}: --microbatches {reading.microbatching.count} contradicts it; drop one")
     if request.parallel not in (None, NONE):
         raise InputError(f"{option}: layouts have micro-batches of their own; leave --parallel out")
     if not reading.training:

@@ -10,7 +10,7 @@ from rich.text import Text
 from gdp.models.serving import ServedStep, serving_entry
 from gdp.notebook import digits, format_gib
 from gdp.planning.advice import AS_FAST
-from gdp.planning.sweep import BATCH, MACHINES, MICROBATCHES, SweepRow
+from gdp.planning.sweep import BATCH, DEVICES, MACHINES, MICROBATCHES, SweepRow
 from gdp.report.figure import drawn, line_colour
 from gdp.report.tables import format_ms, new_table
 
@@ -32,17 +32,15 @@ class SweepAnswer:
         costs = [">$/hour", f">{noun}/$"] * has_dollars + [f">{noun}/J"] * has_watts
         values = self.what if self.what == MACHINES else f">{self.what}"
         columns = (values, ">step time", f">{noun}/s", ">above bound", ">fullest device", "plan")
-        table = new_table(*columns, *costs, "note")
-        for row in self.rows:
+        notes = list(map(_note, self.rows))
+        table = new_table(*columns, *costs, *["note"] * any(notes))
+        for row, note in zip(self.rows, notes, strict=True):
             plan = row.plan
             if plan is None or plan.search is None or not row.is_ok:
-                table.add_row(str(row.value), *["-"] * (len(columns) - 1 + len(costs)), outcome(row))
+                table.add_row(str(row.value), *["-"] * (len(columns) - 1 + len(costs)), note)
                 continue
             price, rate = row.price, row.per_second
             sums = [price.dollars_per_hour, price.per_dollar(rate)] * has_dollars + [price.per_joule(rate)] * has_watts
-            num_used, num_devices = len(set(plan.placement.tolist())), len(plan.devices)
-            notes = ["" if row.same_as is None else f"the plan of {row.same_as}"]
-            notes.append("" if num_used == num_devices else f"uses {num_used} of {num_devices}")
             table.add_row(
                 str(row.value),
                 format_ms(plan.step_time_ns),
@@ -51,7 +49,7 @@ class SweepAnswer:
                 format_gib(int(plan.peak_memory_bytes.max())),
                 f"{row.layout or (plan.search.order if self.what == MICROBATCHES else 'ops'):.{_MOST_LAYOUT}}",
                 *map(_figure, sums),
-                ", ".join(filter(None, notes)),
+                *[note] * any(notes),
                 style="bold" if row is self._fastest else None,
             )
         yield table
@@ -101,7 +99,7 @@ class SweepAnswer:
             axes.plot(*zip(*best, strict=True), marker="o", markersize=4, linewidth=1, color=line_colour(0))
             for row, cost, rate in zip(self.fitting, points, rates, strict=True):
                 axes.annotate(str(row.value), (cost, rate), (4, -9), textcoords="offset points", fontsize=7)
-            axes.set_xlim(left=0)
+            axes.set_xlim(0, 1.3 * max(points))  # names have room beside the last one
             axes.set_ylim(bottom=0)
             axes.set_xlabel(label)
             axes.set_ylabel(f"{self.noun}/s")
@@ -121,7 +119,7 @@ class SweepAnswer:
             yield f"The smallest batch within 1 % of the most {noun} per second: {enough}."
         else:
             yield f"The fewest {self.what} within 1 % of the fastest: {enough}."
-        for unit in ("dollar", "joule"):
+        for unit in ("dollar", "joule") if self.what in (DEVICES, MACHINES) else ():  # others run on one machine
             bought = [(getattr(row.price, f"per_{unit}")(row.per_second) or 0.0, row.value) for row in self.fitting]
             if len(bought) > 1 and min(amount for amount, _ in bought) > 0:
                 yield f"The most {noun} per {unit}: {max(bought, key=lambda item: item[0])[1]}."
@@ -158,6 +156,16 @@ def outcome(row: SweepRow) -> str:
     if row.is_ok:
         return format_ms(row.plan.step_time_ns)
     return f"does not fit, {format_gib(int(row.plan.search.missing_bytes.sum()))} missing"
+
+
+def _note(row: SweepRow) -> str:
+    """Returns why a row has no plan, or whose plan it has, and how many of the devices that uses."""
+    if row.plan is None or not row.is_ok:
+        return outcome(row)
+    num_used, num_devices = len(set(row.plan.placement.tolist())), len(row.plan.devices)
+    notes = ["" if row.same_as is None else f"the plan of {row.same_as}"]
+    notes.append("" if num_used == num_devices else f"uses {num_used} of {num_devices}")
+    return ", ".join(filter(None, notes))
 
 
 def _figure(value: float | None) -> str:
