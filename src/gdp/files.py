@@ -8,6 +8,7 @@ import contextlib
 import gc
 import gzip
 import hashlib
+import io
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from gdp import json_parts
 from gdp.errors import InputError
 
 GZIP_MAGIC = b"\x1f\x8b"
+_MOST_UNZIPPED = 2**29  # bytes: JSON of a million ops; larger graphs are written in columns
 
 
 def read_bytes(path: str | Path) -> bytes:
@@ -38,9 +40,13 @@ def read_bytes(path: str | Path) -> bytes:
     if not content.startswith(GZIP_MAGIC):
         raise InputError(f"{path}: its name ends in .gz but it is not gzip; rename it without .gz")
     try:
-        return gzip.decompress(content)
+        with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+            unzipped = file.read(_MOST_UNZIPPED + 1)
     except (EOFError, gzip.BadGzipFile, zlib.error):
         raise InputError(f"{path}: truncated or damaged gzip; write or copy the file again") from None
+    if len(unzipped) > _MOST_UNZIPPED:
+        raise InputError(f"{path}: is more than {_MOST_UNZIPPED >> 20} MiB unzipped; unzip it if that is right")
+    return unzipped
 
 
 def digest(path: str | Path) -> str:
@@ -77,7 +83,7 @@ def without_collection() -> Iterator[None]:
 def read_json(path: str | Path) -> Any:
     """Reads the JSON document in `path` (gzip if it ends in `.gz`). A key that a mapping has twice is an error."""
     content = read_bytes(path)
-    if not content.strip():
+    if not content or content.isspace():
         raise InputError(f"{path}: is empty; a JSON document is expected")
     try:
         with without_collection():

@@ -106,6 +106,17 @@ def test_place_writes_a_plan_that_verifies_and_says_what_to_do_next(run: Run) ->
     assert "The plan fits." in out
 
 
+def test_names_in_files_do_not_steer_the_terminal(run: Run) -> None:
+    """A name that clears the screen and rings the bell is shown escaped, in answers and in errors."""
+    ops = [Op("a\x1b[2J", "mm", 10**9), Op("b\x07", "mm", 10**9)]
+    Graph.build("clear\x1b[2J", ops, [Tensor(0, (1,), 8)]).save("graph.json")
+    words = ["graph.json", "--devices", DEVICES, "--budget", "20sims"]
+    for more in ([], ["--pin", "a\x1b]0;x=nowhere"]):
+        _, out, err = run("place", *words, *more)
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", out + err)
+    assert "clear\\x1b[2J" in run("place", *words)[1]
+
+
 def test_place_json_is_one_object_with_the_documented_keys_and_nothing_else(run: Run) -> None:
     """`place --json` prints one object that has exactly the documented keys and agrees with the files written."""
     status, out, err = run(*place("--json", "--out", "answers"))

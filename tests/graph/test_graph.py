@@ -120,6 +120,7 @@ def test_bad_documents_are_refused(tmp_path: Path, content: object, fragments: l
         ("graph.json", gzip.compress(b"{}", mtime=0), "rename it to graph.json.gz"),
         ("graph.json.gz", b"{}", "it is not gzip"),
         ("graph.json.gz", gzip.compress(json.dumps(document()).encode())[:-9], "truncated or damaged gzip"),
+        ("graph.json.gz", gzip.compress(b" " * 2**20) * 513, "is more than 512 MiB unzipped"),
     ],
 )
 def test_damaged_files_are_refused(tmp_path: Path, name: str, content: bytes, fragment: str) -> None:

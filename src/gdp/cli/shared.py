@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -22,6 +23,7 @@ OK, BAD_INPUT, NOTHING_FITS, INTERRUPTED = 0, 2, 3, 130
 FOUND_BEFORE = "gdp: note: found before, with the same graph, devices and options; --no-cache searches anew"
 
 _ASCII = str.maketrans("─…▁▂▃▄▅▆▇█", "-~.:-=+*#@")  # of tables, shortened names and timelines
+_CONTROLS = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")  # but tabs, lines and colours
 
 
 def warm_up(placers: Collection[str] = ("auto",), problem: "Problem | None" = None) -> float:
@@ -70,6 +72,7 @@ def print_text(text: str) -> None:
 
     Lines and bars are ASCII on a terminal without abilities (`TERM=dumb`) too.
     """
+    text = without_controls(text)
     if os.environ.get("TERM") == "dumb":
         text = text.translate(_ASCII)
     if not _is_printable(text):
@@ -94,7 +97,12 @@ def _is_printable(text: str) -> bool:
 def log(text: str) -> None:
     """Prints a message that is no answer, on standard error."""
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(without_controls(text), file=sys.stderr, flush=True)
+
+
+def without_controls(text: str) -> str:
+    """Returns `text` with control characters escaped, as names in files may have them; lines and colours stay."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def fail(message: str, status: int) -> int:
