@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.gdp_policy.training import PPO, paper_trials
 from gdp.budget import Budget, Clock
 from gdp.policy.base import Policy, one_thread
-from gdp.policy.training.ppo import PAPER, draw_trials, improve
+from gdp.policy.training.ppo import improve
 from gdp.search.ops.zero_shot import Evaluator
 from gdp.search.question import Question
 from gdp.units.units import Units
@@ -33,13 +34,11 @@ def train_on_batch(
     rewards: list[list[float]] = [[] for _ in questions]  # mean of each update
     with one_thread():
         for _ in range(num_updates):
-            trials = [
-                draw_trials(policy, instance, num_samples, rng, PAPER, 1, num_threads=1) for instance in instances
-            ]
+            trials = [paper_trials(policy, instance, num_samples, rng) for instance in instances]
             for evaluator, trial in zip(evaluators, trials, strict=True):
                 evaluator.look(trial.rollouts.placements, trial.step_time_ns, trial.peak_memory_bytes)
             baselines = [float(np.mean(earlier)) if earlier else None for earlier in rewards]
-            improve(policy, optimizer, trials, PAPER, baselines=baselines)
+            improve(policy, optimizer, trials, PPO, baselines=baselines)
             for earlier, trial in zip(rewards, trials, strict=True):
                 earlier.append(float(trial.rewards.mean()))
     return {

@@ -11,6 +11,7 @@ import numpy as np
 
 from benchmarks.comparison import best_baselines
 from benchmarks.gdp_policy.paper_policy import paper_policy
+from benchmarks.gdp_policy.training import train_published
 from benchmarks.graphs import lstm_training_graph
 from benchmarks.hdp import hdp as place_by_hdp
 from benchmarks.runs import Method, WorkloadRuns
@@ -22,7 +23,6 @@ from gdp.placers import CLASSICAL, metis_blind
 from gdp.planning.warm_up import warm_up as compile_search
 from gdp.policy.base import one_thread
 from gdp.policy.checkpoint import load_checkpoint, new_policy
-from gdp.policy.training.ppo import PAPER, PPOConfig
 from gdp.search.noise import Noise
 from gdp.search.ops.classical import ClassicalRuns
 from gdp.search.ops.fine_tune import FineTuneConfig, fine_tune
@@ -46,7 +46,7 @@ def zero_shot(checkpoint: Path, *, name: str = "zero-shot") -> Method:
 
     def run(question: Question, clock: Clock) -> Solution:
         with one_thread():
-            return place_at_once(question, clock, policy=load_checkpoint(checkpoint))
+            return place_at_once(question, clock, constructor=load_checkpoint(checkpoint).constructor)
 
     return Method(
         name, run, Budget(simulations=DEFAULTS.policy.most_simulations), settings={"policy": files.digest(checkpoint)}
@@ -74,16 +74,14 @@ def from_scratch(budget: Budget) -> Method:
     return Method("gdp-one", run, budget, counts_cpu=True, num_threads=1)
 
 
-def published(budget: Budget, *, ppo: PPOConfig = PAPER, **changes: Any) -> Method:
+def published(budget: Budget, *, has_own_reward: bool = True, **changes: Any) -> Method:
     """Returns GDP-one as published: the `paper` policy, untrained, with the paper's reward and advantage.
 
     `changes` are those of the policy's configuration.
     """
 
     def run(question: Question, clock: Clock) -> Solution:
-        policy = paper_policy(question.seed, **changes)
-        config = FineTuneConfig(ppo=ppo, compares_with_history=ppo is PAPER, zero_shot=_DRAWN_FIRST)
-        return fine_tune(question, clock, policy=policy, config=config)
+        return train_published(question, clock, paper_policy(question.seed, **changes), has_own_reward=has_own_reward)
 
     return Method("gdp-published", run, budget, counts_cpu=True, num_threads=1)
 

@@ -27,7 +27,6 @@ from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.placers import CLASSICAL
 from gdp.policy.base import one_thread
-from gdp.policy.training.ppo import PPOConfig
 from gdp.search.candidate import Candidate
 from gdp.search.question import Question
 from gdp.simulator.problem import Problem
@@ -39,7 +38,7 @@ METHODS: Mapping[str, Callable[[Budget], Method]] = {
     PUBLISHED: methods.published,
     "without attention": partial(methods.published, placer=SegmentTransformerConfig(attention=False)),
     "without superposition": partial(methods.published, superposition=False),
-    "with gdp's reward": partial(methods.published, ppo=PPOConfig()),
+    "with gdp's reward": partial(methods.published, has_own_reward=False),
     "a choice for each module": methods.published_by_module,
     HDP: methods.hdp,
     OWN: methods.from_scratch,

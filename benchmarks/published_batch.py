@@ -18,6 +18,7 @@ from benchmarks import graphs, methods
 from benchmarks.benchmark import Benchmark, Say, pick
 from benchmarks.gdp_batch import best_of_random, judge, train_on_batch
 from benchmarks.gdp_policy.paper_policy import paper_policy
+from benchmarks.gdp_policy.training import train_published
 from benchmarks.page import geometric_mean
 from benchmarks.published import WORKLOADS, PatientClock, expert_ns
 from benchmarks.rows import Rows
@@ -26,9 +27,6 @@ from gdp.budget import Budget
 from gdp.errors import InputError
 from gdp.policy.base import Policy
 from gdp.policy.checkpoint import read_checkpoint, save_checkpoint
-from gdp.policy.training.ppo import PAPER
-from gdp.search.ops.fine_tune import FineTuneConfig, fine_tune
-from gdp.search.ops.zero_shot import ZeroShotConfig
 from gdp.search.question import Question
 from gdp.simulator.problem import Problem
 
@@ -309,10 +307,14 @@ class _Runs:
             question = replace(self.inputs.question(variant.choice, name), seed=variant.seed)
             judged = judge(policy, question, num_samples=NUM_DRAWN)
             clock = PatientClock(Budget(seconds=TUNING_SECONDS), patience=_NEVER)
-            at_once = ZeroShotConfig(num_simulations=NUM_DRAWN, num_drawn=1, num_varied=0, num_styles=NUM_DRAWN)
-            updates = self.benchmark.updates
-            config = FineTuneConfig(ppo=PAPER, compares_with_history=True, max_updates=updates, zero_shot=at_once)
-            solution = fine_tune(replace(question, on_progress=clock.note), clock, policy=policy, config=config)
+            solution = train_published(
+                replace(question, on_progress=clock.note),
+                clock,
+                policy,
+                num_drawn=NUM_DRAWN,
+                at_a_time=NUM_DRAWN,
+                max_updates=self.benchmark.updates,
+            )
             if clock.stop.is_set():
                 raise KeyboardInterrupt
             if solution.best is not None:

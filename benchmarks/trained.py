@@ -201,7 +201,7 @@ def _arms(checkpoints: Sequence[Path]) -> list[MeasuredPolicy]:
     if len(set(names)) < len(names):
         raise InputError("--checkpoint: two files have one name; give each a name of its own")
     trained = [
-        MeasuredPolicy(name, _constructor(path, load_checkpoint(path)), files.digest(path))
+        MeasuredPolicy(name, load_checkpoint(path).constructor, files.digest(path))
         for name, path in zip(names, checkpoints, strict=True)
     ]
     shuffled = load_checkpoint(first)
@@ -210,14 +210,8 @@ def _arms(checkpoints: Sequence[Path]) -> list[MeasuredPolicy]:
     return [
         *trained,
         MeasuredPolicy(UNTRAINED, untrained),
-        MeasuredPolicy(RANDOM, _constructor(first, shuffled), trained[0].digest),
+        MeasuredPolicy(RANDOM, shuffled.constructor, trained[0].digest),
     ]
-
-
-def _constructor(checkpoint: Path, policy: Policy) -> Constructor:
-    if policy.constructor is None:
-        raise InputError(f"{checkpoint}: holds policy {policy.name!r}; one that constructs in units is expected")
-    return policy.constructor
 
 
 def _training(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,7 +234,7 @@ def _after(question: Question, constructor: Constructor, count: int) -> int:
     """Returns the step time after `count` simulations, a quarter each of them drawn and varied; 0 if nothing fits."""
     config = ZeroShotConfig(num_simulations=count, num_drawn=max(count // 4, 1), num_varied=count // 4)
     with one_thread():
-        best = zero_shot(question, Clock(Budget(simulations=count)), policy=constructor, config=config).best
+        best = zero_shot(question, Clock(Budget(simulations=count)), constructor=constructor, config=config).best
     return best.step_time_ns if best is not None and best.fits else 0
 
 
@@ -254,7 +248,7 @@ def _within(question: Question, constructor: Constructor, seconds: float) -> lis
             progress.append((clock.seconds, candidate.step_time_ns))
 
     with one_thread():
-        zero_shot(replace(question, on_progress=note), clock, policy=constructor, config=_ENDLESS)
+        zero_shot(replace(question, on_progress=note), clock, constructor=constructor, config=_ENDLESS)
     ends = [share * seconds for share in TIMES]
     return [min((time_ns for at, time_ns in progress if at <= end), default=0) for end in ends]
 

@@ -15,7 +15,6 @@ from gdp.cli.shared import INTERRUPTED, OK, check_writable, print_text, warm_up
 from gdp.cli.training import RANDOM_SHARE
 from gdp.errors import InputError
 from gdp.policy.checkpoint import new_policy
-from gdp.policy.scheduler import SchedulerPolicy
 from gdp.policy.training.pretrain import Provenance, TrainingProgress, TrainingRun
 from gdp.policy.training.style_training import StyleTrainingConfig, train_styles
 from gdp.policy.training.tasks import TaskConfig
@@ -62,7 +61,6 @@ def train(
     )
     warm_up(("gdp-zero-shot",))
     policy = new_policy("default", seed=seed, style_scorer=styles)
-    assert isinstance(policy, SchedulerPolicy)
     line = StatusLine("training")
 
     def report(progress: TrainingProgress) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.gdp_policy.graph_embedding import GraphEmbeddingConfig
 from benchmarks.gdp_policy.paper_policy import KINDS, PaperConfig, PaperPolicy, kind_numbers, paper_policy
 from benchmarks.gdp_policy.placement_network import SegmentTransformerConfig
+from benchmarks.gdp_policy.training import paper_rewards
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
@@ -194,3 +195,9 @@ def test_impossible_sizes_are_refused(wrong: dict[str, object]) -> None:
     """The error names the size."""
     with pytest.raises(ValueError, match=next(iter(wrong))):
         replace(SMALL, **wrong)
+
+
+def test_rewards_are_those_of_the_paper() -> None:
+    """Minus the root of the step time in seconds, and -10 where memory is exceeded."""
+    rewards = paper_rewards(np.array([250_000_000, 4_000_000_000, 1]), np.array([True, True, False]))
+    assert rewards.tolist() == [-0.5, -2.0, -10.0]

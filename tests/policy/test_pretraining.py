@@ -15,7 +15,7 @@ import torch
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.policy.checkpoint import read_checkpoint, read_manifest
-from gdp.policy.training.ppo import PAPER, PPOConfig
+from gdp.policy.training.ppo import PPOConfig
 from gdp.policy.training.pretrain import TrainingConfig, TrainingProgress, TrainingRun, best_path, train
 from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource
 from policy.tiny_policy import (
@@ -144,7 +144,7 @@ def test_resume_names_the_difference(tmp_path: Path) -> None:
     graph = TaskSource(random_graph(9, 9), Cluster.parse("2xp100-pcie-16g"))
     for tasks, config, difference in (
         (tiny_tasks(), tiny_training(5), "training.updates = 4, not 5"),
-        (tiny_tasks(), tiny_training(4, ppo=PAPER), "training.ppo.reward = 'relative', not 'paper'"),
+        (tiny_tasks(), tiny_training(4, ppo=PPOConfig(clip=0.3, num_epochs=1)), "training.ppo.clip = 0.2, not 0.3"),
         (tiny_tasks(seed=1), tiny_training(4), "tasks.seed = 0, not 1"),
         (tiny_tasks(seed=1), tiny_training(5), "training.updates = 4, not 5, and tasks.seed = 0, not 1"),
         (

@@ -220,7 +220,9 @@ def test_zero_shot_repeats_itself() -> None:
     """Zero-shot makes as many simulations as it may, and gives the same answer for a seed."""
     problem, policy = layered(), policy_of(SMALL)
     clocks = [Clock(Budget.parse("1m")) for _ in range(2)]
-    first, second = (zero_shot(Question.about(problem, seed=3), clock, policy=policy).best for clock in clocks)
+    first, second = (
+        zero_shot(Question.about(problem, seed=3), clock, constructor=policy.constructor).best for clock in clocks
+    )
     assert clocks[0].simulations == DEFAULTS.policy.most_simulations
     assert first is not None
     assert second is not None

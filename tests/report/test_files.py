@@ -1,4 +1,4 @@
-"""Other pictures of a step: traces, DOT, node data, figures, a terminal, a notebook."""
+"""Other pictures of a step: traces, DOT, figures, a terminal, a notebook."""
 
 import gzip
 import json
@@ -24,8 +24,8 @@ from gdp import files
 from gdp.cli import main
 from gdp.errors import InputError
 from gdp.planning.compare import compare
+from gdp.report.dot import dot_text
 from gdp.report.figure import figure_bytes
-from gdp.report.graph_files import dot_text, explorer_document, node_data_document
 from gdp.report.run_file import read_run
 from gdp.report.tables import short
 from gdp.report.timeline_text import TimelineText, busy_shares
@@ -204,15 +204,6 @@ def test_dot_of_a_large_graph_is_refused() -> None:
         dot_text(page_data(two_towers(layers=600)).simulation)
 
 
-def test_node_data_names_each_op(simulation: Simulation) -> None:
-    """Model Explorer gets the device of each op by name."""
-    results = node_data_document(simulation)["main"]["results"]
-    graph, devices = simulation.problem.graph, simulation.problem.cluster.devices
-    assert {name: item["value"] for name, item in results.items()} == {
-        name: devices[device].name for name, device in zip(graph.op_names, simulation.placement.tolist(), strict=True)
-    }
-
-
 @pytest.mark.parametrize(("kind", "start"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")])
 def test_figures(simulation: Simulation, kind: str, start: bytes) -> None:
     """A figure is data, the same every time."""
@@ -220,22 +211,6 @@ def test_figures(simulation: Simulation, kind: str, start: bytes) -> None:
     first, second = (figure_bytes(simulation, kind) for _ in range(2))
     assert first.startswith(start)
     assert first == second
-
-
-def test_model_explorer_gets_graph_and_data(simulation: Simulation) -> None:
-    """Each op is a node with an edge for each tensor that it reads, by the names and the graph that node data have."""
-    (drawn,) = explorer_document(simulation)
-    graph, data = simulation.problem.graph, node_data_document(simulation)
-    assert set(data) == {drawn["id"]}
-    assert [node["id"] for node in drawn["nodes"]] == list(graph.op_names) == list(data[drawn["id"]]["results"])
-    edges = [(edge["sourceNodeId"], node["id"]) for node in drawn["nodes"] for edge in node["incomingEdges"]]
-    names, producers = graph.op_names, graph.producers[graph.edge_tensors].tolist()
-    pairs = zip(producers, graph.consumers.tolist(), strict=True)
-    assert sorted(edges) == sorted((names[producer], names[consumer]) for producer, consumer in pairs)
-    for node in drawn["nodes"]:
-        assert [edge["targetNodeInputId"] for edge in node["incomingEdges"]] == [
-            str(number) for number in range(len(node["incomingEdges"]))
-        ]
 
 
 @settings(max_examples=40)

@@ -30,8 +30,6 @@ _ENDINGS = {
     "--trace": (".json", ".json.gz"),
     "--figure": (".svg", ".pdf", ".png"),
     "--dot": (".dot", ".gv"),
-    "--node-data": (".json", ".json.gz"),
-    "--explorer-graph": (".json", ".json.gz"),
 }
 _COMPARE_SECONDS = 30
 
@@ -54,12 +52,6 @@ def report(
         Path | None, typer.Option(metavar="FILE", help="Timeline and memory for a paper: .svg, .pdf or .png.")
     ] = None,
     dot: Annotated[Path | None, typer.Option(metavar="FILE", help="DOT for Graphviz, up to 2000 ops.")] = None,
-    node_data: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Node data for Model Explorer: the device of each op.")
-    ] = None,
-    explorer_graph: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The graph for Model Explorer, which goes with the node data.")
-    ] = None,
     run: Annotated[
         Path | None, typer.Option("--run", metavar="FILE", help="The output of `gdp run --json` for this plan.")
     ] = None,
@@ -74,14 +66,7 @@ def report(
     from gdp.report.progress import live
     from gdp.report.run_file import read_run
 
-    paths = {
-        "--out": out,
-        "--trace": trace,
-        "--figure": figure,
-        "--dot": dot,
-        "--node-data": node_data,
-        "--explorer-graph": explorer_graph,
-    }
+    paths = {"--out": out, "--trace": trace, "--figure": figure, "--dot": dot}
     if not any(paths.values()):
         paths["--out"] = plan.with_name("report.html")
     written = {name: path for name, path in paths.items() if path is not None}
@@ -121,7 +106,7 @@ def report(
 def _content(option: str, path: Path, data: "PageData") -> bytes:
     """Returns the content of `path`."""
     from gdp import files
-    from gdp.report import graph_files
+    from gdp.report.dot import dot_text
     from gdp.report.figure import figure_bytes
     from gdp.report.page import render
     from gdp.report.trace import trace_document
@@ -132,13 +117,8 @@ def _content(option: str, path: Path, data: "PageData") -> bytes:
     if option == "--figure":
         return figure_bytes(simulation, path.suffix[1:])
     if option == "--dot":
-        return graph_files.dot_text(simulation).encode("utf-8", "replace")
-    document = {
-        "--trace": trace_document,
-        "--node-data": graph_files.node_data_document,
-        "--explorer-graph": graph_files.explorer_document,
-    }[option]
-    return files.json_bytes(document(simulation))
+        return dot_text(simulation).encode("utf-8", "replace")
+    return files.json_bytes(trace_document(simulation))
 
 
 def _baselines(problem: "Problem") -> "dict[str, Baseline]":

@@ -139,7 +139,6 @@ def run(options: TrainOptions, command: str, warm_up: Callable[[], object]) -> T
             if options.styles is None:
                 progress = train(policy, tasks, config, options.out, **more)
             else:
-                assert isinstance(policy, SchedulerPolicy)
                 progress = train_styles(policy, tasks, _style_config(options), options.out, **more)
         return Trained(policy, progress, options, stop.is_set())
 
@@ -176,7 +175,7 @@ def _style_config(options: TrainOptions) -> StyleTrainingConfig:
     return replace(config, num_groupings=options.samples // config.num_styles)
 
 
-def _policy(options: TrainOptions, held_out: Sequence[str]) -> tuple[Policy, str]:
+def _policy(options: TrainOptions, held_out: Sequence[str]) -> tuple[SchedulerPolicy, str]:
     """Returns (the policy to start with, the origin of its parameters)."""
     if options.start is None:
         return checkpoint.new_policy("default", seed=options.seed, style_scorer=options.styles or 0), ""

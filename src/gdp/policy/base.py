@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gdp.arrays import I64
-from gdp.policy.construction import Constructor, Instance
+from gdp.policy.construction import Instance
 from gdp.simulator.problem import Problem
 
 
@@ -37,7 +37,6 @@ class Policy(nn.Module):
     name: str  # in `checkpoint.POLICIES`
     config: Any  # its frozen configuration
     learning_rate: float = 1e-3  # of Adam
-    constructor: Constructor | None = None  # draws placements unit by unit, in styles; None for policies that do not
 
     def instance(self, problem: Problem, rng: np.random.Generator) -> Instance:
         """Returns the features of `problem`; random parts of them, such as a grouping, come from `rng`.

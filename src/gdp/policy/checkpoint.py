@@ -47,11 +47,11 @@ class Checkpoint:
         policy.load_state_dict(dict(self.parameters))
 
 
-def new_policy(name: str, *, seed: int = 0, **changes: Any) -> Policy:
+def new_policy(name: str, *, seed: int = 0, **changes: Any) -> SchedulerPolicy:
     """Returns policy `name` in its default configuration but for `changes`, with initial parameters that depend on
     `seed` alone."""
     policy_class, config_class = POLICIES[name]
-    policy: Policy = seeded(lambda: policy_class(config_class(**changes)), seed)
+    policy: SchedulerPolicy = seeded(lambda: policy_class(config_class(**changes)), seed)
     return policy
 
 
@@ -92,7 +92,7 @@ def read_manifest(path: str | Path) -> Mapping[str, Any]:
     return read_checkpoint(path).manifest
 
 
-def load_checkpoint(path: str | Path) -> Policy:
+def load_checkpoint(path: str | Path) -> SchedulerPolicy:
     """Reads the policy in the file, on the CPU."""
     checkpoint = read_checkpoint(path)
     try:
@@ -100,7 +100,7 @@ def load_checkpoint(path: str | Path) -> Policy:
             raise InputError(f"policy {checkpoint.policy!r} is unknown; one of {', '.join(POLICIES)} is expected")
         policy_class, config_class = POLICIES[checkpoint.policy]
         config = read_config(config_class, checkpoint.config, "config")
-        policy: Policy = seeded(lambda: policy_class(config), 0)
+        policy: SchedulerPolicy = seeded(lambda: policy_class(config), 0)
         checkpoint.fill(policy)
         policy.check()
     except InputError as error:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,18 +14,17 @@ from gdp.policy.construction import Constructor, SchedulerConfig, check_weights
 from gdp.policy.features import NUM_FEATURES
 from gdp.policy.style_scorer import StyleScorer
 
-if TYPE_CHECKING:
-    from gdp.policy.base import Policy
-
 
 def shipped() -> str:
     """Returns the file of the policy that comes with gdp."""
     return str(files("gdp.policy") / "default.safetensors")
 
 
-def read_policy(path: str | Path | None = None) -> "Constructor | Policy":
-    """Returns the constructor of the policy in the file `path` (None: the one that comes with gdp), or a policy without
-    one. Raises InputError for a bad file."""
+def read_policy(path: str | Path | None = None) -> Constructor:
+    """Returns the constructor of the policy in the file `path`; None: the one that comes with gdp.
+
+    Raises InputError for a bad file.
+    """
     path = shipped() if path is None else path
     with CHECKPOINT.opened(path, "numpy") as (header, file):
         tensors = _plain_tensors(header, file)
@@ -34,12 +33,11 @@ def read_policy(path: str | Path | None = None) -> "Constructor | Policy":
         return Constructor.of(tensors["base"], scorer)
     from gdp.policy.checkpoint import load_checkpoint  # raises InputError if it is no policy
 
-    policy = load_checkpoint(path)
-    return policy if policy.constructor is None else policy.constructor
+    return load_checkpoint(path).constructor
 
 
 def _plain_tensors(header: Any, file: Any) -> Mapping[str, F32] | None:
-    """Returns the parameters of a default policy, None for other policies and for damaged files."""
+    """Returns the parameters of a policy, None for damaged files."""
     if header["policy"] != "default":
         return None
     config = read_config(SchedulerConfig, header["config"], "config")

@@ -24,8 +24,6 @@ from gdp.policy.base import Policy, Rollouts
 from gdp.policy.construction import Instance
 from gdp.simulator.simulate import evaluate_many
 
-REWARDS = ("relative", "paper")
-PAPER_INFEASIBLE_REWARD = -10.0
 _LEAST_DEVIATION = 0.02  # rewards are near -1; a spread of a few percent is mostly chance, not to be scaled up to 1
 
 
@@ -33,8 +31,7 @@ _LEAST_DEVIATION = 0.02  # rewards are near -1; a spread of a few percent is mos
 class PPOConfig:
     """Rewards of trials, and the update from them."""
 
-    reward: str = "relative"  # or "paper"
-    infeasible_penalty: float = 3.0  # of "relative", where memory only just falls short: as for a step 9 times as long
+    infeasible_penalty: float = 3.0  # where memory only just falls short: as for a step 9 times as long
     normalize: bool = True  # divide advantages by the deviation of the problem's rewards
     clip: float = 0.2  # Schulman et al., table 1
     num_epochs: int = 4
@@ -42,8 +39,6 @@ class PPOConfig:
     max_gradient_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.reward not in REWARDS:
-            raise InputError(f"reward is {self.reward!r}; one of {', '.join(REWARDS)} is expected")
         if self.num_epochs < 1:
             raise InputError(f"num_epochs is {self.num_epochs}; at least 1 is expected")
         if not 0 < self.clip < 1:
@@ -53,11 +48,6 @@ class PPOConfig:
                 raise InputError(f"{name} is {getattr(self, name)}; at least 0 is expected")
         if not 0 < self.max_gradient_norm < float("inf"):
             raise InputError(f"max_gradient_norm is {self.max_gradient_norm}; more than 0 is expected")
-
-
-PAPER = PPOConfig(reward="paper")
-"""GDP's reward, with normalised advantages: else the entropy bonus outweighs differences of milliseconds (it stayed at
-the uniform policy on inception-v3-b32)."""
 
 
 CONSTRUCTING = PPOConfig(num_epochs=1)
@@ -113,18 +103,8 @@ def draw_trials(
     rollouts = policy.sample(instance, num_samples, rng, temperature=temperature)
     step_time_ns, peaks = evaluate_many(problem, rollouts.placements, num_threads=num_threads)
     fits: Bool = np.all(peaks <= problem.memory_limit_bytes, axis=1)
-    if config.reward == "paper":
-        rewards = paper_rewards(step_time_ns, fits)
-    else:
-        rewards = relative_rewards(
-            step_time_ns, peaks, problem.memory_limit_bytes, reference_ns, config.infeasible_penalty
-        )
+    rewards = relative_rewards(step_time_ns, peaks, problem.memory_limit_bytes, reference_ns, config.infeasible_penalty)
     return Trials(instance, rollouts, step_time_ns, peaks, fits, rewards, reference_ns)
-
-
-def paper_rewards(step_time_ns: I64, fits: Bool) -> F64:
-    """Returns GDP's rewards [S]: minus the square root of the step time in seconds; -10 where memory is exceeded."""
-    return np.where(fits, -np.sqrt(step_time_ns * 1e-9), PAPER_INFEASIBLE_REWARD)
 
 
 def relative_rewards(

@@ -11,7 +11,6 @@ a reduced one), S samples.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,9 +27,6 @@ from gdp.search.settings import DEFAULTS, PolicySettings
 from gdp.search.solution import Solution
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import NEVER, evaluate_many
-
-if TYPE_CHECKING:  # PyTorch takes seconds to import
-    from gdp.policy.base import Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,21 +195,16 @@ class Styles:
 
 
 def zero_shot(
-    question: Question,
-    clock: Clock,
-    *,
-    policy: "Policy | Constructor | None" = None,
-    config: ZeroShotConfig | None = None,
+    question: Question, clock: Clock, *, constructor: Constructor | None = None, config: ZeroShotConfig | None = None
 ) -> Solution:
-    """Returns the best of a few placements that a trained policy draws: `policy`, or that of the question.
+    """Returns the best of a few placements that a trained policy draws: that of `constructor`, or of the question.
 
     The policy does not change. It ends early when the clock is up.
     """
-    policy = read_policy(question.checkpoint) if policy is None else policy
+    constructor = constructor or read_policy(question.checkpoint)
     evaluator, rng = Evaluator(question, clock), np.random.default_rng(question.seed)
-    draw_at_once(
-        evaluator, policy, rng, config or ZeroShotConfig.sized(evaluator.problem, clock, question.settings.policy)
-    )
+    config = config or ZeroShotConfig.sized(evaluator.problem, clock, question.settings.policy)
+    draw_at_once(evaluator, constructor, rng, config)
     return evaluator.solution()
 
 
@@ -240,18 +231,6 @@ def draw_near(question: Question, clock: Clock, known: Sequence[Placement]) -> t
 
 
 def draw_at_once(
-    evaluator: Evaluator, policy: "Policy | Constructor", rng: np.random.Generator, config: ZeroShotConfig
-) -> Styles | None:
-    """Lets `evaluator` look at what the policy draws; returns the styles that were tried, if the policy knows any."""
-    constructor = policy if isinstance(policy, Constructor) else policy.constructor
-    if constructor is not None:
-        return construct_at_once(evaluator, constructor, rng, config)
-    assert not isinstance(policy, Constructor)
-    sample_at_once(evaluator, policy, rng, config)
-    return None
-
-
-def construct_at_once(
     evaluator: Evaluator, constructor: Constructor, rng: np.random.Generator, config: ZeroShotConfig
 ) -> Styles:
     """Lets `evaluator` look at what is drawn, varied and refined; returns the styles that were tried."""
@@ -269,15 +248,6 @@ def construct_at_once(
     while not evaluator.is_over and (left := clock.at_most(config.num_simulations + spent - clock.simulations)) > 0:
         evaluator.try_to_improve(refiner.propose(evaluator.placement, min(config.num_refined, left), rng))
     return styles
-
-
-def sample_at_once(evaluator: Evaluator, policy: "Policy", rng: np.random.Generator, config: ZeroShotConfig) -> None:
-    """Lets `evaluator` look at the likeliest placement of a policy that knows no styles, and at what it samples."""
-    clock, spent = evaluator.clock, evaluator.clock.simulations
-    instance = policy.instance(evaluator.problem, rng)
-    evaluator.try_out(policy.sample(instance, 1, rng, temperature=0.0).placements)
-    while not clock.is_up and (left := clock.at_most(config.num_simulations + spent - clock.simulations)) > 0:
-        evaluator.try_out(policy.sample(instance, min(config.num_styles, left), rng).placements)
 
 
 @dataclass(eq=False)
