@@ -28,7 +28,7 @@ from gdp.search.rivals.rivals import RIVALS
 MODEL = "llama-7b"
 DTYPE = "bfloat16"
 METHODS = (*RIVALS, AUTO)
-_READING = Reading(dtype=DTYPE, master_weights=True)
+_READING = Reading(dtype=DTYPE, precision="mixed")
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,7 +185,7 @@ def _capture(run: MeasuredRun) -> Graph:
         vocabulary=VOCABULARY,
     )
     name = f"gpt-{run.layers}x{run.hidden}-b{run.micro_batch}"
-    return capture_fn(lambda: build(config, getattr(torch, DTYPE)), name=name, master_weights=True).graph
+    return capture_fn(lambda: build(config, getattr(torch, DTYPE)), name=name, precision="mixed").graph
 
 
 def statistics(predictions: Sequence[PredictedRun]) -> dict[str, Any]:

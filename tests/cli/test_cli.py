@@ -150,6 +150,7 @@ def test_place_json_is_one_object_with_the_documented_keys_and_nothing_else(run:
         "num_tensors": 24,
         "parameter_bytes": 0,
         "optimizer_state_bytes": 0,
+        "bytes_per_parameter": None,
         "fingerprint": graph.fingerprint,
     }
     cluster = Cluster.parse(DEVICES)
@@ -449,6 +450,7 @@ def test_capture_writes_the_graph_of_a_function(run: Run) -> None:
         "num_tensors": graph.num_tensors,
         "parameter_bytes": graph.resident_bytes.sum(),
         "optimizer_state_bytes": 0,
+        "bytes_per_parameter": None,
         "fingerprint": graph.fingerprint,
         "unknown_costs": {},
         "path": "step.json.gz",

@@ -135,7 +135,7 @@ def test_master_weights() -> None:
     model, alone = HalfNet(), HalfNet()
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     alone.load_state_dict(start)
-    with placed_anywhere(model, optimizer="adamw", master_weights=True) as trained:
+    with placed_anywhere(model, optimizer="adamw", precision="mixed") as trained:
         trained(batches(1)[0])
         state = trained.optimizer_state_dict()
         trained.load_state_dict(start)
@@ -173,7 +173,7 @@ def test_loaded_parameters_become_master_weights() -> None:
     torch.manual_seed(0)
     model, (batch,) = HalfNet(), batches(1)
     other = {name: tensor + 1 for name, tensor in model.state_dict().items()}
-    with placed_anywhere(model, optimizer="sgd", master_weights=True) as trained:
+    with placed_anywhere(model, optimizer="sgd", precision="mixed") as trained:
         trained(batch)
         trained.load_state_dict(other)
         trained(batch)
@@ -189,7 +189,7 @@ def test_bad_optimizers() -> None:
         "not the model's": {"optimizer": torch.optim.AdamW(Net().parameters())},
         "leave learning_rate out": {"optimizer": torch.optim.AdamW(model.parameters()), "learning_rate": 0.1},
         "optimizer is 'lion'": {"optimizer": "lion"},
-        "master weights need the name": {"optimizer": torch.optim.AdamW(model.parameters()), "master_weights": True},
+        "master weights need the name": {"optimizer": torch.optim.AdamW(model.parameters()), "precision": "mixed"},
     }
     for message, options in cases.items():
         with pytest.raises(InputError, match=message):

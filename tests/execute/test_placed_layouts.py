@@ -129,12 +129,12 @@ def planned(model: nn.Module, batch: Batch, text: str, **options: Any) -> Plan:
 
 
 def placed(
-    model: nn.Module, batch: Batch, text: str, *, optimizer: Any = "adam", master_weights: bool = False, **others: Any
+    model: nn.Module, batch: Batch, text: str, *, optimizer: Any = "adam", precision: str = "", **others: Any
 ) -> gdp.Placed:
     """`model` on the devices of a plan in a layout, all of them any core."""
-    plan = planned(model, batch, text, optimizer=optimizer, master_weights=master_weights)
+    plan = planned(model, batch, text, optimizer=optimizer, precision=precision)
     on = ["cpu"] * len(plan.devices)
-    return gdp.placed(model, plan, on=on, optimizer=optimizer, master_weights=master_weights, **others)
+    return gdp.placed(model, plan, on=on, optimizer=optimizer, precision=precision, **others)
 
 
 def eager_step(model: nn.Module, batch: Batch, num_parts: int, clip_norm: float | None = None) -> Tensor:
@@ -312,7 +312,7 @@ def test_master_weights_in_every_layout(text: str) -> None:
     model, alone = built(half), built(half)
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     data = batches(points, 4)
-    with placed(model, data[0], text, optimizer="adamw", master_weights=True) as trained:
+    with placed(model, data[0], text, optimizer="adamw", precision="mixed") as trained:
         trained(*data[0])
         state = trained.optimizer_state_dict()
         assert {name for name in state if "master" in state[name]} == {n for n in start if n.startswith("layers")}

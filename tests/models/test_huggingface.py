@@ -18,6 +18,7 @@ from benchmarks import model_configs
 from fake_cuda import has_cuda_kernel
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.graph.parameter_bytes import ParameterBytes
 from gdp.models.model import Microbatching, Reading
 from gdp.models.pytorch.loss import pick_loss
 from gdp.models.pytorch.program import named_tensors
@@ -203,10 +204,10 @@ class Seeded(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def real_model(text: str, *, training: bool) -> tuple[nn.Module, dict[str, Any]]:
+def real_model(text: str, reading: Reading) -> tuple[nn.Module, dict[str, Any]]:
     """The model with parameters drawn, none of them left at a tidy first value, and its inputs."""
     torch.manual_seed(3)
-    model, args, kwargs = ModelSource(text, Reading(training=training)).build()
+    model, args, kwargs = ModelSource(text, reading).build()
     assert args == ()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -225,7 +226,7 @@ def test_inference_has_the_librarys_bits(name: str, tmp_path: Path) -> None:
     found = ModelSource(text, Reading(training=False)).capture()
     assert not found.coverage.unknown
     assert set(found.graph.phases) == {"forward"}
-    model, inputs = real_model(text, training=False)
+    model, inputs = real_model(text, Reading(training=False))
     assert not model.training
     with torch.no_grad(), Seeded():
         expected = dict(named_tensors(model(**inputs), ""))
@@ -238,11 +239,12 @@ def test_inference_has_the_librarys_bits(name: str, tmp_path: Path) -> None:
 def test_training_has_the_librarys_bits(name: str, tmp_path: Path) -> None:
     """A training step of a config gives the bits that Transformers gives, its ops in a random order."""
     text = model_of(name, tmp_path)
-    found = ModelSource(text, Reading(optimizer="sgd")).capture()
+    reading = Reading(optimizer="sgd", precision="pure-bf16" if "bfloat16" in str(TINY[name]) else "float32")
+    found = ModelSource(text, reading).capture()
     assert not found.coverage.unknown
     functions = {function_for(call.func, torch.device("cuda")) for calls in found.program.calls for call in calls}
     assert not [func for func in functions if isinstance(func, OpOverload) and not has_cuda_kernel(func)]
-    model, inputs = real_model(text, training=True)
+    model, inputs = real_model(text, reading)
     assert model.training
     replay = found.program.replay(model, (), inputs, random_order(found.graph, seed=2))
     update = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
@@ -272,7 +274,7 @@ def test_flops_of_grouped_products(tmp_path: Path) -> None:
 def test_a_micro_batch_is_a_part_of_every_input(name: str, tmp_path: Path) -> None:
     """A quarter of a batch of 4: the same inputs with 1 in place of 4."""
     text = model_of(name, tmp_path)
-    _, whole = real_model(text, training=True)
+    _, whole = real_model(text, Reading())
     _, _, part = ModelSource(text).build(4)
     assert part.keys() == whole.keys()
     tensors = {key: tensor for key, tensor in whole.items() if isinstance(tensor, Tensor)}
@@ -291,6 +293,31 @@ def test_sizes_and_type_of_a_config(tmp_path: Path) -> None:
         assert (tuple(inputs["input_ids"].shape), model.dtype) == ((8, 512), torch.bfloat16)
         model, _, inputs = ModelSource(f"{text}?batch=3&sequence=600&dtype=float64").build()
         assert (tuple(inputs["input_ids"].shape), model.dtype) == ((3, 600), torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "types"),
+    [
+        (None, "", "bf16 weights and gradients, float32 master weights and moments"),
+        ("float16", "", "float16 weights and gradients, float32 master weights and moments"),
+        ("bfloat16", "float32", "float32 weights, gradients and moments"),
+        ("float32", "pure-bf16", "bf16 weights, gradients and moments"),
+    ],
+)
+def test_configs_are_trained_in_mixed_precision(dtype: str | None, precision: str, types: str, tmp_path: Path) -> None:
+    """A config's type is that of its file: training is mixed, unless a precision or a type in MODEL says otherwise."""
+    text = f"hf:{write(tmp_path, {**BERT, **({'dtype': dtype} if dtype else {})})}?batch=2&sequence=8"
+    each = ParameterBytes.of(ModelSource(text, Reading(precision=precision)).whole().graph)
+    assert each is not None
+    assert (each.types, each.total) == (types, 8.0 if precision == "pure-bf16" else 16.0)
+
+
+def test_types_in_model_win_over_mixed_precision(tmp_path: Path) -> None:
+    """`?dtype=float32` is trained in float32, and contradicts a precision in bfloat16."""
+    text = f"hf:{write(tmp_path, BERT)}?batch=2&sequence=8&dtype=float32"
+    assert ModelSource(text).reading.precision == ""
+    with pytest.raises(InputError, match="weights in bfloat16 or float16, and the dtype is float32"):
+        ModelSource(text, Reading(precision="mixed"))
 
 
 # from qwen2.5-32b on they are long: 16 more builds

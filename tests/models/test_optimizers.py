@@ -70,7 +70,7 @@ def test_master_weights() -> None:
             return (x @ self.linear.weight.t()).float() + self.linear.bias
 
     x = torch.randn(2, 80, dtype=torch.bfloat16)
-    graph = capture(Mixed(), (x,), name="mixed", optimizer="adamw", master_weights=True).graph
+    graph = capture(Mixed(), (x,), name="mixed", optimizer="adamw", precision="mixed").graph
     weight, bias = graph.op_names.index("linear.weight"), graph.op_names.index("linear.bias")
     assert graph.resident_bytes[[weight, bias]].tolist() == [(2 + 4 + 8) * WEIGHT, (4 + 8) * BIAS]
     update = graph.op_names.index("linear.weight.update")
@@ -127,7 +127,7 @@ def test_memory_of_a_training_step_of_llama_7b() -> None:
     layer = 4 * 4096 * 4096 + 3 * 4096 * 11008 + 2 * 4096  # attention, feed-forward, norms: 202,383,360
     count = 32 * layer + 2 * 32000 * 4096 + 4096  # embedding and head, last norm
     assert count == 6_738_415_616
-    graph = capture_fn(llama_7b, name="llama", optimizer="adamw", master_weights=True).graph
+    graph = capture_fn(llama_7b, name="llama", optimizer="adamw", precision="mixed").graph
     held = HeldMemory.of(graph)
     assert held.parameter_bytes == 2 * count == 13_476_831_232
     assert held.optimizer_state_bytes == (4 + 4 + 4) * count == 80_860_987_392
@@ -166,6 +166,7 @@ def test_place_names_the_state(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*place, "--no-cache"]) == 0
     printed = capsys.readouterr().out
     assert "parameters 0.000123 GiB, optimizer state 0.000735 GiB" in printed
+    assert "16 bytes a parameter: bf16 weights and gradients, float32 master weights and moments.\n" in printed
     (command,) = [line for line in printed.splitlines() if line.startswith("Next: ")]
     assert main(command.removeprefix("Next: gdp ").split()) == 0
 
@@ -176,8 +177,11 @@ def test_place_names_the_state(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--optimizer", "lion"], "one of adam, adamw, sgd, sgd-momentum, adafactor, adam-8bit is expected"),
         (["--optimizer", "adamw", "--inference"], "--optimizer: inference updates no parameters"),
-        (["--master-weights", "--inference"], "--master-weights: inference updates no parameters"),
-        (["--master-weights"], "none of these is trained here; leave them out, or give the model in bfloat16"),
+        (["--precision", "mixed", "--inference"], "--precision: inference updates no parameters"),
+        (["--precision", "mixed"], "all is in other types; leave it out, or give the model in bfloat16"),
+        (["--precision", "half"], "--precision is 'half'; one of mixed, pure-bf16, float32 is expected"),
+        (["--precision", "float32", "--dtype", "bfloat16"], "has weights in float32, and the dtype is bfloat16"),
+        (["--master-weights", "--precision", "float32"], "--master-weights: is --precision mixed, and"),
     ],
     ids=str,
 )

@@ -165,8 +165,9 @@ def test_five_ways_to_a_llama_in_bfloat16() -> None:
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps(config | {"dtype": dtype}))
     sizes = "?batch=2&sequence=16"
-    by_config = ModelSource(f"hf:half{sizes}", Reading()).whole().graph
-    assert ModelSource(f"hf:plain{sizes}", Reading(dtype="bfloat16")).whole().graph.fingerprint == by_config.fingerprint
+    pure = Reading(precision="pure-bf16")
+    by_config = ModelSource(f"hf:half{sizes}", pure).whole().graph
+    assert ModelSource(f"hf:plain{sizes}", pure).whole().graph.fingerprint == by_config.fingerprint
 
     def converted_by(convert: Callable[[nn.Module], nn.Module]) -> Graph:
         def made() -> Any:

@@ -108,7 +108,7 @@ def _export_layout(problem: "Problem", plan: "Plan", target: "LayoutTarget", pat
         from gdp.export.layouts.cut_step import cut_step
         from gdp.report import export as report
 
-        step = cut_step(problem, plan, target.name, has_stages=target.has_stages)
+        step = cut_step(problem, plan, target.name, has_stages=target.has_stages, held_by=target.held_by)
         content = target.write(step)
         fits = not step.simulation.missing_bytes.any()
         if fits:

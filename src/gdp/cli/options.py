@@ -52,9 +52,10 @@ BatchesOption = Annotated[
 OptimizerOption = Annotated[
     str, typer.Option(metavar="NAME", help="adam, adamw, sgd, sgd-momentum, adafactor or adam-8bit.")
 ]
-MasterWeightsOption = Annotated[
-    bool, typer.Option("--master-weights", help="Keep float32 copies of bfloat16 and float16 parameters.")
+PrecisionOption = Annotated[
+    str, typer.Option(metavar="NAME", help="Of training: mixed (default of hf:DIR), pure-bf16 or float32.")
 ]
+MasterWeightsOption = Annotated[bool, typer.Option("--master-weights", hidden=True)]  # --precision mixed, once
 DtypeOption = Annotated[
     str, typer.Option(metavar="DTYPE", help="Convert MODEL to bfloat16, float16, float32 or float64.")
 ]
@@ -76,6 +77,7 @@ class ReadingOptions:
     ] = False
     inference: InferenceOption = False
     optimizer: OptimizerOption = "adam"
+    precision: PrecisionOption = ""
     master_weights: MasterWeightsOption = False
     dtype: DtypeOption = ""
     phase: Annotated[

@@ -19,6 +19,7 @@ from gdp.cli.options import (
     PlacedDevicesOption,
     PlanOption,
     PlanOrModelArgument,
+    PrecisionOption,
     with_options,
 )
 from gdp.cli.shared import INTERRUPTED, check_writable, fail, log, print_json, show, warm_up
@@ -57,6 +58,7 @@ def run(
     inference: InferenceOption = False,
     dtype: DtypeOption = "",
     optimizer: OptimizerOption = "adam",
+    precision: PrecisionOption = "",
     master_weights: MasterWeightsOption = False,
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Seed of the model's initial parameters and inputs.")

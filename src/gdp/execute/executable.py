@@ -31,7 +31,7 @@ class CaptureOptions(TypedDict, total=False):
 
     training: bool
     optimizer: OptimizerChoice
-    master_weights: bool
+    precision: str
     loss: Loss | None
 
 
@@ -91,7 +91,7 @@ def read_executable(
             name=text,
             training=reading.training,
             optimizer=reading.optimizer,
-            master_weights=reading.master_weights,
+            precision=reading.precision,
         )
 
     with printing_to_stderr():

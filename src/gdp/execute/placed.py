@@ -313,7 +313,7 @@ def placed(
     process, it is one of the devices.
 
     The first call captures the step, which must be the one that was placed: the same shapes and the same `options`
-    (`training`, `optimizer`, `master_weights`, `loss`, as in `gdp.capture`). A plan with a layout takes the whole
+    (`training`, `optimizer`, `precision`, `loss`, as in `gdp.capture`). A plan with a layout takes the whole
     batch and cuts it. An optimizer of `torch.optim` gives its hyperparameters, not its state; a learning rate or
     momentum that a scheduler changes is that of the next step. `learning_rate` is for an optimizer given by name;
     default: that of `torch.optim`. `clip_norm` clips gradients as `torch.nn.utils.clip_grad_norm_` does. `graph` is

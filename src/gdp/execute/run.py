@@ -124,7 +124,7 @@ def run(
 ) -> RunResult:
     """Executes `plan` of a step of `model(*args, **kwargs)` on this machine: `gdp run` in Python.
 
-    `options` (`training`, `optimizer`, `master_weights`, `loss`) are those of the capture that was placed; the inputs
+    `options` (`training`, `optimizer`, `precision`, `loss`) are those of the capture that was placed; the inputs
     are those of the whole batch. `on` says where devices are, as in `gdp.execute.targets.find_targets`; see
     `gdp.execute.run.run_on_host` for the others and for errors. The model is left as it is.
     """

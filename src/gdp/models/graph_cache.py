@@ -43,7 +43,7 @@ def model_entry(text: str, reading: Reading, num_microbatches: int) -> Path | No
         source = (content, *map(_installed, ("transformers", "diffusers", "gguf")))
     elif ":" in text:
         return None
-    update = (reading.optimizer, reading.master_weights)
+    update = (reading.optimizer, reading.precision)
     options = (reading.training, *update, reading.dtype, num_microbatches, str(reading.serving), reading.batch)
     depends_on = (FORMAT, VERSION, text, source, *options, version("torch"))
     return cache.entry("graphs", text, depends_on, _code("pytorch", "hugging_face", "gguf", "papers"))

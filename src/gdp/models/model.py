@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from gdp.errors import InputError, UnevenBatchError
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "sgd-momentum", "adafactor", "adam-8bit")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+MIXED, PURE_BF16, FLOAT32 = "mixed", "pure-bf16", "float32"
+PRECISIONS = MappingProxyType({MIXED: ("bfloat16", "float16"), PURE_BF16: ("bfloat16",), FLOAT32: ("float32",)})
+"""The values of `--precision`, each with the types that weights may have beside it."""
 GGUF = ".gguf"  # suffix of llama.cpp's files, which are read as `hf:FILE.gguf`
 HUGGING_FACE = "hf:"  # prefix of the name of a Transformers or Diffusers directory
 
@@ -57,7 +61,7 @@ class Reading:
     microbatching: Microbatching = field(default_factory=Microbatching)
     dims: Mapping[str, int] = field(default_factory=dict)  # of an ONNX file, by the name of a symbolic dimension
     op_costs: "OpCosts | None" = None  # costs from the user
-    master_weights: bool = False  # of bfloat16 and float16 parameters, in float32
+    precision: str = ""  # of training, of `PRECISIONS`; "": as the model is written, of `hf:` mixed
     dtype: str = ""  # that the model is converted to; "": none
     serving: Serving = field(default_factory=Serving)
     batch_dim: int | None = None  # of the inputs of a user's function; None: the first, if nothing says otherwise
@@ -70,6 +74,7 @@ class Reading:
             raise InputError(f"--batch-dim is {self.batch_dim}; the number of a dimension is expected, 0 for the first")
         check_optimizer(self.optimizer)
         check_dtype(self.dtype)
+        check_precision(self.precision, self.dtype)
         if not self.training and self.changes_update:
             raise InputError(f"{self.optimizer_option}: inference updates no parameters; leave it or --inference out")
 
@@ -81,12 +86,17 @@ class Reading:
     @property
     def changes_update(self) -> bool:
         """Returns whether the update of parameters is another than the default."""
-        return self.optimizer != OPTIMIZERS[0] or self.master_weights
+        return self.optimizer != OPTIMIZERS[0] or bool(self.precision)
 
     @property
     def optimizer_option(self) -> str:
         """Returns the option that changes the update, for a message."""
-        return "--optimizer" if self.optimizer != OPTIMIZERS[0] else "--master-weights"
+        return "--optimizer" if self.optimizer != OPTIMIZERS[0] else "--precision"
+
+    @property
+    def weight_dtype(self) -> str:
+        """Returns the type that the model is converted to; "" for none."""
+        return self.dtype or ("" if self.precision in ("", MIXED) else PRECISIONS[self.precision][0])
 
     def finish(self, model: Model) -> Model:
         """Returns the step of one micro-batch, with the costs that the user gives."""
@@ -101,6 +111,17 @@ def check_dtype(dtype: str) -> None:
     """Raises InputError for a type that models are not converted to; "" is no conversion."""
     if dtype and dtype not in DTYPES:
         raise InputError(f"dtype is {dtype!r}; one of {', '.join(DTYPES)} is expected")
+
+
+def check_precision(precision: str, dtype: str = "") -> None:
+    """Raises InputError for a precision that is not known, and for one that weights in `dtype` do not have."""
+    if precision and precision not in PRECISIONS:
+        raise InputError(f"precision is {precision!r}; one of {', '.join(PRECISIONS)} is expected")
+    if precision and dtype and dtype not in PRECISIONS[precision]:
+        raise InputError(
+            f"precision {precision} has weights in {' or '.join(PRECISIONS[precision])}, and the dtype is {dtype}; "
+            "leave one of them out"
+        )
 
 
 def even_part(batch_size: int, num_microbatches: int, name: str) -> int:

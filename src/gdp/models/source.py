@@ -43,8 +43,10 @@ class ModelSource:
     def __init__(self, text: str, reading: Reading | None = None, directory: Path | None = None) -> None:
         """`directory` is where relative paths, and modules of functions, begin: by default the current one."""
         self.text, self.reading = with_prefix(text), reading or Reading()
-        if self.reading.batch is not None and self.text.startswith(HUGGING_FACE):
+        if self.reading.batch is not None and self._is_published:
             self.text = sizes.with_batch(self.text, self.reading.batch)
+        if self._is_published and self.reading.training and not self.reading.serving.has_cache:
+            self.reading = sizes.as_published(self.text, self.reading)
         if directory is not None and directory.resolve() != Path.cwd():
             self.text = in_directory(self.text, directory)
         self._directory = directory
@@ -151,7 +153,7 @@ class ModelSource:
                 if isinstance(answer, JaxFunction) or example.is_own_step(answer[0])
                 else example.batch_size(answer, self.reading.batch_dim or 0)
             )
-        if self.text.startswith(HUGGING_FACE):
+        if self._is_published:
             return sizes.parse(self.text)[1].batch
         return self.reading.batch or self._workload.batch_size
 
@@ -185,7 +187,7 @@ class ModelSource:
             raise InputError(
                 f"{self.text}: an ONNX file is placed, not {verb}; name the PyTorch model as module:function"
             )
-        if self.text.startswith(HUGGING_FACE):
+        if self._is_published:
             from gdp.models.hugging_face import build
 
             if build.has_quantised_weights(self.text):
@@ -260,7 +262,7 @@ class ModelSource:
         from gdp.models.pytorch.capture_step import Built, StepOptions
 
         reading = self.reading
-        options = StepOptions(reading.training, reading.optimizer, master_weights=reading.master_weights)
+        options = StepOptions(reading.training, reading.optimizer, precision=reading.precision)
         with user_function.printing_to_stderr():
             built = self._unused if self._is_function else Built.by(self._builder(num_parts), self.text)
             if num_parts > 1 and not self._is_workload:
@@ -287,7 +289,7 @@ class ModelSource:
 
     def _notes(self, captured: "Capture") -> tuple[str, ...]:
         """Returns the differences between a model and its source, a sentence each; of workloads, docs/ tells them."""
-        if not self.text.startswith(HUGGING_FACE):
+        if not self._is_published:
             return captured.notes if ":" in self.text else ()
         from gdp.models.hugging_face import build
 
@@ -296,14 +298,18 @@ class ModelSource:
     # Builds
 
     @property
+    def _is_published(self) -> bool:
+        return self.text.startswith(HUGGING_FACE)
+
+    @property
     def _is_function(self) -> bool:
-        is_other = self.is_file or self.text.startswith(HUGGING_FACE)
+        is_other = self.is_file or self._is_published
         is_named = not is_other and re.fullmatch(user_function.PATTERN, self.text) is not None
         return is_named and not isinstance(self._named, Workload)
 
     @property
     def _is_workload(self) -> bool:
-        return not (self.is_file or self._is_function or self.text.startswith(HUGGING_FACE))
+        return not (self.is_file or self._is_function or self._is_published)
 
     @cached_property
     def _named(self) -> Any:
@@ -358,13 +364,14 @@ class ModelSource:
             from gdp.models.hugging_face import build
 
             sized = f"{text}{'&' if '?' in text else '?'}dtype={dtype}" if dtype else text
-            return build.builder(sized, training=self.reading.training)
+            return build.builder(sized, training=self.reading.training, precision=self.reading.precision)
         make: Callable[[], Example | JaxFunction]
         samples = self.reading.batch
         if self._is_function:
             make = UserFunction(text, self._directory)
         else:
             make = partial(self._workload.build, even_part(samples or self._workload.batch_size, num_parts, text))
+        dtype = self.reading.weight_dtype
         if not dtype and not (samples and self._is_function):
             return make
         from gdp.models.example import converted, with_batch
@@ -406,7 +413,7 @@ class ModelSource:
         return answer
 
     def _check_phase(self) -> None:
-        if self.reading.serving.has_cache and not self.text.startswith(HUGGING_FACE):
+        if self.reading.serving.has_cache and not self._is_published:
             raise InputError(
                 f"--phase: {self.text} is read as it is; prefill and decode are steps of hf:DIR, a Transformers config"
             )
@@ -417,13 +424,13 @@ def load(
     *,
     training: bool = True,
     optimizer: str = "adam",
-    master_weights: bool = False,
+    precision: str = "",
     microbatches: int = 1,
     dims: Mapping[str, int] = MappingProxyType({}),
     dtype: str = "",
 ) -> Graph:
     """Returns the graph of MODEL alone; see `ModelSource`. `dtype`: that MODEL is converted to, such as "bfloat16"."""
-    reading = Reading(training, optimizer, Microbatching(microbatches), dims, None, master_weights, dtype)
+    reading = Reading(training, optimizer, Microbatching(microbatches), dims, None, precision, dtype)
     return ModelSource(text, reading).whole().graph
 
 

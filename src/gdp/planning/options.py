@@ -11,7 +11,7 @@ from typing import Any
 from gdp.cluster import Cluster
 from gdp.cluster.quantities import parse_fraction, parse_size
 from gdp.errors import InputError
-from gdp.models.model import Microbatching, Reading, check_dtype
+from gdp.models.model import MIXED, Microbatching, Reading, check_dtype, check_precision
 from gdp.models.op_costs import OpCosts
 from gdp.models.serving import Serving
 from gdp.simulator.constraints import Constraints
@@ -22,6 +22,7 @@ READING = (
     "inference",
     "optimizer",
     "master_weights",
+    "precision",
     "dtype",
     "phase",
     "kv_cache",
@@ -45,9 +46,14 @@ def reading_of(options: Mapping[str, Any]) -> Reading:
     if is_inference and count > 1:
         option = "--phase" if serving.has_cache else "--inference"
         raise InputError(f"--microbatches: gradients are accumulated in training; leave out {option}")
-    dtype = options.get("dtype", "")
+    dtype, precision = options.get("dtype", ""), options.get("precision", "")
+    if options.get("master_weights"):  # the name that it had
+        if precision not in ("", MIXED):
+            raise InputError(f"--master-weights: is --precision mixed, and {precision} is given; leave one of them out")
+        precision = MIXED
     try:
         check_dtype(dtype)
+        check_precision(precision, dtype)
         microbatching = Microbatching(count, is_free)
     except InputError as error:
         raise InputError(f"--{error}") from None
@@ -58,7 +64,7 @@ def reading_of(options: Mapping[str, Any]) -> Reading:
         microbatching,
         _dims(options.get("dim") or ()),
         None if op_costs is None else OpCosts.load(op_costs),
-        options.get("master_weights", False),
+        precision,
         dtype,
         serving,
         options.get("batch_dim"),

@@ -72,10 +72,13 @@ def place_report(
         yield Text(f"Next: {next_command}")
 
 
-def device_report(simulation: Simulation, *, searched: bool = False) -> Iterator[RenderableType]:
+def device_report(
+    simulation: Simulation, *, searched: bool = False, held: Graph | None = None
+) -> Iterator[RenderableType]:
     """Yields a table of the devices, the limit of the step, and devices that are nearly full or hold no ops.
 
-    `searched`: whether the plan is from a search over all devices.
+    `searched`: whether the plan is from a search over all devices. `held` is the graph whose held memory is told, by
+    default that of the simulation.
     """
     problem = simulation.problem
     counts = np.bincount(simulation.placement, minlength=problem.num_devices)
@@ -96,7 +99,7 @@ def device_report(simulation: Simulation, *, searched: bool = False) -> Iterator
     yield ""
     yield Text(str(Limits.of(simulation)))
     for sentence in (
-        *sentences.of_held_memory(problem.graph),
+        *sentences.of_held_memory(held or problem.graph),
         sentences.of_full_devices(simulation),
         sentences.of_empty_devices(simulation, searched=searched),
     ):

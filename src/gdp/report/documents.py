@@ -9,6 +9,7 @@ from gdp.cluster import Cluster
 from gdp.graph import Graph
 from gdp.graph.held_memory import HeldMemory
 from gdp.graph.microbatches import count_microbatches
+from gdp.graph.parameter_bytes import ParameterBytes
 from gdp.models.serving import ServedStep, serving_entry
 from gdp.planning.advice import Advice
 from gdp.planning.compare import Comparison
@@ -20,13 +21,14 @@ from gdp.simulator.simulate import Simulation
 
 def graph_document(graph: Graph) -> dict[str, Any]:
     """Returns name, sizes and fingerprint of a graph."""
-    held = HeldMemory.of(graph)
+    held, each = HeldMemory.of(graph), ParameterBytes.of(graph)
     return {
         "name": graph.name,
         "num_ops": graph.num_ops,
         "num_tensors": graph.num_tensors,
         "parameter_bytes": held.parameter_bytes,
         "optimizer_state_bytes": held.optimizer_state_bytes,
+        "bytes_per_parameter": None if each is None else {"total": each.total, **asdict(each)},
         "fingerprint": graph.fingerprint,
     }
 

@@ -60,12 +60,20 @@ def layout_report(step: CutStep, target: LayoutTarget, path: Path) -> Iterator[R
     yield Text(f"{problem.graph.name} on {problem.cluster.name} for {target.name}: {step.layout}")
     sentence = _loss_sentence(target.level, step.simulation.step_time_ns, step.plan_step_time_ns)
     yield Text(sentence, style="bold")
-    for note in target.notes(step):
+    for note in _layout_notes(step, target):
         yield Text(note)
     yield ""
-    yield from device_report(step.simulation)
+    yield from device_report(step.simulation, held=problem.graph)
     yield ""
     yield Text(f"Written to {path}")
+
+
+def _layout_notes(step: CutStep, target: LayoutTarget) -> list[str]:
+    refused = [
+        f"{held.sentence} So {sentences.lacking(step.problem.cluster, simulation.missing_bytes)}, and this is not used."
+        for held, simulation in step.refused
+    ]
+    return [*refused, *target.notes(step)]
 
 
 def layout_document(step: CutStep, target: LayoutTarget, content: str, path: Path | None) -> dict[str, Any]:
@@ -85,7 +93,7 @@ def layout_document(step: CutStep, target: LayoutTarget, content: str, path: Pat
         "moved_ops": step.num_moved,
         "peak_memory_bytes": simulation.peak_memory_bytes.tolist(),
         "busy_fraction": simulation.busy_fraction.tolist(),
-        "notes": target.notes(step),
+        "notes": _layout_notes(step, target),
         "content": content,
         "path": None if path is None else str(path),
     }
@@ -94,8 +102,9 @@ def layout_document(step: CutStep, target: LayoutTarget, content: str, path: Pat
 def layout_does_not_fit(step: CutStep, target: LayoutTarget) -> str:
     """Returns one line with the devices that are too small and the bytes that they lack."""
     lacking = sentences.lacking(step.problem.cluster, step.simulation.missing_bytes)
+    holds = f" ({step.held.sentence.rstrip('.')})" if step.held.sentence else ""
     return (
-        f"nothing fits in memory with {target.level}: {lacking}; place with more micro-batches, with zero=3 or "
+        f"nothing fits in memory with {target.level}: {lacking}{holds}; place with more micro-batches, with zero=3 or "
         "recompute=blocks, or add devices or memory"
     )
 

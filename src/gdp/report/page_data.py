@@ -102,6 +102,7 @@ def summary(data: PageData) -> dict[str, Any]:
     num_microbatches = sentences.num_microbatches(simulation)
     told = (
         str(_shortened(Limits.of(simulation))),
+        *sentences.of_held_memory(problem.graph),
         sentences.of_full_devices(simulation, short),
         sentences.of_empty_devices(simulation, short, searched=sentences.is_searched(plan)),
         *([] if search is None else sentences.of_search(search, simulation)),

@@ -8,6 +8,7 @@ from gdp.arrays import I64
 from gdp.cluster import Cluster
 from gdp.graph import Graph
 from gdp.graph.held_memory import HeldMemory
+from gdp.graph.parameter_bytes import ParameterBytes
 from gdp.notebook import digits, format_gib
 from gdp.report.tables import format_ms
 from gdp.search.solvers import SOLVERS
@@ -108,11 +109,13 @@ def num_replicas(simulation: Simulation) -> int:
 
 
 def of_held_memory(graph: Graph) -> Iterator[str]:
-    """Yields a sentence on the memory of parameters and of their optimizer, if there is one with a state."""
+    """Yields sentences on the memory of parameters and of their optimizer, and on the bytes that each one takes."""
     held = HeldMemory.of(graph)
     if held.optimizer_state_bytes:
         parameters, state = format_gib(held.parameter_bytes), format_gib(held.optimizer_state_bytes)
         yield f"Held for the whole step, on all devices together: parameters {parameters}, optimizer state {state}."
+    if (each := ParameterBytes.of(graph)) is not None:
+        yield f"{each}."
 
 
 def is_searched(plan: Plan) -> bool:

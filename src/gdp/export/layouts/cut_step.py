@@ -6,8 +6,8 @@ elsewhere; these go where the others of their replica and stage are.
 N ops, D devices, R replicas, P stages.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -18,6 +18,7 @@ from gdp.export import megatron
 from gdp.export.adapt import adapt_within, simulated
 from gdp.export.export_target import host_of, is_cpu, stage_members, stage_starts
 from gdp.export.export_units import ExportUnits
+from gdp.export.layouts.precision import Held
 from gdp.export.module_chains import find_layers
 from gdp.graph import Graph, Tensor
 from gdp.graph.copies import HOST_COPY
@@ -37,9 +38,11 @@ class CutStep:
     microbatches: tuple[int, ...]  # [R]
     stages: tuple[tuple[str, ...], ...]  # [P] paths of layers, E before them, L behind; empty without `has_stages`
     batch_size: int | None  # samples of all replicas; None if the plan does not have it
-    simulation: Simulation
+    simulation: Simulation  # with what the tool holds
     plan_step_time_ns: int
     num_moved: int  # ops that the plan has on another device
+    held: Held = field(default_factory=Held)
+    refused: tuple[tuple[Held, Simulation], ...] = ()  # what the tool would rather hold, and that does not fit
 
     @property
     def num_stages(self) -> int:
@@ -58,8 +61,17 @@ class CutStep:
         return self.batch_size // self.layout.num_parts
 
 
-def cut_step(problem: Problem, plan: Plan, target: str, *, has_stages: bool) -> CutStep:
+def cut_step(
+    problem: Problem,
+    plan: Plan,
+    target: str,
+    *,
+    has_stages: bool,
+    held_by: Callable[[Graph, Layout], Sequence[Held]] = lambda graph, layout: (Held(),),
+) -> CutStep:
     """Returns the step of a plan with a layout, as a tool runs it with (`has_stages`) or without pipelines.
+
+    It holds what is the first of `held_by` with which it fits, or the last.
 
     InputError, with the remedy, for what the `target` cannot run.
     """
@@ -84,6 +96,14 @@ def cut_step(problem: Problem, plan: Plan, target: str, *, has_stages: bool) -> 
     _check_cards(problem, devices, target)
     placement = devices[replica, stage_of]
     order = _order(problem, devices, plan.layout.get("ring"))
+    tried: list[tuple[Held, Simulation]] = []
+    for held in held_by(problem.graph, layout):
+        graph = held.step(problem.graph)
+        own = problem if graph is problem.graph else Problem.build(graph, problem.cluster, max_memory=_limits(problem))
+        tried.append((held, simulated(own, placement, plan)))
+        if not tried[-1][1].missing_bytes.any():
+            break
+    *refused, (held, simulation) = tried
     return CutStep(
         problem,
         layout,
@@ -91,9 +111,11 @@ def cut_step(problem: Problem, plan: Plan, target: str, *, has_stages: bool) -> 
         tuple(np.array(layout.microbatches)[order].tolist()),
         stages,
         plan.layout.get("batch"),
-        simulated(problem, placement, plan),
+        simulation,
         plan.step_time_ns,
         int((placement != plan.placement).sum()),
+        held,
+        tuple(refused),
     )
 
 

@@ -8,6 +8,7 @@ Ranks are numbered stage by stage, with `--use-tp-pp-dp-mapping` replica by repl
 from gdp.errors import InputError
 from gdp.export import megatron
 from gdp.export.layouts.cut_step import CutStep
+from gdp.export.layouts.precision import AUTOCAST, Held, precision_of
 from gdp.export.layouts.target import (
     LayoutTarget,
     RankOrder,
@@ -17,6 +18,10 @@ from gdp.export.layouts.target import (
     recomputed_layers,
     title_of,
 )
+from gdp.graph import Graph
+from gdp.graph.parameter_bytes import ParameterBytes
+from gdp.models.model import FLOAT32, PURE_BF16
+from gdp.parallel.layout import Layout
 
 NAME = "megatron"
 _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
@@ -50,7 +55,7 @@ def options(step: CutStep) -> list[str]:
     if layout.zero >= 2:
         strategy = f"--data-parallel-sharding-strategy {_STRATEGIES[layout.zero]}"
         found += ["--use-megatron-fsdp", strategy, "--no-gradient-accumulation-fusion", "--ckpt-format fsdp_dtensor"]
-    return found + _recomputation(step)
+    return [*found, *step.held.options, *_recomputation(step)]
 
 
 def _recomputation(step: CutStep) -> list[str]:
@@ -78,4 +83,28 @@ def notes(step: CutStep) -> list[str]:
     return sentences
 
 
-TARGET = LayoutTarget(NAME, "a device a replica and stage", "megatron.sh", True, write, notes)
+def held_by(graph: Graph, layout: Layout) -> list[Held]:
+    """Returns what Megatron-LM holds: float32 gradients in a buffer, in mixed precision beside bf16 weights.
+
+    Where that does not fit, the buffer is in bf16.
+    """
+    precision, each = precision_of(graph), ParameterBytes.of(graph)
+    if each is None:
+        return [Held()]
+    shares = layout.data if layout.zero == 2 else 1
+    if precision == FLOAT32:
+        return [Held("Megatron-LM keeps the memory of gradients for the whole step.", 4 / shares, gradient_scale=0)]
+    # copies and moments in float32 where the plan has none, or no copies where it has float32 weights
+    state = each.optimizer_state + each.master_weights
+    scale = {PURE_BF16: (4 + 2 * state) / max(state, 1), AUTOCAST: (state + 4) / max(state, 1)}.get(precision, 1.0)
+    weights, halves = (-2, 1) if precision == AUTOCAST else (0, 2)
+    total = 2 + 4 + state * scale
+    text = "Megatron-LM holds bf16 weights, float32 {}copies and state: {:.3g} bytes a parameter, {:.3g} in the plan."
+    wide, narrow = text.format("gradients, ", total, each.total), text.format("", total - 2, each.total)
+    return [
+        Held(wide, weights + 4 / shares, scale, 0, halves, ("--bf16",)),
+        Held(narrow, weights + 2 / shares, scale, 0, 1, ("--bf16", "--grad-reduce-in-bf16")),
+    ]
+
+
+TARGET = LayoutTarget(NAME, "a device a replica and stage", "megatron.sh", True, write, notes, held_by)

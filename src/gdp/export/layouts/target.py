@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from gdp.errors import InputError
 from gdp.export.export_target import host_of, is_cpu
 from gdp.export.layouts.cut_step import CutStep
-from gdp.parallel.layout import BLOCKS, NONE
+from gdp.export.layouts.precision import Held
+from gdp.graph import Graph
+from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.simulator.problem import Problem
 
 
@@ -21,6 +23,7 @@ class LayoutTarget:
     has_stages: bool
     write: Callable[[CutStep], str]  # InputError for what the tool has no words for
     notes: Callable[[CutStep], list[str]]  # sentences on what the tool does otherwise
+    held_by: Callable[[Graph, Layout], Sequence[Held]]  # what it holds in training, the first that fits
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ def check_even(step: CutStep, target: str) -> None:
 
 def common_notes(step: CutStep) -> list[str]:
     """Returns sentences on what no tool does as the plan has it."""
-    notes = []
+    notes = [step.held.sentence] if step.held.sentence else []
     if step.num_moved:
         notes.append(
             f"{step.num_moved:,} ops that the plan has on other devices are on those of their replica and stage."

@@ -5,14 +5,17 @@ It is `training_step.py` with the constants of the layout.
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from gdp.export.layouts.cut_step import CutStep
+from gdp.export.layouts.precision import HALF, Held, as_fsdp
 from gdp.export.layouts.target import LayoutTarget, common_notes, ranks_of, title_of
 from gdp.export.refusals import check_modules
+from gdp.graph import Graph
 from gdp.graph.layers import LayerPaths
 from gdp.parallel.blocks import block_paths
-from gdp.parallel.layout import NONE
+from gdp.parallel.layout import NONE, Layout
 
 NAME = "torch-fsdp"
 _TEMPLATE = Path(__file__).with_name("training_step.py")
@@ -43,6 +46,7 @@ def write(step: CutStep) -> str:
     constants = {
         "MICROBATCHES": step.microbatches,
         "ZERO": layout.zero,
+        "COMPUTED_IN": step.held.options[0] if step.held.options else "",
         "SHARDED": tuple(lists) if layout.zero >= 2 else (),
         "RECOMPUTED": () if layout.recompute == NONE else tuple(block_paths(graph, layout.recompute)),
     }
@@ -85,4 +89,11 @@ def notes(step: CutStep) -> list[str]:
     return sentences
 
 
-TARGET = LayoutTarget(NAME, "a device a replica", "parallel_step.py", False, write, notes)
+def held_by(graph: Graph, layout: Layout) -> list[Held]:
+    """Returns what PyTorch holds: of a model in mixed precision what FSDP and autocast do, of others the same."""
+    held = as_fsdp(graph, layout, NAME)
+    computed = next((dtype for dtype in HALF if dtype in graph.dtypes), "")
+    return [replace(held, options=(computed,)) if held.sentence else held]
+
+
+TARGET = LayoutTarget(NAME, "a device a replica", "parallel_step.py", False, write, notes, held_by)

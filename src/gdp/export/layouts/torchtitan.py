@@ -6,11 +6,23 @@ torchtitan trains decoders of its own, whose layers are called `layers.N`; they 
 numbered stage by stage (torchtitan/distributed/parallel_dims.py: the mesh has pp, dp_replicate, dp_shard).
 """
 
+from dataclasses import replace
+
 from gdp.errors import InputError
 from gdp.export.layouts.cut_step import CutStep
+from gdp.export.layouts.precision import AUTOCAST, Held, as_fsdp, precision_of
 from gdp.export.layouts.target import LayoutTarget, check_even, common_notes, ranks_of, recomputed_layers, title_of
+from gdp.graph import Graph
+from gdp.models.model import FLOAT32, MIXED, PURE_BF16
+from gdp.parallel.layout import Layout
 
 NAME = "torchtitan"
+_TYPES = {  # of weights, and of what is computed with them
+    MIXED: ("float32", "bfloat16"),
+    AUTOCAST: ("float32", "bfloat16"),
+    PURE_BF16: ("bfloat16", "bfloat16"),
+    FLOAT32: ("float32", "float32"),
+}
 
 
 def write(step: CutStep) -> str:
@@ -38,6 +50,7 @@ def options(step: CutStep) -> list[str]:
     recomputed = recomputed_layers(step, NAME)
     if recomputed and recomputed != set(step.layers):
         raise InputError(f"{NAME}: recomputes all layers or none; place with recompute=blocks or without")
+    options += step.held.options
     return [*options, f"activation-checkpoint:{'full' if recomputed else 'none'}"]
 
 
@@ -74,4 +87,14 @@ def notes(step: CutStep) -> list[str]:
     return sentences
 
 
-TARGET = LayoutTarget(NAME, "a device a replica and stage", "torchtitan.sh", True, write, notes)
+def held_by(graph: Graph, layout: Layout) -> list[Held]:
+    """Returns what torchtitan holds: float32 weights by default, and in each precision gradients summed in float32."""
+    precision, held = precision_of(graph), as_fsdp(graph, layout, NAME)
+    if precision == PURE_BF16:
+        held = Held("torchtitan sums bf16 gradients in float32.", exchange_scale=2)
+    dtype, computed = _TYPES.get(precision, ("", ""))
+    options = (f"--training.dtype {dtype}", f"--training.mixed_precision_param {computed}") if dtype else ()
+    return [replace(held, options=options)]
+
+
+TARGET = LayoutTarget(NAME, "a device a replica and stage", "torchtitan.sh", True, write, notes, held_by)

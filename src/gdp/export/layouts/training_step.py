@@ -9,13 +9,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 MICROBATCHES = (1,)  # of each rank, all of the same number of samples
 ZERO = 0  # 1: optimizer state is cut over ranks, 2: gradients as well, 3: parameters as well
 SHARDED: tuple[str, ...] = ()  # modules whose parameters are gathered one module at a time (ZeRO 2 and 3)
+COMPUTED_IN = ""  # the type that products are computed in, of float32 weights; "": as the model is written
 RECOMPUTED: tuple[str, ...] = ()  # modules that run again in the backward pass
 
 
@@ -33,6 +34,7 @@ def start() -> torch.device:
 
 def parallelize(module: nn.Module, device: torch.device) -> nn.Module:
     """Returns the replica of this rank on its device; `module` has the same weights on all ranks, best on the CPU."""
+    module = module.float() if COMPUTED_IN else module
     for path in RECOMPUTED:
         parent, _, name = path.rpartition(".")
         block = checkpoint_wrapper(module.get_submodule(path), checkpoint_impl=CheckpointImpl.NO_REENTRANT)
@@ -42,9 +44,10 @@ def parallelize(module: nn.Module, device: torch.device) -> nn.Module:
     if ZERO < 2:
         return DistributedDataParallel(module.to(device), gradient_as_bucket_view=True)
     mesh = init_device_mesh(device.type, (len(MICROBATCHES),))
+    policy = MixedPrecisionPolicy(*((getattr(torch, COMPUTED_IN), torch.float32) if COMPUTED_IN else ()))
     for path in SHARDED:  # each moves to the device alone, the whole might not fit
-        fully_shard(module.get_submodule(path), mesh=mesh, reshard_after_forward=ZERO == 3)
-    return fully_shard(module, mesh=mesh, reshard_after_forward=ZERO == 3)
+        fully_shard(module.get_submodule(path), mesh=mesh, reshard_after_forward=ZERO == 3, mp_policy=policy)
+    return fully_shard(module, mesh=mesh, reshard_after_forward=ZERO == 3, mp_policy=policy)
 
 
 def optimizer(model: nn.Module, kind: type[torch.optim.Optimizer], **settings: Any) -> torch.optim.Optimizer:
@@ -69,12 +72,19 @@ def backward(model: nn.Module, loss_of: Callable[..., Tensor], *samples: Tensor)
     loss = torch.zeros((), device=samples[0].device)
     for number, part in enumerate(zip(*(tensor.chunk(count) for tensor in samples), strict=True), 1):
         with _summed(model, is_last=number == count):
-            # ranks are averaged over; one with more micro-batches than others counts more
-            one = loss_of(model, *part) * (len(MICROBATCHES) / total)
+            with _computed_in(loss.device.type):
+                # ranks are averaged over; one with more micro-batches than others counts more
+                one = loss_of(model, *part) * (len(MICROBATCHES) / total)
             torch.autograd.backward(one)
         loss += one.detach()
     dist.all_reduce(loss)
     return loss / len(MICROBATCHES)
+
+
+def _computed_in(kind: str) -> torch.autocast:
+    """Casts the weights of products, unless FSDP does."""
+    is_cast = bool(COMPUTED_IN) and (ZERO < 2 or len(MICROBATCHES) == 1)
+    return torch.autocast(kind, getattr(torch, COMPUTED_IN or "bfloat16"), enabled=is_cast)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from gdp.models.hugging_face.example_inputs import (
 from gdp.models.hugging_face.patches import KnownRates, capturable, quiet
 from gdp.models.hugging_face.quantisation import FLOAT8, QUANTISATION, WeightFormat, weight_format
 from gdp.models.hugging_face.sizes import Sizes, parse
-from gdp.models.model import DTYPES, GGUF, even_part
+from gdp.models.model import DTYPES, GGUF, PRECISIONS, even_part
 from gdp.models.serving import Serving
 from gdp.models.stored_weights import ATTRIBUTE
 from gdp.models.user_function import Build
@@ -70,8 +70,10 @@ _OFF = {
 }
 
 
-def builder(text: str, *, training: bool = True) -> Build:
+def builder(text: str, *, training: bool = True, precision: str = "") -> Build:
     """Returns a function that builds (module, args, kwargs) of `hf:DIR?SIZES`, for training with labels.
+
+    Weights have a type of `precision`: that of the config, if it is one.
 
     Under `FakeTensorMode` nothing is allocated; else the library draws the parameters. InputError, with the remedy, for
     a directory without a readable `config.json` and for a config that this version cannot build.
@@ -80,8 +82,8 @@ def builder(text: str, *, training: bool = True) -> Build:
     if sizes.context is not None:
         raise InputError(f"{text}: context is the size of a cache; add --phase prefill or --phase decode")
     if "_class_name" in config:
-        return _diffusers_builder(config, sizes, text, training)
-    make = _transformers_maker(config, sizes, text)
+        return _diffusers_builder(config, sizes, text, training, precision)
+    make = _transformers_maker(config, sizes, text, precision)
 
     def build() -> tuple[Any, ...]:
         with _explained(text), quiet():
@@ -189,11 +191,11 @@ def _arithmetic_of(weights: WeightFormat) -> str:
 # Transformers
 
 
-def _transformers_maker(config: dict[str, Any], sizes: Sizes, text: str) -> Callable[[], Any]:
+def _transformers_maker(config: dict[str, Any], sizes: Sizes, text: str, precision: str = "") -> Callable[[], Any]:
     """Returns a function that makes the model of a config, in the dtype that `sizes` or the config says."""
     weights = weight_format(config, sizes.weights, text)
     default = "float32" if weights is None else "bfloat16"  # no kernel multiplies quantised weights in float32
-    dtype = _dtype(sizes.dtype or config.get("dtype") or config.get("torch_dtype") or default, text)
+    dtype = _dtype(sizes.dtype or config.get("dtype") or config.get("torch_dtype") or default, text, precision)
     try:
         import transformers
     except ImportError:
@@ -288,18 +290,19 @@ def _class_of(transformers: Any, config: Any, architectures: Any, text: str) -> 
     return model_class
 
 
-def _dtype(name: Any, text: str) -> torch.dtype:
+def _dtype(name: Any, text: str, precision: str) -> torch.dtype:
     short = str(name).removeprefix("torch.")
     if short not in DTYPES:
         raise InputError(f"{text}: dtype is {name!r}; {', '.join(DTYPES)} are known")
-    dtype: torch.dtype = getattr(torch, short)
+    names = PRECISIONS.get(precision, DTYPES)
+    dtype: torch.dtype = getattr(torch, short if short in names else names[0])
     return dtype
 
 
 # Diffusers
 
 
-def _diffusers_builder(config: dict[str, Any], sizes: Sizes, text: str, training: bool) -> Build:
+def _diffusers_builder(config: dict[str, Any], sizes: Sizes, text: str, training: bool, precision: str) -> Build:
     try:
         import diffusers
     except ImportError:
@@ -313,7 +316,7 @@ def _diffusers_builder(config: dict[str, Any], sizes: Sizes, text: str, training
             "or give the model as module:function"
         )
     model_class = getattr(diffusers, name)
-    dtype = _dtype(sizes.dtype or config.get("torch_dtype") or "float32", text)
+    dtype = _dtype(sizes.dtype or config.get("torch_dtype") or "float32", text, precision)
 
     def build() -> tuple[Any, ...]:
         with _explained(text), quiet():

@@ -1,10 +1,10 @@
 """`hf:DIR?batch=8&sequence=512`: a directory, and the sizes that its config leaves open."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from gdp.errors import InputError
-from gdp.models.model import HUGGING_FACE
+from gdp.models.model import HUGGING_FACE, MIXED, PRECISIONS, Reading, check_precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,16 @@ def parse(text: str) -> tuple[str, Sizes]:
     if not directory:
         raise InputError(f"{text!r}: names no directory; hf:DIR with a config.json in it is expected")
     return directory, Sizes.parse(query, text) if mark else Sizes()
+
+
+def as_published(text: str, reading: Reading) -> Reading:
+    """Returns `reading` for a training step of `hf:DIR`: mixed precision, unless it says otherwise or names a type
+    that has no master weights. InputError for a type that does not go with the precision.
+    """
+    dtype = (reading.dtype or parse(text)[1].dtype or "").removeprefix("torch.")
+    check_precision(reading.precision, dtype)
+    is_mixed = not reading.precision and (not dtype or dtype in PRECISIONS[MIXED])
+    return replace(reading, precision=MIXED) if is_mixed else reading
 
 
 def without_context(text: str) -> str:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.models.model import FLOAT32, MIXED, PRECISIONS, PURE_BF16, check_precision
 from gdp.models.pytorch.assemble import assemble
 from gdp.models.pytorch.cards import NO_GRADIENT, OnCpu, as_if_on_a_card
 from gdp.models.pytorch.explained import explained
@@ -24,6 +25,7 @@ from gdp.models.pytorch.fake_copies import check_kinds, fake_memories
 from gdp.models.pytorch.host_moves import CARD
 from gdp.models.pytorch.loss import Loss, pick_loss
 from gdp.models.pytorch.notes import DISTRIBUTED, notes_of, wrapper_notes
+from gdp.models.pytorch.op_records import dtype_name
 from gdp.models.pytorch.optimizers import HALF, OPTIMIZERS, UpdateRule, named_rule, rules_of
 from gdp.models.pytorch.own_step import Step, has_own_step, record_own_step
 from gdp.models.pytorch.program import Program, named_inputs, named_state, named_tensors
@@ -46,7 +48,10 @@ class StepOptions:
     training: bool = True
     optimizer: OptimizerChoice = "adam"
     loss: Loss | None = None
-    master_weights: bool = False
+    precision: str = ""
+
+    def __post_init__(self) -> None:
+        check_precision(self.precision)
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ def capture(
     name: str | None = None,
     training: bool = True,
     optimizer: OptimizerChoice = "adam",
-    master_weights: bool = False,
+    precision: str = "",
     loss: Loss | None = None,
 ) -> Capture:
     """Records one step of `model(*args, **kwargs)`: forward, backward and update, or with `training=False` inference.
@@ -100,8 +105,8 @@ def capture(
     The loss is `loss(output)` if given; else the output's attribute or key `loss`; else the one float scalar among the
     outputs; else the sum of the means of the float outputs. In training the graph keeps the loss alone, in inference
     the outputs. `optimizer`, a name of `gdp.models.pytorch.optimizers.OPTIMIZERS` or an optimizer over the model's
-    parameters, updates one parameter per op; `master_weights` keeps float32 copies of bfloat16 and float16 parameters.
-    `name` is by default that of the module's class.
+    parameters, updates one parameter per op. The precision "mixed" keeps float32 copies of bfloat16 and float16
+    parameters; "pure-bf16" and "float32" are checked. `name` is by default that of the module's class.
 
     Gradients are ordinary tensors, from the op that makes them to the update, as with `zero_grad(set_to_none=True)`;
     `resident_bytes` of a parameter are its own and its optimizer state's (Adam: two moments; the step count, one
@@ -109,7 +114,7 @@ def capture(
 
     `model` may be a step of the user's: a function of the arguments that runs forward, backward and its own optimizers,
     or a module with `training_step(batch)` and `configure_optimizers()`. It is called twice and recorded the second
-    time; `optimizer`, `master_weights` and `loss` are its own. Its graph is placed, not executed.
+    time; `optimizer`, `precision` and `loss` are its own. Its graph is placed, not executed.
 
     Raises InputError if the model fails or takes decisions from tensors' content, or if nothing in it can be trained.
     """
@@ -123,7 +128,7 @@ def capture(
         raise InputError(f"{name}: args is a {type(args).__name__}; give inputs by name as kwargs")
     with _isolated():
         mode = FakeTensorMode()
-        options = StepOptions(training, optimizer, loss, master_weights)
+        options = StepOptions(training, optimizer, loss, precision)
         if not isinstance(model, nn.Module) or is_own_step(model, options):
             return _record_own(model, args, kwargs or {}, mode, name, options)
         choice = rule_choice(options, model, name)
@@ -138,7 +143,7 @@ def capture_fn(
     name: str | None = None,
     training: bool = True,
     optimizer: str = "adam",
-    master_weights: bool = False,
+    precision: str = "",
     loss: Loss | None = None,
 ) -> Capture:
     """Records one step of the model that `build()` returns: (module, args) or (module, args, kwargs); see `capture`.
@@ -149,7 +154,7 @@ def capture_fn(
     if not callable(build):
         raise InputError(f"build is a {type(build).__name__}; a function that returns (module, args) is expected")
     name = getattr(build, "__name__", type(build).__name__) if name is None else name
-    captured = Built.by(build, name).capture(name, StepOptions(training, optimizer, loss, master_weights))
+    captured = Built.by(build, name).capture(name, StepOptions(training, optimizer, loss, precision))
     if not isinstance(captured, Capture):
         kind = type(captured).__name__
         raise InputError(f"{name}: build() returned {kind}; (module, args) or (module, args, kwargs) is expected")
@@ -286,15 +291,35 @@ def _record(
         raise InputError(
             f"{name}: no parameter gets a gradient from the loss; let one require it or capture with training=False"
         )
-    if options.master_weights and options.training and not any(parameters[path].dtype in HALF for path in gradients):
-        raise InputError(
-            f"{name}: master weights are float32 copies of bfloat16 and float16 parameters, and none of these is "
-            "trained here; leave them out, or give the model in bfloat16"
-        )
+    if options.training:
+        _check_precision(options.precision, [parameters[path] for path in gradients], recorder, name)
     graph, program = assemble(recorder, name, outputs, loss_ref, gradients)
     if not options.training:
         recorder.notes.pop(NO_GRADIENT, None)
     return Capture(graph, program, _coverage(recorder), tuple(recorder.notes))
+
+
+def _check_precision(precision: str, trained: Sequence[Tensor], recorder: Recorder, name: str) -> None:
+    """Raises InputError if a step does not have its precision; notes weights in half precision that have no copies."""
+    half = sorted({dtype_name([parameter]) for parameter in trained if parameter.dtype in HALF})
+    computed = next((record for record in recorder.memories.records if record.dtype in PRECISIONS[MIXED]), None)
+    if precision == MIXED and computed is None:
+        raise InputError(
+            f"{name}: precision mixed has weights in bfloat16 or float16 with float32 copies, or autocast, and here "
+            "all is in other types; leave it out, or give the model in bfloat16 (--dtype bfloat16)"
+        )
+    if precision == PURE_BF16 and any(parameter.dtype != torch.bfloat16 for parameter in trained):
+        raise InputError(f"{name}: precision pure-bf16 is for weights in bfloat16; give the model in bfloat16")
+    if precision == FLOAT32 and computed is not None:
+        raise InputError(
+            f"{name}: precision float32, and {computed.module or name} computes in {computed.dtype} as it is written "
+            f"({computed.kind}); take autocast and casts out of the model, or leave the option out"
+        )
+    if half and not precision:
+        recorder.notes[
+            f"weights are trained in {' and '.join(half)} as the model is written, without float32 copies; "
+            "precision mixed adds them"
+        ] = None
 
 
 def _coverage(recorder: Recorder) -> Coverage:
@@ -331,8 +356,8 @@ def _record_own(
     """Captures a user's own step."""
     if not options.training:
         raise InputError(f"{name}: is a training step of your own; give its module for inference")
-    if options.optimizer != "adam" or options.master_weights or options.loss is not None:
-        raise InputError(f"{name}: is a training step of your own, which has its optimizers in it; leave others out")
+    if options.optimizer != "adam" or options.precision or options.loss is not None:
+        raise InputError(f"{name}: is a training step of your own, which has its optimizers in it; leave options out")
     explain = partial(explained, name)
     try:
         model = getattr(model, "_orig_mod", model) if isinstance(model, nn.Module) else model
@@ -347,7 +372,7 @@ def rule_choice(options: StepOptions, model: nn.Module, name: str) -> RuleChoice
     """Returns the rule of each parameter of `model`; InputError for an optimizer that is not known."""
     optimizer = options.optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
-        if options.master_weights:
+        if options.precision == MIXED:
             raise InputError(
                 f"{name}: master weights need the name of an optimizer; give one of {', '.join(OPTIMIZERS)}"
             )
@@ -358,7 +383,7 @@ def rule_choice(options: StepOptions, model: nn.Module, name: str) -> RuleChoice
         return lambda path, _parameter: rules.get(path)
     if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
         raise InputError(f"{name}: optimizer is {optimizer!r}; one of {', '.join(OPTIMIZERS)} is expected")
-    return named_rule(optimizer, master_weights=options.master_weights)
+    return named_rule(optimizer, master_weights=options.precision == MIXED)
 
 
 def _fake_copies(

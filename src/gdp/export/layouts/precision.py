@@ -1,0 +1,89 @@
+"""What tools hold of parameters in training, and a step as it is with that in place of what its plan holds.
+
+Bytes of an element, with Adam:
+
+    plan, mixed        bf16 weight 2    gradient 2            copy 4, moments 8     16
+    torchtitan, FSDP   float32 weight 4, gathered in bf16     gradient 4, moments 8 16, and 2 while gathered
+    Megatron-LM        bf16 weight 2    main gradient 4       copy 4, moments 8     18
+    plan, pure-bf16    bf16 weight 2    gradient 2            moments 4              8
+
+torchtitan/config/configs.py: `dtype`, `mixed_precision_param`, `mixed_precision_reduce` (float32 by default);
+torch.distributed.fsdp.MixedPrecisionPolicy; megatron/training/arguments.py: `--bf16` accumulates and sums gradients in
+float32, in a buffer that stays, unless `--grad-reduce-in-bf16` is given.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gdp.graph import Graph
+from gdp.graph.copies import ACCUMULATE, exchange_of
+from gdp.graph.held_memory import HeldMemory
+from gdp.graph.parameter_bytes import ELEMENT_BYTES, ParameterBytes, gradients_of_updates
+from gdp.models.model import FLOAT32, MIXED, PURE_BF16
+from gdp.parallel.layout import Layout
+
+AUTOCAST = "autocast"  # float32 weights, and products in half precision as the model is written
+HALF = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a tool holds otherwise than the plan, for an element of a parameter."""
+
+    sentence: str = ""  # on what it holds
+    resident_bytes: float = 0.0  # more than in the plan, for the whole step
+    state_scale: float = 1.0  # bytes of the optimizer's state by those of the plan
+    gradient_scale: int = 1  # the same of gradients; 0: they are added to memory that is held
+    exchange_scale: int = 1  # the same of gradients that are sent
+    options: tuple[str, ...] = ()  # of the tool
+
+    def step(self, graph: Graph) -> Graph:
+        """Returns the step `graph` of a plan as the tool runs it."""
+        if (self.resident_bytes, self.state_scale, self.gradient_scale, self.exchange_scale) == (0, 1, 1, 1):
+            return graph
+        own, state, _ = HeldMemory.by_op(graph)
+        is_late = graph.is_in_phase("update") & ~graph.is_collective
+        is_trained = np.zeros(graph.num_ops, np.bool_)
+        is_trained[graph.producers[graph.edge_tensors[is_late[graph.consumers]]]] = True
+        elements = own / np.array([ELEMENT_BYTES.get(dtype, 4) for dtype in graph.dtypes])
+        more = np.where(is_trained, elements * self.resident_bytes + state * (self.state_scale - 1), 0)
+        sizes, accessed = graph.tensor_bytes.copy(), graph.bytes_accessed.copy()
+        is_gather = np.array([kind.startswith("all_gather") for kind in graph.kinds])
+        is_sum = graph.is_collective & ~is_gather[exchange_of(graph)]
+        is_gradient, is_sent = np.zeros((2, graph.num_tensors), np.bool_)
+        is_gradient[graph.base[gradients_of_updates(graph)]] = True
+        is_sent[graph.base[graph.edge_tensors[is_sum[graph.consumers]]]] = True
+        is_sent[is_sum[graph.producers]] = True
+        is_sent &= ~is_gradient
+        sizes[is_gradient[graph.base]] *= self.gradient_scale
+        sizes[is_sent[graph.base]] *= self.exchange_scale
+        accessed[is_sum] *= self.exchange_scale
+        accessed[graph.is_in_role(ACCUMULATE)] *= max(self.gradient_scale, 1)
+        resident = graph.resident_bytes + more.astype(np.int64)
+        return replace(graph, resident_bytes=resident, tensor_bytes=sizes, bytes_accessed=accessed)
+
+
+def precision_of(graph: Graph) -> str:
+    """Returns the precision of a training step: `mixed`, `pure-bf16`, `float32` or `AUTOCAST`; "" for other steps."""
+    each = ParameterBytes.of(graph)
+    if each is None:
+        return ""
+    if each.weights < 3:
+        return MIXED if each.master_weights else PURE_BF16
+    return AUTOCAST if set(HALF) & set(graph.dtypes) else FLOAT32
+
+
+def as_fsdp(graph: Graph, layout: Layout, tool: str) -> Held:
+    """Returns what FSDP2 holds: float32 weights that are gathered in half precision, gradients summed in float32.
+
+    Without ZeRO 3 the gathered weights stay, as the casts of autocast do.
+    """
+    if precision_of(graph) != MIXED:
+        return Held()
+    gathered = 0 if layout.zero == 3 else 2
+    sentence = (
+        f"{tool} holds float32 weights, and float32 gradients, which are summed so, where the plan has bf16 ones with "
+        "float32 copies: figures are those of the tool."
+    )
+    return Held(sentence, gathered - 2, 1.0, 2, 2)
