@@ -65,7 +65,8 @@ class ParameterBytes:
         parts += [("master weights", "float32")] if masters else []
         parts += [(label, state_types)] if rest > 0.01 * count else []
         total = (own.sum(), gradient_bytes.sum(), masters, rest)
-        return cls(*(round(float(size) / count, 3) for size in total), _listed(parts))
+        weights, gradients, copies, others = (round(float(size) / count, 3) for size in total)
+        return cls(weights, gradients, copies, others, _listed(parts))
 
 
 def _trained(graph: Graph) -> tuple[I64, I64, set[str]]:

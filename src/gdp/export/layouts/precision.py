@@ -1,4 +1,4 @@
-"""What tools hold of parameters in training, and a step as it is with that in place of what its plan holds.
+"""Memory of training in the types of tools: a step as it is with what a tool holds in place of what its plan holds.
 
 Bytes of an element, with Adam:
 
@@ -29,7 +29,7 @@ HALF = ("bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a tool holds otherwise than the plan, for an element of a parameter."""
+    """Memory of a tool beside that of a plan, for an element of a parameter."""
 
     sentence: str = ""  # on what it holds
     resident_bytes: float = 0.0  # more than in the plan, for the whole step
