@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,17 @@ def planned(model: nn.Module, batch: Batch, text: str, **options: Any) -> Plan:
 
 
 def placed(
-    model: nn.Module, batch: Batch, text: str, *, optimizer: Any = "adam", precision: str = "", **others: Any
+    model: nn.Module,
+    batch: Batch,
+    text: str,
+    *,
+    optimizer: Any = "adam",
+    precision: str = "",
+    plan: Plan | None = None,
+    **others: Any,
 ) -> gdp.Placed:
-    """`model` on the devices of a plan in a layout, all of them any core."""
-    plan = planned(model, batch, text, optimizer=optimizer, precision=precision)
+    """`model` on the devices of a plan in a layout, all of them any core; `plan` is what `planned` makes of it."""
+    plan = plan or planned(model, batch, text, optimizer=optimizer, precision=precision)
     on = ["cpu"] * len(plan.devices)
     return gdp.placed(model, plan, on=on, optimizer=optimizer, precision=precision, **others)
 
@@ -169,10 +177,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.1, momentum=0.8, weight_decay=0.01, fused=True)
 
 
-NUM_STEPS, HALF = 50, 25
+NUM_STEPS, HALF = 24, 12
 LAYOUTS = ("microbatches=4", "data=2,microbatches=1:3,zero=1", "data=4,zero=3")
 """Of four parts each. The first adds gradients as PyTorch does, part after part; the others in other orders."""
-ROUNDING = 2e-3  # relative, of a loss after up to 50 updates: float32 sums in another order, passed on by each update
+ROUNDING = 2e-3  # relative, of a loss after up to 24 updates: float32 sums in another order, passed on by each update
 
 MODELS: dict[str, tuple[Build, Callable[[int], Batch], Callable[[nn.Module], torch.optim.Optimizer], float | None]] = {
     "batch norm": (wide_mlp, wide_points, sgd, None),
@@ -180,6 +188,14 @@ MODELS: dict[str, tuple[Build, Callable[[int], Batch], Callable[[nn.Module], tor
     "recurrent": (Recurrent, sequences, adam, 0.5),
     "tied decoder": (Decoder, sequences, adam, None),
 }
+
+
+@cache
+def plan_of_model(name: str, text: str) -> Plan:
+    """Returns the plan of a model of MODELS in a layout, which several trainings run by."""
+    build, make, optimizer_of, _ = MODELS[name]
+    model = built(build)
+    return planned(model, batches(make, 1)[0], text, optimizer=optimizer_of(model))
 
 
 def trained_on(
@@ -191,7 +207,7 @@ def trained_on(
     optimizer = optimizer_of(model)
     losses = []
     options = {"optimizer": optimizer, "clip_norm": clip_norm, "resume": resume}
-    with placed(model, data[0], text, **options) as trained:
+    with placed(model, data[0], text, plan=plan_of_model(name, text), **options) as trained:
         for step in steps:
             assert trained.num_steps == step
             if path is not None and step == HALF:
@@ -201,7 +217,7 @@ def trained_on(
     return losses
 
 
-def plain_losses(name: str, num_parts: int) -> list[float]:
+def plain_losses(name: str, num_parts: int, *, trains: bool = True) -> list[float]:
     build, make, optimizer_of, clip_norm = MODELS[name]
     model = built(build)
     optimizer = optimizer_of(model)
@@ -209,15 +225,16 @@ def plain_losses(name: str, num_parts: int) -> list[float]:
     for step, batch in enumerate(batches(make, NUM_STEPS)):
         scheduled(optimizer, step)
         losses.append(float(eager_step(model, batch, num_parts, clip_norm)))
-        optimizer.step()
+        if trains:
+            optimizer.step()
     return losses
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_fifty_steps_in_three_layouts(name: str, tmp_path: Path) -> None:
+def test_trainings_in_three_layouts(name: str, tmp_path: Path) -> None:
     """Losses of the first layout are bit for bit PyTorch's; saved states go on in the same layout to the bit."""
     expected = plain_losses(name, 4)
-    assert expected[-1] < expected[0]
+    assert not np.allclose(expected, plain_losses(name, 4, trains=False), rtol=10 * ROUNDING)
     if name != "batch norm":  # which normalises each part by itself
         np.testing.assert_allclose(expected, plain_losses(name, 1), rtol=ROUNDING)
     for number, text in enumerate(LAYOUTS):
