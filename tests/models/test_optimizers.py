@@ -14,6 +14,7 @@ from gdp.cli import main
 from gdp.graph.held_memory import HeldMemory
 from gdp.models.pytorch import capture, capture_fn
 from gdp.models.source import ModelSource
+from gdp.planning.options import reading_of
 
 # a weight of 64 x 80 = 5,120 elements and a bias of 64; bytes of float32
 WEIGHT, BIAS = 5120, 64
@@ -169,6 +170,21 @@ def test_place_names_the_state(capsys: pytest.CaptureFixture[str]) -> None:
     assert "16 bytes a parameter: bf16 weights and gradients, float32 master weights and moments.\n" in printed
     (command,) = [line for line in printed.splitlines() if line.startswith("Next: ")]
     assert main(command.removeprefix("Next: gdp ").split()) == 0
+
+
+@pytest.mark.usefixtures("_module")
+def test_a_model_that_is_too_large_in_all(capsys: pytest.CaptureFixture[str]) -> None:
+    """65,792 parameters hold 14 bytes each, 921,088 in all: no batch is small enough for 0.5 MiB, other types are."""
+    place = ["place", "optimized_models:half", "--devices", "p100-pcie-16g", "--max-memory", "gpu0=0.5MiB"]
+    assert main([*place, "--precision", "mixed", "--budget", "9sims", "--threads", "1"]) == 3
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "nothing fits" in line]
+    assert "0.000858 GiB are held for the whole step, with 16 bytes a parameter: bf16 weights and gradients, " in line
+    assert line.endswith("; add devices or memory, or take --precision pure-bf16 or --optimizer adam-8bit")
+
+
+def test_plans_of_before_have_their_precision() -> None:
+    """A plan that was asked with --master-weights is read in mixed precision."""
+    assert reading_of({"optimizer": "adamw", "master_weights": True}).precision == "mixed"
 
 
 @pytest.mark.usefixtures("_module")

@@ -1,17 +1,18 @@
 """Bytes that training takes for each parameter, by use and type, as the ops of a step hold and read them."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 
-from gdp.arrays import I64
+from gdp.arrays import I64, Bool
+from gdp.graph.accumulation import ELEMENT_BYTES
 from gdp.graph.copies import ACCUMULATE, EXCHANGE_START
 from gdp.graph.graph import Graph
 from gdp.graph.held_memory import HeldMemory
 
-ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # by a part of the kind of updates: the name of the state, and its least bytes an element beside master weights
 _STATES = {"8bit": ("8-bit moments", 2), "adam": ("moments", 8), "sgd": ("momentum", 0), "adafactor": ("factors", 0)}
 _SHOWN_SHARE = 0.01  # of parameters: types of fewer are not named
@@ -38,35 +39,45 @@ class ParameterBytes:
     @classmethod
     def of(cls, graph: Graph) -> "ParameterBytes | None":
         """Reads them off the first replica of `graph`; None for a step without updates of parameters."""
-        trained, state, updates = _trained(graph)
-        shares, weight_shares = _shares(graph)
-        dtypes = np.array(graph.dtypes)
-        trained = trained[np.isin(dtypes[trained], list(ELEMENT_BYTES))]
+        trained, state, kinds = _trained(graph)
         if not len(trained):
             return None
+        shares, weight_shares = _shares(graph)
+        types = [graph.dtypes[op] for op in trained.tolist()]
+        sizes = np.array([ELEMENT_BYTES[dtype] for dtype in types])
         own = HeldMemory.by_op(graph)[0][trained] * weight_shares
-        elements = own / np.array([ELEMENT_BYTES[dtype] for dtype in dtypes[trained].tolist()])
-        count = float(elements.sum())
+        elements = own / sizes
         gradients = gradients_of_updates(graph)
         gradients = gradients[graph.replicas[graph.producers[gradients]] == 0]
         makers = graph.producers[gradients]
         is_chunk = graph.is_collective[makers] | (weight_shares > 1)
         gradient_bytes = graph.tensor_bytes[gradients] * np.where(is_chunk, shares, 1)
-        names = {name for kind in updates for part, name in _STATES.items() if part in kind.lower()}
-        label, least = names.pop() if len(names) == 1 else ("optimizer state", np.inf)
-        is_half = np.array([ELEMENT_BYTES[dtype] == 2 for dtype in dtypes[trained].tolist()])
-        half_state = float(state[trained][is_half].sum() * shares)
-        masters = 4.0 * float(elements[is_half].sum())
-        masters = masters if masters and half_state >= masters * (1 + least / 4) else 0.0
-        rest = float(state.sum() * shares) - masters
-        weight_types = _types(dtypes[trained], own)
-        state_types = "" if label.startswith(("8-bit", "optimizer")) else "float32" if masters else weight_types
-        parts = [("weights", weight_types), ("gradients", _types(dtypes[makers], gradient_bytes))]
-        parts += [("master weights", "float32")] if masters else []
-        parts += [(label, state_types)] if rest > 0.01 * count else []
-        total = (own.sum(), gradient_bytes.sum(), masters, rest)
-        weights, gradients, copies, others = (round(float(size) / count, 3) for size in total)
-        return cls(weights, gradients, copies, others, _listed(parts))
+        states = {found for kind in kinds for part, found in _STATES.items() if part in kind.lower()}
+        label, least = states.pop() if len(states) == 1 else ("optimizer state", np.inf)
+        masters = 4 * float(elements[sizes == 2].sum())
+        if float(state[trained][sizes == 2].sum()) * shares < masters * (1 + least / 4):
+            masters = 0.0
+        rest = float(state.sum()) * shares - masters
+        made = [graph.dtypes[op] for op in makers.tolist()]
+        parts = [("weights", _listed(types, own)), ("gradients", _listed(made, gradient_bytes))]
+        parts += [("master weights", "float32")] * bool(masters)
+        if rest > _SHOWN_SHARE * elements.sum():
+            is_mute = label.startswith(("8-bit", "optimizer"))
+            parts.append((label, "" if is_mute else "float32" if masters else parts[0][1]))
+        totals = (float(own.sum()), float(gradient_bytes.sum()), masters, rest)
+        weights, summed, copies, others = (round(total / float(elements.sum()), 3) for total in totals)
+        return cls(weights, summed, copies, others, _sentence(parts))
+
+
+def gradients_of_updates(graph: Graph) -> I64:
+    """Returns the tensors that updates read and that ops of other phases make."""
+    is_late, makers = _is_update(graph), graph.producers[graph.edge_tensors]
+    is_source = np.array([kind in ("parameter", "buffer", "constant", "input") for kind in graph.kinds])
+    return np.unique(graph.edge_tensors[is_late[graph.consumers] & ~is_late[makers] & ~is_source[makers]])
+
+
+def _is_update(graph: Graph) -> Bool:
+    return graph.is_in_phase("update") & ~graph.is_collective & ~graph.is_in_role(ACCUMULATE)
 
 
 def _trained(graph: Graph) -> tuple[I64, I64, set[str]]:
@@ -79,43 +90,29 @@ def _trained(graph: Graph) -> tuple[I64, I64, set[str]]:
     is_updated, is_read = np.zeros((2, graph.num_ops), np.bool_)
     is_updated[sources[is_late]] = True
     is_read[sources[~is_late]] = True
-    is_held = (own > 0) & is_updated & (graph.replicas == 0)
+    has_type = np.array([dtype in ELEMENT_BYTES for dtype in graph.dtypes])
+    is_held = has_type & (own > 0) & is_updated & (graph.replicas == 0)
     is_trained = is_held & is_read
     kinds = {graph.kinds[op] for op in graph.consumers[is_late & is_trained[sources]].tolist()}
     return np.flatnonzero(is_trained), np.where(is_trained, state, np.where(is_held, own, 0)), kinds
-
-
-def _is_update(graph: Graph) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    return graph.is_in_phase("update") & ~graph.is_collective & ~graph.is_in_role(ACCUMULATE)
 
 
 def _shares(graph: Graph) -> tuple[int, int]:
     """Returns the number of replicas that share optimizer state, and that share parameters: ZeRO gathers these."""
     replicas = int(graph.replicas.max(initial=0)) + 1
     gathers = graph.is_in_role(EXCHANGE_START) & np.array([kind.startswith("all_gather") for kind in graph.kinds])
-    is_early = gathers & ~graph.is_in_phase("update")
-    return replicas if gathers.any() else 1, replicas if is_early.any() else 1
+    return replicas if gathers.any() else 1, replicas if (gathers & ~graph.is_in_phase("update")).any() else 1
 
 
-def gradients_of_updates(graph: Graph) -> I64:
-    """Returns the tensors that updates read and that ops of other phases make."""
-    is_late, makers = _is_update(graph), graph.producers[graph.edge_tensors]
-    is_source = np.array([kind in ("parameter", "buffer", "constant", "input") for kind in graph.kinds])
-    is_read = is_late[graph.consumers] & ~is_late[makers] & ~is_source[makers]
-    return np.unique(graph.edge_tensors[is_read])
-
-
-def _types(dtypes: Iterable[str], sizes: I64) -> str:
+def _listed(dtypes: Iterable[str], sizes: I64) -> str:
     """Returns the types of most of the bytes, most first: `bf16 and float32`."""
-    sums: dict[str, int] = {}
+    sums = Counter[str]()
     for dtype, size in zip(dtypes, sizes.tolist(), strict=True):
-        name = {"bfloat16": "bf16", "tf32": "float32"}.get(str(dtype), str(dtype))
-        sums[name] = sums.get(name, 0) + size
-    least = _SHOWN_SHARE * sum(sums.values())
-    return " and ".join(sorted((name for name, size in sums.items() if size > least), key=lambda name: -sums[name]))
+        sums[{"bfloat16": "bf16", "tf32": "float32"}.get(dtype, dtype)] += size
+    return " and ".join(name for name, size in sums.most_common() if size > _SHOWN_SHARE * sums.total())
 
 
-def _listed(parts: list[tuple[str, str]]) -> str:
+def _sentence(parts: list[tuple[str, str]]) -> str:
     """Returns `bf16 weights and gradients, float32 moments` of names with their types."""
     texts = []
     for types, group in groupby(parts, key=lambda part: part[1]):

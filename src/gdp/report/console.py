@@ -10,6 +10,7 @@ from rich.text import Text
 
 from gdp.cluster import Cluster
 from gdp.graph import Graph
+from gdp.graph.parameter_bytes import ParameterBytes
 from gdp.models.serving import ServedStep
 from gdp.notebook import format_gib
 from gdp.planning.advice import Advice
@@ -73,12 +74,11 @@ def place_report(
 
 
 def device_report(
-    simulation: Simulation, *, searched: bool = False, held: Graph | None = None
+    simulation: Simulation, *, searched: bool = False, tells_held: bool = True
 ) -> Iterator[RenderableType]:
     """Yields a table of the devices, the limit of the step, and devices that are nearly full or hold no ops.
 
-    `searched`: whether the plan is from a search over all devices. `held` is the graph whose held memory is told, by
-    default that of the simulation.
+    `searched`: whether the plan is from a search over all devices. `tells_held`: whether held memory is told.
     """
     problem = simulation.problem
     counts = np.bincount(simulation.placement, minlength=problem.num_devices)
@@ -99,7 +99,7 @@ def device_report(
     yield ""
     yield Text(str(Limits.of(simulation)))
     for sentence in (
-        *sentences.of_held_memory(held or problem.graph),
+        *(sentences.of_held_memory(problem.graph) if tells_held else ()),
         sentences.of_full_devices(simulation),
         sentences.of_empty_devices(simulation, searched=searched),
     ):
@@ -188,7 +188,15 @@ def nothing_fits(plan: Plan, cluster: Cluster, would_fit: Sequence[str] = ()) ->
         return f"placer {plan.placer} found nothing that fits in memory: {lacking}; use --placer auto"
     if would_fit:
         return f"nothing fits in memory: {lacking}; it would fit with {', or with '.join(would_fit)}"
-    return f"nothing fits in memory: {lacking}; add devices or memory, or make the batch smaller"
+    problem = plan.problem
+    resident = 0 if problem is None else int(problem.graph.resident_bytes.sum())
+    if problem is None or resident <= problem.memory_limit_bytes.sum():
+        return f"nothing fits in memory: {lacking}; add devices or memory, or make the batch smaller"
+    held, remedy = f"{format_gib(resident)} are held for the whole step", "add devices or memory"
+    if (each := ParameterBytes.of(problem.graph)) is not None:
+        held += f", with {each}"
+        remedy += f", or take {'--precision pure-bf16 or ' if each.master_weights else ''}--optimizer adam-8bit"
+    return f"nothing fits in memory: {lacking}; {held}; {remedy}"
 
 
 def _time_sources(graph: Graph, cluster: Cluster) -> Iterator[RenderableType]:

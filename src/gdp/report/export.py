@@ -8,13 +8,16 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from gdp.export.adapt import AdaptedPlan
+from gdp.export.export_target import ExportTarget
 from gdp.export.layouts.cut_step import CutStep
 from gdp.export.layouts.target import LayoutTarget
+from gdp.graph import Graph
 from gdp.notebook import digits
 from gdp.report import sentences
 from gdp.report.console import device_report
 from gdp.report.documents import cluster_document, graph_document
 from gdp.report.tables import format_ms
+from gdp.simulator.simulate import Simulation
 
 _WORTH_A_SEARCH = 0.01  # a loss that is more than what two searches of equal budget differ by
 
@@ -63,7 +66,7 @@ def layout_report(step: CutStep, target: LayoutTarget, path: Path) -> Iterator[R
     for note in _layout_notes(step, target):
         yield Text(note)
     yield ""
-    yield from device_report(step.simulation, held=problem.graph)
+    yield from device_report(step.simulation, tells_held=not step.held.sentence)
     yield ""
     yield Text(f"Written to {path}")
 
@@ -78,22 +81,28 @@ def _layout_notes(step: CutStep, target: LayoutTarget) -> list[str]:
 
 def layout_document(step: CutStep, target: LayoutTarget, content: str, path: Path | None) -> dict[str, Any]:
     """Returns the answer of `gdp export --json` for a layout; `path` is None if nothing fits."""
-    simulation = step.simulation
+    own = {"layout": step.layout.document(), "devices": step.devices.tolist(), "moved_ops": step.num_moved}
+    told = _figures(step.simulation, step.plan_step_time_ns, content, path)
+    return _names(step.problem.graph, target, step.simulation) | own | told | {"notes": _layout_notes(step, target)}
+
+
+def _names(graph: Graph, target: LayoutTarget | ExportTarget, simulation: Simulation) -> dict[str, Any]:
     return {
-        "graph": graph_document(step.problem.graph),
-        "cluster": cluster_document(step.problem.cluster),
+        "graph": graph_document(graph),
+        "cluster": cluster_document(simulation.problem.cluster),
         "target": target.name,
         "level": target.level,
-        "layout": step.layout.document(),
-        "devices": step.devices.tolist(),
+    }
+
+
+def _figures(simulation: Simulation, plan_step_time_ns: int, content: str, path: Path | None) -> dict[str, Any]:
+    return {
         "status": "infeasible" if simulation.missing_bytes.any() else "ok",
         "step_time_ns": simulation.step_time_ns,
-        "plan_step_time_ns": step.plan_step_time_ns,
-        "loss": simulation.step_time_ns / max(step.plan_step_time_ns, 1) - 1,
-        "moved_ops": step.num_moved,
+        "plan_step_time_ns": plan_step_time_ns,
+        "loss": simulation.step_time_ns / max(plan_step_time_ns, 1) - 1,
         "peak_memory_bytes": simulation.peak_memory_bytes.tolist(),
         "busy_fraction": simulation.busy_fraction.tolist(),
-        "notes": _layout_notes(step, target),
         "content": content,
         "path": None if path is None else str(path),
     }
@@ -111,25 +120,14 @@ def layout_does_not_fit(step: CutStep, target: LayoutTarget) -> str:
 
 def export_document(adapted: AdaptedPlan, path: Path | None) -> dict[str, Any]:
     """Returns the answer of `gdp export --json`; `path` is None if nothing fits and nothing was written."""
-    simulation = adapted.simulation
-    return {
-        "graph": graph_document(adapted.graph),
-        "cluster": cluster_document(simulation.problem.cluster),
-        "target": adapted.target.name,
-        "level": adapted.target.level,
+    own = {
         "offloads": adapted.is_offloaded,
-        "status": "infeasible" if simulation.missing_bytes.any() else "ok",
         "num_units": adapted.units.num_units,
-        "step_time_ns": adapted.step_time_ns,
-        "plan_step_time_ns": adapted.plan_step_time_ns,
-        "loss": adapted.loss,
         "program_order_step_time_ns": adapted.program_order_ns,
-        "peak_memory_bytes": simulation.peak_memory_bytes.tolist(),
-        "busy_fraction": simulation.busy_fraction.tolist(),
         "notes": adapted.notes,
-        "content": adapted.content,
-        "path": None if path is None else str(path),
     }
+    told = _figures(adapted.simulation, adapted.plan_step_time_ns, adapted.content, path)
+    return _names(adapted.graph, adapted.target, adapted.simulation) | own | told
 
 
 def does_not_fit(adapted: AdaptedPlan) -> str:

@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gdp.graph import Graph
+from gdp.graph.accumulation import ELEMENT_BYTES
 from gdp.graph.copies import ACCUMULATE, exchange_of
 from gdp.graph.held_memory import HeldMemory
-from gdp.graph.parameter_bytes import ELEMENT_BYTES, ParameterBytes, gradients_of_updates
+from gdp.graph.parameter_bytes import ParameterBytes, gradients_of_updates
 from gdp.models.model import FLOAT32, MIXED, PURE_BF16
 from gdp.parallel.layout import Layout
 
