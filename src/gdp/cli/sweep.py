@@ -32,7 +32,7 @@ def sweep_place(request: PlaceRequest, sweep: "Sweep", limits: ConstraintOptions
     asked = {value: _of_value(request, sweep, value, limits) for value in sweep.values}
     if request.out is not None:
         check_writable(request.out / _PICTURE)
-    table = _Table(request, sweep, prices)
+    table = _SweepTable(request, sweep, prices)
     with progress.stop_on_interrupt() as stop:
         for value, of_value in asked.items():
             try:
@@ -64,7 +64,7 @@ def sweep_place(request: PlaceRequest, sweep: "Sweep", limits: ConstraintOptions
     return OK
 
 
-class _Table:
+class _SweepTable:
     """The rows so far; the model and the parts of its batch, where all values have the same."""
 
     def __init__(self, request: PlaceRequest, sweep: "Sweep", prices: "Prices") -> None:
