@@ -105,7 +105,7 @@ def test_commands_parse() -> None:
     [
         ("gdp plaice rnnlm-2", "no command plaice"),
         ("python -m benchmarks", "no command"),
-        ("gdp place rnnlm-2", "--devices"),
+        ("gdp place --devices local", "MODEL"),
         ("gdp place rnnlm-2 --devices local --bugdet 3s", "No such option: --bugdet"),
         ("python -m benchmarks serach", "no command serach"),
         ("python -m benchmarks search --seeds many | tee log", "not a valid|valid integer"),

@@ -130,9 +130,10 @@ def advise(
         if change.others is None:
             own_ns = own_time_ns(plan, change.change, change.cluster, change.constraints)
             step_time_ns = own_ns if step_time_ns is None else min(step_time_ns, own_ns)
-        what_ifs.append(WhatIf(change.change, change.detail, step_time_ns))
-        if change.others is not None and step_time_ns is not None and step_time_ns < plan.step_time_ns:
+        elif step_time_ns is not None and step_time_ns < plan.step_time_ns:
             plan = _on_all_devices(plan, answer, simulation.problem, constraints, change.others)
+            step_time_ns = plan.step_time_ns  # that of the answer: on fewer devices it is as fast, at the least
+        what_ifs.append(WhatIf(change.change, change.detail, step_time_ns))
     filled = simulation.peak_memory_bytes / np.maximum(simulation.problem.memory_limit_bytes, 1)
     return Advice(tuple(what_ifs), tuple(not_asked), bool(filled.max() > MEMORY_MATTERS), plan)
 

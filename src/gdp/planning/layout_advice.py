@@ -80,10 +80,16 @@ def advise_on_layouts(
     filled = float((simulation.peak_memory_bytes / np.maximum(simulation.problem.memory_limit_bytes, 1)).max())
     matters = filled > MEMORY_MATTERS
     estimator = Estimator(quick, cluster, constraints, clock=clock)
-    factors = _factors((best,), estimator, clock)  # which reads a part of the batch
-    asked = list(_layout_changes(quick, cluster, constraints, memory_matters=matters))
+    factors = _factors((best,), estimator, clock)
+    asked: list[_LayoutChange] = []
+    if cluster.num_devices <= changes.MOST_CHANGED:
+        asked += _machine_changes(quick, cluster, constraints, memory_matters=matters)
     likely = [_best_estimate(change, factors, clock.part(_LIKELY_SHARE), like=best.way) for change in asked]
     factors = _factors(solution.looked_at, estimator, clock.part(_FACTORS_SHARE)) | factors
+    if (twice := _twice_the_batch(quick)) is not None:  # which needs two parts of the batch, read by now
+        detail = f"{twice.batch_size} samples"
+        asked.append(_LayoutChange("twice the batch", detail, twice, cluster, constraints, batch_factor=2))
+        likely.append(_best_estimate(asked[-1], factors, clock.part(_LIKELY_SHARE), like=best.way))
     what_ifs: list[WhatIf] = []
     not_asked: list[str] = []
     for turn, change in enumerate(asked):
@@ -213,16 +219,6 @@ class _MoreParts:
         return self.parts.rough(num_parts * self.factor)
 
 
-def _layout_changes(
-    parts: Parts, cluster: Cluster, constraints: Constraints, *, memory_matters: bool
-) -> Iterator[_LayoutChange]:
-    if cluster.num_devices <= changes.MOST_CHANGED:
-        yield from _machine_changes(parts, cluster, constraints, memory_matters=memory_matters)
-    if (twice := _twice_the_batch(parts)) is not None:
-        detail = f"{twice.batch_size} samples"
-        yield _LayoutChange("twice the batch", detail, twice, cluster, constraints, batch_factor=2)
-
-
 def _machine_changes(
     parts: Parts, cluster: Cluster, constraints: Constraints, *, memory_matters: bool
 ) -> Iterator[_LayoutChange]:
@@ -303,10 +299,10 @@ def _best_estimate(
     ways, grows = replicated_ways(estimator.machine, size), True
     if like is not None:
         same = [way for way in ways if _kind(way) == _kind(like)]
-        same = [way for way in same if len(way.all_devices) == len(estimator.machine.usable)]
         same = [replace(way, layout=replace(way.layout, recompute=like.layout.recompute)) for way in same]
         with contextlib.suppress(InputError):  # there are not as many devices
             same = [*forced(estimator.machine, like.layout, size)[:1], *same]
+        same = [way for way in same if len(way.all_devices) == len(estimator.machine.usable)]
         ways, grows = same or [way for way in ways if way.num_places == like.num_places], not same
     queue = EstimateQueue(estimator, size, attempt, grows=grows)
     queue.add(ways, clock)

@@ -55,11 +55,11 @@ class EstimateQueue:
 
     def best(self, clock: Clock) -> Candidate | None:
         """Returns the most promising of all, estimated; None where there is none, or time is up before."""
-        while self.left and not clock.is_up:
+        while self.left:
             most = min(self.left)
             if most.has_places:
                 return most
-            if not self.estimator.has_time(most.way):
+            if clock.is_up or not self.estimator.has_time(most.way):
                 return None
             self.estimate(most)
             clock.spend(1)
