@@ -68,12 +68,13 @@ class Advice:
 
 
 @dataclass(frozen=True, eq=False)
-class _Change:
-    change: str
+class MachineChange:
+    """A change to a machine."""
+
+    name: str
     detail: str
     cluster: Cluster
     constraints: Constraints
-    start: Candidate  # the plan on the changed machine
     others: Sequence[int] | None = None  # the devices that are left, by their numbers; None: the machine has more
 
 
@@ -94,17 +95,18 @@ def advise(
     After `stop`, and when the budget has no `least_s` left for one, the changes left are not asked.
     """
     num_devices = simulation.problem.num_devices
-    changes = [] if num_devices > MOST_CHANGED else list(_changes(simulation, constraints))
+    filled = float((simulation.peak_memory_bytes / np.maximum(simulation.problem.memory_limit_bytes, 1)).max())
+    changes = [] if num_devices > MOST_CHANGED else list(_changes(simulation, constraints, filled))
     clock = Clock(budget, stop=stop)
     what_ifs: list[WhatIf] = []
     not_asked: list[str] = []
     has_cards = any(not device.is_cpu for device in simulation.problem.cluster.devices)
-    if has_cards and num_devices < MOST_CHANGED and all(change.change != MORE for change in changes):
+    if has_cards and num_devices < MOST_CHANGED and all(change.name != MORE for change in changes):
         not_asked.append(f"{MORE} (nothing tells how it would be linked)")
     for turn, change in enumerate(changes, 1):
         if clock.stop.is_set() or clock.seconds_left == 0.0 or not clock.has(least_s):
             why = "interrupted" if clock.stop.is_set() else "no time left, a larger budget has it"
-            not_asked.append(f"{change.change} ({why})")
+            not_asked.append(f"{change.name} ({why})")
             continue
         try:
             answer = place(
@@ -115,32 +117,32 @@ def advise(
                 budget=_share(budget, clock, len(changes), turn, least_s),
                 seed=seed,
                 robust=0.0,
-                starts=[change.start],
+                starts=[_start(simulation, change.others)],
                 num_threads=num_threads,
                 stop=clock.stop,
             )
         except InputError as error:
             why = "interrupted" if clock.stop.is_set() else str(error)
-            not_asked.append(f"{change.change} ({why})")
+            not_asked.append(f"{change.name} ({why})")
             continue
         if clock.stop.is_set():
-            not_asked.append(f"{change.change} (interrupted)")
+            not_asked.append(f"{change.name} (interrupted)")
             continue
         step_time_ns = answer.step_time_ns if answer.status == "ok" else None
         if change.others is None:
-            own_ns = own_time_ns(plan, change.change, change.cluster, change.constraints)
+            own_ns = own_time_ns(plan, change)
             step_time_ns = own_ns if step_time_ns is None else min(step_time_ns, own_ns)
         elif step_time_ns is not None and step_time_ns < plan.step_time_ns:
             plan = _on_all_devices(plan, answer, simulation.problem, constraints, change.others)
             step_time_ns = plan.step_time_ns  # that of the answer: on fewer devices it is as fast, at the least
-        what_ifs.append(WhatIf(change.change, change.detail, step_time_ns))
-    filled = simulation.peak_memory_bytes / np.maximum(simulation.problem.memory_limit_bytes, 1)
-    return Advice(tuple(what_ifs), tuple(not_asked), bool(filled.max() > MEMORY_MATTERS), plan)
+        what_ifs.append(WhatIf(change.name, change.detail, step_time_ns))
+    return Advice(tuple(what_ifs), tuple(not_asked), filled > MEMORY_MATTERS, plan)
 
 
-def own_time_ns(plan: Plan, change: str, cluster: Cluster, constraints: Constraints) -> int:
-    """Returns what `plan` itself takes on a machine that has more: other than now, and less, with faster links only."""
-    step = carried(plan, cluster, constraints, range(len(plan.devices))) if change == FASTER else None
+def own_time_ns(plan: Plan, change: MachineChange, *, has_time: bool = True) -> int:
+    """Returns what `plan` itself takes on a machine that has more: less than now with faster links, if `has_time`."""
+    is_other = change.name == FASTER and has_time
+    step = carried(plan, change.cluster, change.constraints, range(len(plan.devices))) if is_other else None
     return plan.step_time_ns if step is None or not step.feasible else min(step.step_time_ns, plan.step_time_ns)
 
 
@@ -159,37 +161,48 @@ def _on_all_devices(plan: Plan, fewer: Plan, problem: Problem, constraints: Cons
     return replace(better, lower_bound_ns=plan.lower_bound_ns, placer=plan.placer, seed=plan.seed, search=search)
 
 
-def _changes(simulation: Simulation, constraints: Constraints) -> Iterator[_Change]:
-    problem, placement, start = simulation.problem, simulation.placement, Candidate.start(simulation)
-    cluster, devices = problem.cluster, problem.cluster.devices
-    used = np.unique(placement)
-    if len(used) > 1:
-        done_ns = np.bincount(
-            placement, problem.simulator.fastest_ns, len(devices)
-        )  # a slow device is long busy with little
-        least = int(used[np.lexsort((-simulation.busy_fraction[used], done_ns[used]))[0]])
+def machine_changes(
+    cluster: Cluster, constraints: Constraints, least: int | None, most: int | None, *, memory_matters: bool
+) -> Iterator[MachineChange]:
+    """Yields `cluster` without the device `least`, with one more like `most`, with faster links, with more memory."""
+    devices = cluster.devices
+    if least is not None:
         others = [number for number in range(len(devices)) if number != least]
         less = changes.only(cluster, others)
-        moved = np.where(placement > least, placement - 1, placement)
-        rest = used[used != least]
-        moved[placement == least] = others.index(int(rest[np.argmax(simulation.busy_fraction[rest])]))
-        yield _Change(
-            ONE_FEWER, f"without {devices[least].name}", less, constraints.within(less), Candidate(moved), others
-        )
-    cards = [number for number, device in enumerate(devices) if not device.is_cpu]  # another CPU is another host
-    most = max(cards, key=lambda number: simulation.busy_fraction[number], default=None)
+        yield MachineChange(ONE_FEWER, f"without {devices[least].name}", less, constraints.within(less), others)
     more = None if most is None else changes.with_another(cluster, most)
     if most is not None and more is not None:
         added = more.devices[-1].name
         allowed = constraints.also_for(added, devices[most].name)
-        yield _Change(MORE, f"{added} ({devices[most].kind})", more, allowed, start)
+        yield MachineChange(MORE, f"{added} ({devices[most].kind})", more, allowed)
     if len(devices) > 1:
-        faster = changes.with_faster_links(cluster, 2)
-        yield _Change(FASTER, "all of them", faster, constraints, start)
-    filled = simulation.peak_memory_bytes / np.maximum(problem.memory_limit_bytes, 1)
-    if filled.max() > MEMORY_MATTERS:
-        larger = changes.with_more_memory(cluster, 2)
-        yield _Change("twice the memory", "on every device", larger, constraints.times_memory(2), start)
+        yield MachineChange(FASTER, "all of them", changes.with_faster_links(cluster, 2), constraints)
+    if memory_matters:
+        larger, allowed = changes.with_more_memory(cluster, 2), constraints.times_memory(2)
+        yield MachineChange("twice the memory", "on every device", larger, allowed)
+
+
+def _changes(simulation: Simulation, constraints: Constraints, filled: float) -> Iterator[MachineChange]:
+    placement, busy = simulation.placement, simulation.busy_fraction
+    cluster, used, least = simulation.problem.cluster, np.unique(placement), None
+    if len(used) > 1:  # a slow device is long busy with little
+        done_ns = np.bincount(placement, simulation.problem.simulator.fastest_ns, cluster.num_devices)
+        least = int(used[np.lexsort((-busy[used], done_ns[used]))[0]])
+    cards = [number for number, device in enumerate(cluster.devices) if not device.is_cpu]
+    most = max(cards, key=lambda number: busy[number], default=None)  # another CPU is another host
+    yield from machine_changes(cluster, constraints, least, most, memory_matters=filled > MEMORY_MATTERS)
+
+
+def _start(simulation: Simulation, others: Sequence[int] | None) -> Candidate:
+    """Returns the plan to begin a search from; without a device, its ops are on the busiest of the `others`."""
+    placement = simulation.placement
+    if others is None:
+        return Candidate.start(simulation)
+    (least,) = set(range(simulation.problem.num_devices)) - set(others)
+    used = np.unique(placement[placement != least])
+    moved = np.where(placement > least, placement - 1, placement)
+    moved[placement == least] = list(others).index(int(used[np.argmax(simulation.busy_fraction[used])]))
+    return Candidate(moved)
 
 
 def _share(budget: Budget, clock: Clock, num_changes: int, turn: int, least_s: float) -> Budget:

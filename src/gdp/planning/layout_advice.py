@@ -6,8 +6,8 @@ Kinds of layouts are levels of ZeRO, on one device a replica or on several.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 
@@ -15,7 +15,8 @@ import numpy as np
 
 from gdp.bounds.layout_bound import layout_bound
 from gdp.budget import Clock
-from gdp.cluster import Cluster, changes
+from gdp.cluster import Cluster
+from gdp.cluster.changes import MOST_CHANGED
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.parallel.interpolation import have_same_ops, interpolated
@@ -24,11 +25,11 @@ from gdp.planning.advice import (
     FEWER_SAMPLES,
     LAYOUTS,
     MEMORY_MATTERS,
-    MORE,
-    ONE_FEWER,
     Advice,
+    MachineChange,
     WhatIf,
     larger_machines,
+    machine_changes,
     own_time_ns,
 )
 from gdp.search.batch_parts import Parts
@@ -53,14 +54,14 @@ _Kind = tuple[int, bool]  # the level of ZeRO, and whether a replica has one dev
 
 @dataclass(frozen=True, eq=False)
 class _LayoutChange:
-    change: str
-    detail: str
+    machine: MachineChange
     parts: Parts
-    cluster: Cluster
-    constraints: Constraints
     batch_factor: int = 1
-    adds: bool = False  # the plan itself runs there, too
-    whole: Constraints = field(default_factory=Constraints)  # of the machine that devices are taken from
+
+    @property
+    def adds(self) -> bool:
+        """True if the plan itself runs there, too."""
+        return self.machine.others is None and self.batch_factor == 1
 
 
 def advise_on_layouts(
@@ -82,64 +83,64 @@ def advise_on_layouts(
     estimator = Estimator(quick, cluster, constraints, clock=clock)
     factors = _factors((best,), estimator, clock)
     asked: list[_LayoutChange] = []
-    if cluster.num_devices <= changes.MOST_CHANGED:
-        asked += _machine_changes(quick, cluster, constraints, memory_matters=matters)
+    if cluster.num_devices <= MOST_CHANGED:
+        usable = estimator.machine.usable
+        least = usable[-1] if cluster.num_devices > 2 else None
+        most = next((number for number in reversed(usable) if not cluster.devices[number].is_cpu), None)
+        machines = machine_changes(cluster, constraints, least, most, memory_matters=matters)
+        asked += [_LayoutChange(machine, quick) for machine in machines]
     likely = [_best_estimate(change, factors, clock.part(_LIKELY_SHARE), like=best.way) for change in asked]
     factors = _factors(solution.looked_at, estimator, clock.part(_FACTORS_SHARE)) | factors
     if (twice := _twice_the_batch(quick)) is not None:  # which needs two parts of the batch, read by now
-        detail = f"{twice.batch_size} samples"
-        asked.append(_LayoutChange("twice the batch", detail, twice, cluster, constraints, batch_factor=2))
+        same = MachineChange("twice the batch", f"{twice.batch_size} samples", cluster, constraints)
+        asked.append(_LayoutChange(same, twice, batch_factor=2))
         likely.append(_best_estimate(asked[-1], factors, clock.part(_LIKELY_SHARE), like=best.way))
     what_ifs: list[WhatIf] = []
     not_asked: list[str] = []
     for turn, change in enumerate(asked):
-        part = clock.part(1 / (len(asked) - turn))
+        machine, part = change.machine, clock.part(1 / (len(asked) - turn))
         estimate = min(filter(None, (likely[turn], _best_estimate(change, factors, part))), default=None)
         time_ns, layout = _time_of(estimate, change)
         if change.adds:
-            is_other = change.change == FASTER and clock.has(clock.effort.close.seconds(simulation.problem.num_ops))
-            own_ns = own_time_ns(plan, change.change if is_other else "", change.cluster, change.constraints)
-            if (is_other or estimate is not None) and own_ns <= (time_ns or NEVER):
+            has_time = clock.has(clock.effort.close.seconds(simulation.problem.num_ops))
+            own_ns = own_time_ns(plan, machine, has_time=has_time)
+            if ((has_time and machine.name == FASTER) or estimate is not None) and own_ns <= (time_ns or NEVER):
                 time_ns, layout = own_ns, ""
         if estimate is None and time_ns is None:
             why = "interrupted" if clock.stop.is_set() else "no time left, a larger budget has it"
-            not_asked.append(f"{change.change} ({why})")
+            not_asked.append(f"{machine.name} ({why})")
             continue
-        if change.change == ONE_FEWER and estimate is not None and (time_ns or NEVER) < plan.step_time_ns:
-            solution, time_ns = _on_fewer(solution, parts, change, estimate, clock)
+        if machine.others is not None and estimate is not None and (time_ns or NEVER) < plan.step_time_ns:
+            question = BatchQuestion(parts.within(clock), cluster, constraints)
+            solution, time_ns = _on_fewer(solution, LayoutSearch(question, clock), machine.others, estimate)
             layout = "" if solution.plan is not plan else layout
-        detail = change.detail
+        detail = machine.detail
         if change.batch_factor > 1 and time_ns is not None:
             detail += f", {time_ns / plan.step_time_ns / change.batch_factor:.2f} of the time per sample"
-        what_ifs.append(WhatIf(change.change, detail, time_ns, layout))
+        what_ifs.append(WhatIf(machine.name, detail, time_ns, layout))
     assert solution.plan is not None
     return Advice(tuple(what_ifs), tuple(not_asked), matters, solution.plan), solution
 
 
-def _time_of(estimate: Candidate | None, change: "_LayoutChange") -> tuple[int | None, str]:
+def _time_of(estimate: Candidate | None, change: _LayoutChange) -> tuple[int | None, str]:
     """Returns the step time of an estimate, at least what the work takes, and its layout; (None, "") of none."""
     if estimate is None:
         return None, ""
-    bound_ns = layout_bound(change.parts.read, change.cluster)
+    bound_ns = layout_bound(change.parts.read, change.machine.cluster)
     return None if estimate.missing_bytes else max(estimate.step_time_ns, bound_ns), str(estimate.layout)
 
 
 def _on_fewer(
-    solution: Solution, parts: Parts, change: "_LayoutChange", estimate: Candidate, clock: Clock
+    solution: Solution, search: LayoutSearch, others: Sequence[int], estimate: Candidate
 ) -> tuple[Solution, int]:
-    """Returns the better one of `solution` and the step of `estimate` on fewer devices, and the time of that step.
+    """Returns the better one of `solution` and the step of `estimate` on the devices `others`, and that step's time.
 
     Without the time to simulate it, the estimate is told to be as slow as the plan.
     """
-    best, plan = solution.best, solution.plan
-    assert best is not None
+    plan = solution.plan
     assert plan is not None
     assert plan.search is not None
-    whole = best.problem.cluster
-    names = [device.name for device in whole.devices]
-    numbers = [names.index(device.name) for device in change.cluster.devices]
-    search = LayoutSearch(BatchQuestion(parts.within(clock), whole, change.whole), clock)
-    devices = tuple(tuple(numbers[device] for device in group) for group in estimate.devices)
+    devices = tuple(tuple(others[device] for device in group) for group in estimate.devices)
     way = replace(estimate.way, devices=devices)
     step = None
     if search.has_time(way):
@@ -219,28 +220,6 @@ class _MoreParts:
         return self.parts.rough(num_parts * self.factor)
 
 
-def _machine_changes(
-    parts: Parts, cluster: Cluster, constraints: Constraints, *, memory_matters: bool
-) -> Iterator[_LayoutChange]:
-    devices, usable = cluster.devices, Estimator(parts, cluster, constraints).machine.usable
-    if len(devices) > 2:
-        less = changes.only(cluster, [number for number in range(len(devices)) if number != usable[-1]])
-        detail = f"without {devices[usable[-1]].name}"
-        yield _LayoutChange(ONE_FEWER, detail, parts, less, constraints.within(less), whole=constraints)
-    like = next((number for number in reversed(usable) if not devices[number].is_cpu), None)
-    more = None if like is None else changes.with_another(cluster, like)
-    if like is not None and more is not None:
-        added = more.devices[-1].name
-        allowed = constraints.also_for(added, devices[like].name)
-        yield _LayoutChange(MORE, f"{added} ({devices[like].kind})", parts, more, allowed, adds=True)
-    if len(devices) > 1:
-        faster = changes.with_faster_links(cluster, 2)
-        yield _LayoutChange(FASTER, "all of them", parts, faster, constraints, adds=True)
-    if memory_matters:
-        larger, limits = changes.with_more_memory(cluster, 2), constraints.times_memory(2)
-        yield _LayoutChange("twice the memory", "on every device", parts, larger, limits, adds=True)
-
-
 def _twice_the_batch(parts: Parts) -> Parts | None:
     """Returns the parts of a batch of twice the samples, as those of half the number; None where that is not known."""
     size = parts.batch_size
@@ -287,7 +266,7 @@ def _best_estimate(
     if clock.is_up:
         return None
     size = change.parts.batch_size
-    estimator = Estimator(change.parts, change.cluster, change.constraints, clock=clock)
+    estimator = Estimator(change.parts, change.machine.cluster, change.machine.constraints, clock=clock)
 
     def attempt(action: Callable[[Arrangement], Candidate], way: Arrangement) -> Candidate | None:
         with contextlib.suppress(InputError):  # of parts that are not known
@@ -296,14 +275,15 @@ def _best_estimate(
             return replace(estimate, figures=replace(estimate.figures, step_time_ns=time_ns))
         return None
 
-    ways, grows = replicated_ways(estimator.machine, size), True
+    ways = replicated_ways(estimator.machine, size)
     if like is not None:
         same = [way for way in ways if _kind(way) == _kind(like)]
         same = [replace(way, layout=replace(way.layout, recompute=like.layout.recompute)) for way in same]
         with contextlib.suppress(InputError):  # there are not as many devices
             same = [*forced(estimator.machine, like.layout, size)[:1], *same]
         same = [way for way in same if len(way.all_devices) == len(estimator.machine.usable)]
-        ways, grows = same or [way for way in ways if way.num_places == like.num_places], not same
-    queue = EstimateQueue(estimator, size, attempt, grows=grows)
+        ways = same or [way for way in ways if way.num_places == like.num_places]
+    queue = EstimateQueue(estimator, size, attempt)
     queue.add(ways, clock)
-    return queue.best(clock)
+    best = queue.best(clock)
+    return None if best is None or (like is not None and not best.fits) else best  # another layout may fit
