@@ -76,7 +76,7 @@ class _SweepTable:
         self._parts: Parts | None = None
 
     def add(self, value: int | str, request: PlaceRequest, stop: "Stop") -> None:
-        """Places with `value`; where that cannot be, the row says why. InputError where all values fail alike."""
+        """Places with `value`; where that cannot be, the row says why. InputError for a model that no row can read."""
         from gdp.budget import Clock
         from gdp.planning.sweep import SweepRow, place_row
         from gdp.report.progress import StatusLine, live
@@ -88,7 +88,7 @@ class _SweepTable:
             with live(line):
                 row = place_row(value, question, self.rows, Clock(request.budget, stop=stop))
         except InputError as error:
-            if stop.is_set():
+            if stop.is_set() or (self._model is None and request.source is self._source):
                 raise
             row = SweepRow(value, note=str(error))
         work, self.noun = _work(request.source, served)
