@@ -1,7 +1,8 @@
 """A placed step on GPUs that are not there: devices, kernels, streams, events and freed memory, for all tiny models."""
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -33,13 +34,19 @@ def world(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return made
 
 
-def captured(name: str, world: FakeCuda) -> tuple[Capture, dict[int, Tensor]]:
-    """A tiny model's step, and its parameters, buffers and inputs as fake tensors."""
+@cache
+def captured_here(name: str) -> tuple[Capture, dict[int, Tensor]]:
+    """A tiny model's step and what it starts from; `tiny_models.captured` is of a machine without these GPUs."""
     model, args, kwargs = EXECUTED[name]()
     found = capture(model, args, kwargs, name=name)
-    content = found.program.bind(model, args, kwargs)
+    return found, found.program.bind(model, args, kwargs)
+
+
+def captured(name: str, world: FakeCuda) -> tuple[Capture, dict[int, Tensor]]:
+    """The step with its ops not yet prepared for devices, and what it starts from as fake tensors."""
+    found, content = captured_here(name)
     with world.fake:
-        return found, {
+        return replace(found, program=replace(found.program)), {
             number: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
             for number, tensor in content.items()
         }
