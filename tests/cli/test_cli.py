@@ -134,6 +134,7 @@ def test_place_json_is_one_object_with_the_documented_keys_and_nothing_else(run:
         "peak_memory_bytes",
         "busy_fraction",
         "mfu",
+        "per_second",
         "baselines",
         "seconds",
         "simulations",

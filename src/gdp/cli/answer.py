@@ -93,7 +93,9 @@ def _written(opened: OpenRequest, found: "KeptAnswer", stop: "Stop") -> Answer:
     simulation = replay(problem, found.plan)
     files = opened.files_of(found.plan, problem.graph).suited_to(problem)
     if found.plan.status == "ok":
-        failure = files.write(found, simulation, stop, opened.request.latest_s)
+        failure = files.write(
+            found, simulation, stop, opened.request.latest_s, opened.request.source.amounts(opened.model.served)
+        )
         return Answer(found, simulation, files, failure=failure)
     would_fit = [] if stop.is_set() else find_changes_that_fit(opened, found.plan, stop)
     return Answer(found, simulation, files, would_fit)
@@ -142,6 +144,7 @@ def _document(opened: OpenRequest, answer: Answer) -> dict[str, Any]:
         advice=found.advice,
         would_fit=answer.would_fit,
         served=opened.model.served,
+        amounts=opened.amounts,
     )
     if found.batches is not None:
         return document | batches_answer.batches_document(found.batches, opened.request.source.batch_size)
@@ -165,5 +168,6 @@ def _report(opened: OpenRequest, answer: Answer) -> "Iterable[RenderableType]":
         next_command,
         found.advice,
         serving="" if served is None else served.sentence(answer.plan.step_time_ns),
+        amounts=opened.amounts if served is None else {},
     )
     return report if found.layouts is None else layouts.choice_report(found.layouts, report)

@@ -75,6 +75,11 @@ class OpenRequest:
         written_s = self.files.written_s(question.problem.num_ops * num_parts)
         return replace(self, request=self.request.later(read_s + compiled_s).within_budget(written_s))
 
+    @property
+    def amounts(self) -> dict[str, int]:
+        """The samples and tokens of a step, those that are known."""
+        return self.request.source.amounts(self.model.served)
+
     def is_offloaded(self, plan: "Plan") -> bool:
         """Returns whether `plan` is of another graph, with weights on a CPU that a target fetches."""
         return self.request.target is not None and plan.graph != self.model.graph.fingerprint

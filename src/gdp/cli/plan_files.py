@@ -5,11 +5,12 @@ import math
 import shlex
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from gdp.budget import Effort
@@ -105,11 +106,12 @@ class PlanFiles:
         simulation: "Simulation",
         stop: threading.Event | None = None,
         latest_s: float = math.inf,
+        amounts: Mapping[str, int] = MappingProxyType({}),
     ) -> InputError | None:
         """Writes all of them, the plan first; returns the error that ended it, if any.
 
         After `stop` no files are written that would take seconds, and no long report that would end after `latest_s`,
-        by `time.monotonic`; notes say which.
+        by `time.monotonic`; notes say which. `amounts` are the samples and tokens of a step.
         """
         from gdp.report.page import write_page
         from gdp.report.page_data import PageData
@@ -118,7 +120,9 @@ class PlanFiles:
         if self.note:
             log(self.note)
         problem = simulation.problem
-        data = PageData(answer.plan, simulation, answer.progress, answer.advice, layouts=answer.layouts)
+        data = PageData(
+            answer.plan, simulation, answer.progress, answer.advice, layouts=answer.layouts, amounts=amounts
+        )
         steps: list[tuple[Path | None, Callable[[Path], None]]] = [
             (self.plan, answer.plan.save),
             (self.graph, problem.graph.save),

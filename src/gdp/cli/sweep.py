@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from gdp.cluster.prices import Prices
     from gdp.models.model import Model
     from gdp.models.serving import ServedStep
-    from gdp.models.source import ModelSource
     from gdp.planning.sweep import Sweep, SweepRow
     from gdp.search.batch_parts import Parts
     from gdp.search.place_question import PlaceQuestion
@@ -91,8 +90,9 @@ class _SweepTable:
             if stop.is_set() or (self._model is None and request.source is self._source):
                 raise
             row = SweepRow(value, note=str(error))
-        work, self.noun = _work(request.source, served)
-        row = replace(row, price=self.prices.of(request.cluster), work=work)
+        amounts = request.source.amounts(served)
+        self.noun = "tokens" if "tokens" in amounts else "samples"
+        row = replace(row, price=self.prices.of(request.cluster), work=amounts.get(self.noun, 0))
         self.rows.append(row)
         self.served.append(served)
         if row.plan is not None:  # else the table says why, or the error does where no row has one
@@ -177,18 +177,6 @@ def _of_value(request: PlaceRequest, sweep: "Sweep", value: int | str, limits: C
         reading = replace(reading, batch=value)
     asked = replace(asked, options={**asked.options, sweep.what: value})
     return replace(request, source=ModelSource(request.model, reading), parallel=parallel, asked=asked)
-
-
-def _work(source: "ModelSource", served: "ServedStep | None") -> tuple[int, str]:
-    """Returns what a step does: (tokens, "tokens") of a language model whose sequence is known, else its samples."""
-    from gdp.models.hugging_face import sizes
-    from gdp.models.model import HUGGING_FACE
-
-    if served is not None:
-        return served.num_sequences * served.num_tokens, "tokens"
-    samples = source.batch_size or 0
-    sequence = sizes.parse(source.text)[1].sequence if source.text.startswith(HUGGING_FACE) else None
-    return (samples, "samples") if sequence is None else (samples * sequence, "tokens")
 
 
 def _save(request: PlaceRequest, what: str, row: "SweepRow") -> None:

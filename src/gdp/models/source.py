@@ -20,6 +20,7 @@ from gdp.models.hugging_face import sizes
 from gdp.models.model import HUGGING_FACE, Microbatching, Model, Reading, even_part
 from gdp.models.model_text import check_no_python_file, in_directory, is_graph_file, is_onnx, with_prefix
 from gdp.models.papers import PAPERS, Workload
+from gdp.models.serving import ServedStep
 from gdp.models.user_function import Example, JaxFunction, UserFunction, in_order
 
 if TYPE_CHECKING:
@@ -156,6 +157,15 @@ class ModelSource:
         if self._is_published:
             return sizes.parse(self.text)[1].batch
         return self.reading.batch or self._workload.batch_size
+
+    def amounts(self, served: ServedStep | None = None) -> dict[str, int]:
+        """Returns the numbers of `samples` and `tokens` of a step, those that are known; `served`: what it serves."""
+        if served is not None:
+            return {"samples": served.num_sequences, "tokens": served.num_sequences * served.num_tokens}
+        if (samples := self.batch_size) is None:
+            return {}
+        sequence = sizes.parse(self.text)[1].sequence if self.text.startswith(HUGGING_FACE) else None
+        return {"samples": samples} | ({} if sequence is None else {"tokens": samples * sequence})
 
     @property
     def assumes_batch(self) -> bool:

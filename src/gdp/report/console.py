@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from rich.console import RenderableType
@@ -35,10 +36,11 @@ def place_report(
     next_command: str,
     advice: Advice | None = None,
     serving: str = "",
+    amounts: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[RenderableType]:
     """Yields the answer of `gdp place`, from the headline to the next command.
 
-    `serving` is a sentence on its speed.
+    `serving` is a sentence on the speed of serving, `amounts` are the samples and tokens of a step of another kind.
     """
     assert plan.search is not None
     graph, cluster = simulation.problem.graph, simulation.problem.cluster
@@ -51,7 +53,7 @@ def place_report(
     yield Text(sentences.headline(plan, plan.search.baselines, count), style="bold")
     if serving:
         yield Text(serving, style="bold")
-    for sentence in (*sentences.of_utilisation(simulation), *sentences.of_search(plan.search, simulation)):
+    for sentence in (*sentences.of_speed(simulation, amounts), *sentences.of_search(plan.search, simulation)):
         yield Text(sentence)
     yield Text(sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns, count, sentences.num_replicas(simulation)))
     if plan.search.baselines:
@@ -120,7 +122,7 @@ def simulate_report(
         yield Text(of_throughput(throughput), style="bold")
     if served is not None:
         yield Text(served.sentence(simulation.step_time_ns), style="bold")
-    yield from map(Text, sentences.of_utilisation(simulation))
+    yield from map(Text, sentences.of_speed(simulation))
     counts = sentences.num_microbatches(simulation), sentences.num_replicas(simulation)
     yield Text(sentences.of_bound(simulation.step_time_ns, bound_ns, *counts))
     yield Text("The plan fits." if simulation.feasible else "The plan is not feasible.")

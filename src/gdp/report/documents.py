@@ -1,8 +1,9 @@
 """Builds the JSON documents of `--json`: stable keys, times in ns, sizes in bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from gdp.cluster import Cluster
@@ -14,6 +15,7 @@ from gdp.models.serving import ServedStep, serving_entry
 from gdp.planning.advice import Advice
 from gdp.planning.compare import Comparison
 from gdp.report.advice_answer import advice_document
+from gdp.report.sentences import per_second
 from gdp.simulator.costs import count_time_sources
 from gdp.simulator.plan import Plan
 from gdp.simulator.simulate import Simulation
@@ -56,10 +58,12 @@ def place_document(
     advice: Advice | None,
     would_fit: Sequence[str],
     served: ServedStep | None = None,
+    amounts: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Returns the answer of `gdp place --json`.
 
-    `path` is None if no plan was written; `would_fit` lists changes with which a plan would fit.
+    `path` is None if no plan was written; `would_fit` lists changes with which a plan would fit; `amounts` are the
+    samples and tokens of a step.
     """
     assert plan.search is not None
     noisy, problem = plan.search.under_noise, plan.problem
@@ -75,6 +79,7 @@ def place_document(
         "peak_memory_bytes": plan.peak_memory_bytes.tolist(),
         "busy_fraction": plan.search.busy_fraction.tolist(),
         "mfu": simulation.mfu and simulation.mfu[0],
+        "per_second": per_second(plan.step_time_ns, amounts),
         "baselines": {
             name: {"status": baseline.status, "step_time_ns": baseline.step_time_ns, "seconds": baseline.seconds}
             for name, baseline in plan.search.baselines.items()

@@ -7,7 +7,7 @@ import base64
 import gzip
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,7 @@ class PageData:
     run: Mapping[str, Any] | None = None  # the output of `gdp run --json`
     compared: Mapping[str, Baseline] | None = None  # other placers, run for the report
     layouts: LayoutAnswer | None = None  # that were looked at, the plan's first
+    amounts: Mapping[str, int] = field(default_factory=dict)  # the samples and tokens of a step
 
     @property
     def baselines(self) -> Mapping[str, Baseline]:
@@ -101,6 +102,7 @@ def summary(data: PageData) -> dict[str, Any]:
     ]
     num_microbatches = sentences.num_microbatches(simulation)
     told = (
+        *sentences.of_speed(simulation, data.amounts),
         str(_shortened(Limits.of(simulation))),
         *sentences.of_held_memory(problem.graph),
         sentences.of_full_devices(simulation, short),

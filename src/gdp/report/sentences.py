@@ -1,6 +1,7 @@
 """Describes a plan in sentences, for a terminal and for a page."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -52,12 +53,21 @@ def headline(plan: Plan, baselines: Mapping[str, Baseline], count: int = 1) -> s
     return f"Step time {format_ms(step_time_ns)}" + (": " + ", ".join(against) if against else "")
 
 
-def of_utilisation(simulation: Simulation) -> Iterator[str]:
-    """Yields a sentence on the share of the peak rate that the FLOPs of the model take, if it has some."""
+def of_speed(simulation: Simulation, amounts: Mapping[str, int] = MappingProxyType({})) -> Iterator[str]:
+    """Yields a sentence on what a step does per second, its `amounts`, and on its share of the peak rate of devices."""
+    rates = [f"{digits(rate, 4)} {noun}" for noun, rate in per_second(simulation.step_time_ns, amounts).items()]
+    parts = [f"{' and '.join(rates)} per second"] if rates else []
     if simulation.mfu is not None:
         share, dtype = simulation.mfu
         count = len(np.unique(simulation.placement))
-        yield f"MFU {share:.1%}: of the {dtype} rate of {count} device{'s' * (count > 1)}."
+        parts.append(f"MFU {share:.1%} of the {dtype} rate of {count} device{'s' * (count > 1)}")
+    if parts:
+        yield f"{'; '.join(parts)}."
+
+
+def per_second(step_time_ns: int, amounts: Mapping[str, int]) -> dict[str, float]:
+    """Returns how many of each of `amounts`, those of a step, are done per second; {} for a step without time."""
+    return {noun: count * 1e9 / step_time_ns for noun, count in amounts.items()} if step_time_ns else {}
 
 
 def of_bound(step_time_ns: int, bound_ns: int, count: int = 1, replicas: int = 1) -> str:
