@@ -74,7 +74,7 @@ def onnx() -> None:
 
 def policy() -> None:
     """Trains a policy for one update on the model that it then places."""
-    words = ["--samples", "2", "--updates", "1", "--seed", "0"]
+    words = ["--samples", "8", "--updates", "1", "--seed", "0"]
     assert main(["train", "models:net", *TWO, *words, "--out", "policy.safetensors"]) == 0
 
 

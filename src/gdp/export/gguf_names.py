@@ -36,7 +36,7 @@ def gguf_tensors(parameters: Sequence[str]) -> dict[str, str]:
     A parameter that is no tensor in GGUF is left out. InputError for parameters that no architecture of llama.cpp has,
     and if `gguf` is not installed.
     """
-    table = _Table()
+    table = _NameTable()
     patterns = {path: _pattern(path) for path in parameters if not _METADATA.search(path)}
     options = {pattern: table.find(pattern) for pattern in patterns.values()}
     for path, pattern in patterns.items():
@@ -65,7 +65,7 @@ def _remedy(path: str) -> str:
     )
 
 
-class _Table:
+class _NameTable:
     """The tensors that each name can be, by the package's tables."""
 
     def __init__(self) -> None:
