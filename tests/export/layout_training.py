@@ -15,6 +15,11 @@ from export_models import tied
 from torch import Tensor, nn
 
 
+def check_rounded(found: Tensor, expected: Tensor) -> None:
+    """Checks a gradient of products in bfloat16: on one device they are up to 7 % from those in float32."""
+    assert (found - expected).norm() <= 0.1 * expected.norm()
+
+
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
 
@@ -36,7 +41,8 @@ def train(out: Path, environment: dict[str, str], *names: str) -> None:
         losses = [loss_of(plain, tokens)]
         losses[0].backward()
         losses.append(exported.backward(model, loss_of, exported.share(tokens)))
-        torch.testing.assert_close(losses[1], losses[0].detach())
+        close = check_rounded if exported.COMPUTED_IN else torch.testing.assert_close
+        close(losses[1], losses[0].detach())
         expected = dict(plain.named_parameters())
         names = [
             path.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
@@ -44,12 +50,13 @@ def train(out: Path, environment: dict[str, str], *names: str) -> None:
         ]
         assert names == list(expected)
         for path, parameter in zip(names, model.parameters(), strict=True):
-            torch.testing.assert_close(whole(parameter.grad), expected[path].grad)
+            assert parameter.dtype == parameter.grad.dtype == torch.float32
+            close(whole(parameter.grad), expected[path].grad)
         settings = {"lr": 0.1, "momentum": 0.9}
         torch.optim.SGD(plain.parameters(), **settings).step()
         exported.optimizer(model, torch.optim.SGD, **settings).step()
         for path, parameter in zip(names, model.parameters(), strict=True):
-            torch.testing.assert_close(whole(parameter.detach()), expected[path].detach())
+            close(whole(parameter.detach()), expected[path].detach())
         dist.barrier()
         if dist.get_rank() == 0:
             with (out / "equal.txt").open("a") as equal:

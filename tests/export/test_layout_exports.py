@@ -20,6 +20,7 @@ from gdp.cli import main
 from gdp.errors import InputError
 from gdp.export.layouts import megatron_lm, torch_fsdp, torchtitan
 from gdp.export.layouts.cut_step import CutStep, cut_step
+from gdp.export.layouts.precision import Held
 from gdp.export.module_chains import find_layers
 from gdp.export.targets_by_name import LAYOUT_TARGETS
 from gdp.parallel.layout import Layout
@@ -54,7 +55,7 @@ def planned(
 def cut(layout: str, *, cuts: tuple[int, ...] = (), devices: str = "4xp100-pcie-16g") -> CutStep:
     """The step of `planned` for tools with pipelines."""
     problem, plan = planned(layout, devices, cuts=cuts)
-    return cut_step(problem, plan, "megatron", has_stages=True)
+    return cut_step(problem, plan, "megatron", has_stages=True, held_by=torchtitan.held_by)
 
 
 def test_fsdp_trains_as_one_device(tmp_path: Path) -> None:
@@ -66,11 +67,14 @@ def test_fsdp_trains_as_one_device(tmp_path: Path) -> None:
         "data=2,microbatches=2,zero=2,recompute=blocks",
         "data=2,microbatches=2,zero=3,recompute=blocks",
     ]
+    layouts += ["data=2,microbatches=2", "data=2,microbatches=2,zero=2", "data=2,microbatches=2,zero=3"]
     names = [f"step{number}" for number in range(len(layouts))]
     for name, layout in zip(names, layouts, strict=True):
         problem, plan = planned(layout, "2xp100-pcie-16g", model="tied")
         step = cut_step(problem, plan, torch_fsdp.NAME, has_stages=False)
         assert step.simulation.step_time_ns == plan.step_time_ns
+        if name in names[-3:]:  # in mixed precision
+            step = replace(step, held=Held(options=("bfloat16",)))
         tmp_path.joinpath(f"{name}.py").write_text(torch_fsdp.write(step))
     assert statuses_of(start_ranks(train, tmp_path, 2, *names), patience_seconds=240) == [0, 0]
     assert (tmp_path / "equal.txt").read_text().split() == names
@@ -125,6 +129,7 @@ def test_options_of_torchtitan(layout: str) -> None:
     degrees = parallel.data_parallel_replicate_degree, parallel.data_parallel_shard_degree
     assert degrees == ((1, step.layout.data) if step.layout.zero else (step.layout.data, 1))
     assert training.global_batch_size == SAMPLES * step.layout.num_parts
+    assert (training.dtype, training.mixed_precision_param) == ("float32", "float32")
     accumulated = training.global_batch_size // (training.local_batch_size * step.layout.data)
     if layout == PIPELINE:
         assert (accumulated, parallel.pipeline_parallel_degree, parallel.pipeline_parallel_schedule) == (1, 2, "1F1B")

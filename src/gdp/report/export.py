@@ -73,7 +73,8 @@ def layout_report(step: CutStep, target: LayoutTarget, path: Path) -> Iterator[R
 
 def _layout_notes(step: CutStep, target: LayoutTarget) -> list[str]:
     refused = [
-        f"{held.sentence} So {sentences.lacking(step.problem.cluster, simulation.missing_bytes)}, and this is not used."
+        f"{held.sentence} So {sentences.lacking(step.problem.cluster, simulation.missing_bytes)}; "
+        f"{' '.join(step.held.options)} is written instead."
         for held, simulation in step.refused
     ]
     return [*refused, *target.notes(step)]
