@@ -36,6 +36,7 @@ AS_FAST = 1.01  # what is called as fast
 ONE_FEWER = "one device fewer"  # the change to a machine without the device that does least
 FASTER = "links twice as fast"
 MORE = "one device more"
+MEMORY = "twice the memory"
 LAYOUTS = "--parallel auto"  # the change from op placement to the best layout of the batch
 
 
@@ -179,7 +180,7 @@ def machine_changes(
         yield MachineChange(FASTER, "all of them", changes.with_faster_links(cluster, 2), constraints)
     if memory_matters:
         larger, allowed = changes.with_more_memory(cluster, 2), constraints.times_memory(2)
-        yield MachineChange("twice the memory", "on every device", larger, allowed)
+        yield MachineChange(MEMORY, "on every device", larger, allowed)
 
 
 def _changes(simulation: Simulation, constraints: Constraints, filled: float) -> Iterator[MachineChange]:

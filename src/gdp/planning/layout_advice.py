@@ -20,10 +20,12 @@ from gdp.cluster.changes import MOST_CHANGED
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.parallel.interpolation import have_same_ops, interpolated
+from gdp.parallel.layout import AUTO
 from gdp.planning.advice import (
     FASTER,
     FEWER_SAMPLES,
     LAYOUTS,
+    MEMORY,
     MEMORY_MATTERS,
     Advice,
     MachineChange,
@@ -89,12 +91,17 @@ def advise_on_layouts(
         most = next((number for number in reversed(usable) if not cluster.devices[number].is_cpu), None)
         machines = machine_changes(cluster, constraints, least, most, memory_matters=matters)
         asked += [_LayoutChange(machine, quick) for machine in machines]
-    likely = [_best_estimate(change, factors, clock.part(_LIKELY_SHARE), like=best.way) for change in asked]
+    known = replace(best.way, layout=best.step.layout)  # with the blocks that it recomputes, which take long to find
+    likes = [best.way if change.machine.name == MEMORY else known for change in asked]
+    likely = [
+        _best_estimate(change, factors, clock.part(_LIKELY_SHARE), like)
+        for change, like in zip(asked, likes, strict=True)
+    ]
     factors = _factors(solution.looked_at, estimator, clock.part(_FACTORS_SHARE)) | factors
     if (twice := _twice_the_batch(quick)) is not None:  # which needs two parts of the batch, read by now
         same = MachineChange("twice the batch", f"{twice.batch_size} samples", cluster, constraints)
         asked.append(_LayoutChange(same, twice, batch_factor=2))
-        likely.append(_best_estimate(asked[-1], factors, clock.part(_LIKELY_SHARE), like=best.way))
+        likely.append(_best_estimate(asked[-1], factors, clock.part(_LIKELY_SHARE), known))
     what_ifs: list[WhatIf] = []
     not_asked: list[str] = []
     for turn, change in enumerate(asked):
@@ -126,8 +133,11 @@ def _time_of(estimate: Candidate | None, change: _LayoutChange) -> tuple[int | N
     """Returns the step time of an estimate, at least what the work takes, and its layout; (None, "") of none."""
     if estimate is None:
         return None, ""
-    bound_ns = layout_bound(change.parts.read, change.machine.cluster)
-    return None if estimate.missing_bytes else max(estimate.step_time_ns, bound_ns), str(estimate.layout)
+    bound_ns, layout = layout_bound(change.parts.read, change.machine.cluster), estimate.layout
+    for name in ("recompute", "offload"):
+        if not isinstance(getattr(layout, name), str):  # the modules that are those of the plan
+            layout = replace(layout, **{name: AUTO})
+    return None if estimate.missing_bytes else max(estimate.step_time_ns, bound_ns), str(layout)
 
 
 def _on_fewer(
@@ -279,8 +289,10 @@ def _best_estimate(
     if like is not None:
         same = [way for way in ways if _kind(way) == _kind(like)]
         same = [replace(way, layout=replace(way.layout, recompute=like.layout.recompute)) for way in same]
-        with contextlib.suppress(InputError):  # there are not as many devices
-            same = [*forced(estimator.machine, like.layout, size)[:1], *same]
+        for factor in {1, change.batch_factor}:
+            layout = replace(like.layout, microbatches=tuple(factor * count for count in like.layout.microbatches))
+            with contextlib.suppress(InputError):  # there are not as many devices
+                same = [*forced(estimator.machine, layout, size)[:1], *same]
         same = [way for way in same if len(way.all_devices) == len(estimator.machine.usable)]
         ways = same or [way for way in ways if way.num_places == like.num_places]
     queue = EstimateQueue(estimator, size, attempt)
