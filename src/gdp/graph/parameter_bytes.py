@@ -39,13 +39,13 @@ class ParameterBytes:
     @classmethod
     def of(cls, graph: Graph) -> "ParameterBytes | None":
         """Reads them off the first replica of `graph`; None for a step without updates of parameters."""
-        trained, state, kinds = _trained(graph)
+        trained, own, state, kinds = _trained(graph)
         if not len(trained):
             return None
         shares, weight_shares = _shares(graph)
         types = [graph.dtypes[op] for op in trained.tolist()]
         sizes = np.array([ELEMENT_BYTES[dtype] for dtype in types])
-        own = HeldMemory.by_op(graph)[0][trained] * weight_shares
+        own *= weight_shares
         elements = own / sizes
         gradients = gradients_of_updates(graph)
         gradients = gradients[graph.replicas[graph.producers[gradients]] == 0]
@@ -80,8 +80,8 @@ def _is_update(graph: Graph) -> Bool:
     return graph.is_in_phase("update") & ~graph.is_collective & ~graph.is_in_role(ACCUMULATE)
 
 
-def _trained(graph: Graph) -> tuple[I64, I64, set[str]]:
-    """Returns the parameters of the first replica with updates, the state [N] beside them, and the kinds of updates.
+def _trained(graph: Graph) -> tuple[I64, I64, I64, set[str]]:
+    """Returns the parameters [P] of the first replica with updates, their bytes [P], state [N], and kinds of updates.
 
     What updates alone read is state, as steps of JAX have it.
     """
@@ -94,7 +94,8 @@ def _trained(graph: Graph) -> tuple[I64, I64, set[str]]:
     is_held = has_type & (own > 0) & is_updated & (graph.replicas == 0)
     is_trained = is_held & is_read
     kinds = {graph.kinds[op] for op in graph.consumers[is_late & is_trained[sources]].tolist()}
-    return np.flatnonzero(is_trained), np.where(is_trained, state, np.where(is_held, own, 0)), kinds
+    state = np.where(is_trained, state, np.where(is_held, own, 0))
+    return np.flatnonzero(is_trained), own[is_trained], state, kinds
 
 
 def _shares(graph: Graph) -> tuple[int, int]:
