@@ -139,6 +139,17 @@ def test_a_plan_is_a_data_frame(split: gdp.Plan) -> None:
     assert frame.groupby("device")["position"].max().to_dict() == {"gpu0": 2, "gpu1": 0}
 
 
+def test_a_plan_is_exported_as_by_the_command(tmp_path: Path) -> None:
+    """`write_export` returns the file of the tool and its step, and writes it; a wrong tool is one error."""
+    plan = gdp.place((nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), ones(8, 64)), CLUSTER, budget="20sims")
+    exported = gdp.write_export(plan, "torch-fsdp" if plan.layout else "hf-device-map", tmp_path / "file")
+    assert (tmp_path / "file").read_text() == exported.content
+    assert exported.fits
+    assert repr(exported).startswith(f"Exported('{exported.target.name}', ")
+    with pytest.raises(gdp.InputError, match="target 'torch-fdsp' is unknown; did you mean torch-fsdp"):
+        gdp.write_export(plan, "torch-fdsp")
+
+
 def test_an_infeasible_plan_says_so_first() -> None:
     """Four ops of 1 GiB and 12 KiB of tensors do not fit in twice 1 GiB."""
     plan = place(max_memory={"gpu0": "1GiB", "gpu1": "1GiB"})

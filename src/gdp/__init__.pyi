@@ -24,6 +24,7 @@ from .planning.advice import advise as advise
 from .planning.compare import Comparison as Comparison
 from .planning.compare import compare as compare
 from .planning.plan_source import simulation_of as simulation_of
+from .report.export import write_export as write_export
 from .report.page import write_report as write_report
 from .report.timeline import Timeline as Timeline
 from .report.timeline import timeline as timeline

@@ -7,71 +7,83 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from gdp.errors import prefixed
 from gdp.export.adapt import AdaptedPlan
 from gdp.export.export_target import ExportTarget
+from gdp.export.exported_plan import Exported, check_takes_layout, exported
 from gdp.export.layouts.cut_step import CutStep
 from gdp.export.layouts.target import LayoutTarget
-from gdp.graph import Graph
+from gdp.export.targets_by_name import find_layout_target, find_target
+from gdp.graph import Graph, GraphSource
 from gdp.notebook import digits
+from gdp.planning.plan_source import simulation_of
 from gdp.report import sentences
 from gdp.report.console import device_report
 from gdp.report.documents import cluster_document, graph_document
 from gdp.report.tables import format_ms
-from gdp.simulator.simulate import Simulation
+from gdp.simulator.plan import Plan
 
 _WORTH_A_SEARCH = 0.01  # a loss that is more than what two searches of equal budget differ by
 
 
-def export_report(adapted: AdaptedPlan, path: Path) -> Iterator[RenderableType]:
+def write_export(plan: Plan, to: str, path: str | Path | None = None, graph: GraphSource | None = None) -> Exported:
+    """Returns the plan for the tool called `to`, as `gdp export --to` has them, and writes its file to `path` if given.
+
+    A plan from a file reads its graph and devices again; `graph` is another to be taken. InputError, with the remedy,
+    for what the tool cannot run, and where the step does not fit.
+    """
+    problem = simulation_of(plan, None if graph is None else Graph.of(graph)).problem
+    target: ExportTarget | LayoutTarget | None = find_layout_target(to, is_cut=plan.layout is not None)
+    if target is None:
+        target = find_target(to)
+        with prefixed(plan.path or "plan"):
+            check_takes_layout(plan, target)
+    answer = exported(problem, plan, target)
+    if path is not None:
+        answer.save(path)
+    return answer
+
+
+def export_report(answer: Exported, path: Path) -> Iterator[RenderableType]:
     """Yields the answer of `gdp export`."""
-    problem, target, units = adapted.simulation.problem, adapted.target, adapted.units
-    yield Text(f"{problem.graph.name} on {problem.cluster.name} for {target.name}: {units.num_units:,} units")
-    yield Text(loss_sentence(adapted), style="bold")
-    if adapted.program_order_ns is not None and adapted.program_order_ns != adapted.step_time_ns:
-        yield Text(f"With ops started in the order of the program: {format_ms(adapted.program_order_ns)}.")
-    if adapted.is_offloaded:
-        yield Text("Modules that do not fit keep their weights on the CPU and fetch them when they start.")
-    elif adapted.loss > _WORTH_A_SEARCH:
-        yield Text(f"gdp place --for {target.name} searches only for plans that {target.name} can express.")
-    for note in adapted.notes:
-        yield Text(note)
+    step, target, problem = answer.step, answer.target, answer.simulation.problem
+    what = str(step.layout) if isinstance(step, CutStep) else f"{step.units.num_units:,} units"
+    yield Text(f"{problem.graph.name} on {problem.cluster.name} for {target.name}: {what}")
+    yield Text(loss_sentence(answer), style="bold")
+    if isinstance(step, AdaptedPlan):
+        if step.program_order_ns is not None and step.program_order_ns != step.step_time_ns:
+            yield Text(f"With ops started in the order of the program: {format_ms(step.program_order_ns)}.")
+        if step.is_offloaded:
+            yield Text("Modules that do not fit keep their weights on the CPU and fetch them when they start.")
+        elif step.loss > _WORTH_A_SEARCH:
+            yield Text(f"gdp place --for {target.name} searches only for plans that {target.name} can express.")
+    yield from map(Text, _notes(answer))
     yield ""
-    yield from device_report(adapted.simulation)
+    yield from device_report(step.simulation, tells_held=not (isinstance(step, CutStep) and step.held.sentence))
     yield ""
     yield Text(f"Written to {path}")
-    if "\n" not in (content := adapted.content.strip()) and len(content) <= 200:
+    content = answer.content.strip()
+    if isinstance(step, AdaptedPlan) and "\n" not in content and len(content) <= 200:
         yield Text(content)
 
 
-def loss_sentence(adapted: AdaptedPlan) -> str:
+def loss_sentence(answer: Exported) -> str:
     """Returns `module level: 341.2 ms instead of 320.1 ms (6.6 % slower)`."""
-    return _loss_sentence(adapted.target.level, adapted.step_time_ns, adapted.plan_step_time_ns)
-
-
-def _loss_sentence(level: str, step_time_ns: int, plan_step_time_ns: int) -> str:
-    time = format_ms(step_time_ns)
-    if step_time_ns == plan_step_time_ns:
+    level, plan_step_time_ns = answer.target.level, answer.step.plan_step_time_ns
+    time = format_ms(answer.step_time_ns)
+    if answer.step_time_ns == plan_step_time_ns:
         return f"{level}: {time}, as in the plan"
-    loss = step_time_ns / max(plan_step_time_ns, 1) - 1
+    loss = answer.step_time_ns / max(plan_step_time_ns, 1) - 1
     word = "slower" if loss > 0 else "faster"
     return f"{level}: {time} instead of {format_ms(plan_step_time_ns)} ({digits(abs(100 * loss), 2)} % {word})"
 
 
-def layout_report(step: CutStep, target: LayoutTarget, path: Path) -> Iterator[RenderableType]:
-    """Yields the answer of `gdp export` for a layout."""
-    problem = step.problem
-    yield Text(f"{problem.graph.name} on {problem.cluster.name} for {target.name}: {step.layout}")
-    sentence = _loss_sentence(target.level, step.simulation.step_time_ns, step.plan_step_time_ns)
-    yield Text(sentence, style="bold")
-    for note in _layout_notes(step, target):
-        yield Text(note)
-    yield ""
-    yield from device_report(step.simulation, tells_held=not step.held.sentence)
-    yield ""
-    yield Text(f"Written to {path}")
-
-
-def _layout_notes(step: CutStep, target: LayoutTarget) -> list[str]:
+def _notes(answer: Exported) -> list[str]:
+    """Returns sentences on what the tool does otherwise."""
+    step, target = answer.step, answer.target
+    if isinstance(step, AdaptedPlan):
+        return step.notes
+    assert isinstance(target, LayoutTarget)
     refused = [
         f"{held.sentence} So {sentences.lacking(step.problem.cluster, simulation.missing_bytes)}; "
         f"{' '.join(step.held.options)} is written instead."
@@ -80,61 +92,44 @@ def _layout_notes(step: CutStep, target: LayoutTarget) -> list[str]:
     return [*refused, *target.notes(step)]
 
 
-def layout_document(step: CutStep, target: LayoutTarget, content: str, path: Path | None) -> dict[str, Any]:
-    """Returns the answer of `gdp export --json` for a layout; `path` is None if nothing fits."""
-    own = {"layout": step.layout.document(), "devices": step.devices.tolist(), "moved_ops": step.num_moved}
-    told = _figures(step.simulation, step.plan_step_time_ns, content, path)
-    return _names(step.problem.graph, target, step.simulation) | own | told | {"notes": _layout_notes(step, target)}
-
-
-def _names(graph: Graph, target: LayoutTarget | ExportTarget, simulation: Simulation) -> dict[str, Any]:
+def export_document(answer: Exported, path: Path | None) -> dict[str, Any]:
+    """Returns the answer of `gdp export --json`; `path` is None if nothing fits and nothing was written."""
+    step, simulation, target = answer.step, answer.simulation, answer.target
+    own: dict[str, Any]
+    if isinstance(step, CutStep):
+        own = {"layout": step.layout.document(), "devices": step.devices.tolist(), "moved_ops": step.num_moved}
+    else:
+        own = {
+            "offloads": step.is_offloaded,
+            "num_units": step.units.num_units,
+            "program_order_step_time_ns": step.program_order_ns,
+        }
     return {
-        "graph": graph_document(graph),
+        "graph": graph_document(step.problem.graph if isinstance(step, CutStep) else step.graph),
         "cluster": cluster_document(simulation.problem.cluster),
         "target": target.name,
         "level": target.level,
-    }
-
-
-def _figures(simulation: Simulation, plan_step_time_ns: int, content: str, path: Path | None) -> dict[str, Any]:
-    return {
-        "status": "infeasible" if simulation.missing_bytes.any() else "ok",
-        "step_time_ns": simulation.step_time_ns,
-        "plan_step_time_ns": plan_step_time_ns,
-        "loss": simulation.step_time_ns / max(plan_step_time_ns, 1) - 1,
+        **own,
+        "status": "ok" if answer.fits else "infeasible",
+        "step_time_ns": answer.step_time_ns,
+        "plan_step_time_ns": step.plan_step_time_ns,
+        "loss": answer.step_time_ns / max(step.plan_step_time_ns, 1) - 1,
         "peak_memory_bytes": simulation.peak_memory_bytes.tolist(),
         "busy_fraction": simulation.busy_fraction.tolist(),
-        "content": content,
+        "content": answer.content,
         "path": None if path is None else str(path),
+        "notes": _notes(answer),
     }
 
 
-def layout_does_not_fit(step: CutStep, target: LayoutTarget) -> str:
+def does_not_fit(answer: Exported) -> str:
     """Returns one line with the devices that are too small and the bytes that they lack."""
-    lacking = sentences.lacking(step.problem.cluster, step.simulation.missing_bytes)
-    holds = f" ({step.held.sentence.rstrip('.')})" if step.held.sentence else ""
-    return (
-        f"nothing fits in memory with {target.level}: {lacking}{holds}; place with more micro-batches, with zero=3 or "
-        "recompute=blocks, or add devices or memory"
-    )
-
-
-def export_document(adapted: AdaptedPlan, path: Path | None) -> dict[str, Any]:
-    """Returns the answer of `gdp export --json`; `path` is None if nothing fits and nothing was written."""
-    own = {
-        "offloads": adapted.is_offloaded,
-        "num_units": adapted.units.num_units,
-        "program_order_step_time_ns": adapted.program_order_ns,
-        "notes": adapted.notes,
-    }
-    told = _figures(adapted.simulation, adapted.plan_step_time_ns, adapted.content, path)
-    return _names(adapted.graph, adapted.target, adapted.simulation) | own | told
-
-
-def does_not_fit(adapted: AdaptedPlan) -> str:
-    """Returns one line with the devices that are too small and the bytes that they lack."""
-    lacking = sentences.lacking(adapted.simulation.problem.cluster, adapted.simulation.missing_bytes)
-    if adapted.problem.graph is not adapted.graph:
-        lacking += f" with {adapted.target.name}'s own cache (--ctx)"
-    searched = f"place with --for {adapted.target.name}, or " if adapted.target.offload is None else ""
-    return f"nothing fits in memory with {adapted.target.level}: {lacking}; {searched}add devices or memory"
+    step, target = answer.step, answer.target
+    lacking = sentences.lacking(step.simulation.problem.cluster, step.simulation.missing_bytes)
+    if isinstance(step, CutStep):
+        lacking += f" ({step.held.sentence.rstrip('.')})" if step.held.sentence else ""
+        remedy = "place with more micro-batches, with zero=3 or recompute=blocks, or"
+    else:
+        lacking += "" if step.problem.graph is step.graph else f" with {target.name}'s own cache (--ctx)"
+        remedy = f"place with --for {target.name}, or" if step.target.offload is None else ""
+    return f"nothing fits in memory with {target.level}: {lacking}; {remedy} add devices or memory".replace(";  ", "; ")

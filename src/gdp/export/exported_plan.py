@@ -1,0 +1,77 @@
+"""START HERE: a plan in the format of another tool, with the step as the tool runs it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from gdp import files
+from gdp.errors import InputError
+from gdp.export.adapt import AdaptedPlan, adapt
+from gdp.export.export_target import ExportTarget
+from gdp.export.layouts.cut_step import CutStep, cut_step
+from gdp.export.layouts.target import LayoutTarget
+from gdp.simulator.plan import Plan
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import Simulation
+
+
+@dataclass(frozen=True, eq=False)
+class Exported:
+    """A plan as another tool runs it: `content` is its file, `simulation` its step, which may not fit in memory."""
+
+    target: ExportTarget | LayoutTarget
+    step: AdaptedPlan | CutStep
+
+    def __repr__(self) -> str:
+        """Returns `Exported('torch-fsdp', 51.900 ms)`."""
+        return (
+            f"Exported({self.target.name!r}, {self.step_time_ns / 1e6:,.4g} ms{'' if self.fits else ', does not fit'})"
+        )
+
+    @cached_property
+    def content(self) -> str:
+        """The file of the tool."""
+        if isinstance(self.step, AdaptedPlan):
+            return self.step.content
+        assert isinstance(self.target, LayoutTarget)
+        return self.target.write(self.step)
+
+    @property
+    def simulation(self) -> Simulation:
+        """The step of the tool, with what the tool holds."""
+        return self.step.simulation
+
+    @property
+    def step_time_ns(self) -> int:
+        """The step time in the tool."""
+        return self.simulation.step_time_ns
+
+    @property
+    def fits(self) -> bool:
+        """True if all devices have the memory."""
+        return not self.simulation.missing_bytes.any()
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the file of the tool, atomically. InputError if the step does not fit, or it cannot be written."""
+        if not self.fits:
+            raise InputError(f"{path}: is not written: the step does not fit as {self.target.name} runs it")
+        files.write_bytes(path, self.content.encode())
+        return Path(path)
+
+
+def exported(problem: Problem, plan: Plan, target: ExportTarget | LayoutTarget) -> Exported:
+    """Returns `plan`, which solves `problem`, for `target`. InputError, with the remedy, for what it cannot run."""
+    if isinstance(target, LayoutTarget):
+        step = cut_step(problem, plan, target.name, has_stages=target.has_stages, held_by=target.held_by)
+        return Exported(target, step)
+    return Exported(target, adapt(problem, plan, target))
+
+
+def check_takes_layout(plan: Plan, target: ExportTarget) -> None:
+    """Raises InputError if the plan has a layout that a tool for one copy of the model does not take."""
+    layout = plan.layout
+    if layout is not None and (layout.get("data") != 1 or layout.get("recompute") != "none" or "offload" in layout):
+        raise InputError(
+            f"has replicas, recomputed blocks or activations on the host, which {target.name} does not take; "
+            "export to torch-fsdp, torchtitan or megatron, or place with --parallel none"
+        )
