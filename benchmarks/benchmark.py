@@ -32,7 +32,7 @@ HELP = {
     "budgets": "Of processor time.",
     "card": "The cards that the runs were measured on.",
     "checkpoint": "A trained policy, for all workloads; further ones are compared with it.",
-    "checkpoints": "Directory of `python -m benchmarks.pretraining --hold-out FAMILY`.",
+    "checkpoints": "Directory of `gdp train training-set --hold-out FAMILY`.",
     "choices": "What has a device of its own.",
     "counts": "Micro-batches.",
     "devices": "DEVICES each.",

@@ -56,9 +56,7 @@ class HeldOut:
 def checkpoints_in(directory: Path) -> list[HeldOut]:
     """Returns all checkpoints (`*.safetensors`) of a directory, by name."""
     if not directory.is_dir():
-        raise InputError(
-            f"{directory}: no such directory; name one with checkpoints of `python -m benchmarks.pretraining`"
-        )
+        raise InputError(f"{directory}: no such directory; name one with checkpoints of `gdp train --hold-out`")
     return [HeldOut.read(path) for path in sorted(directory.glob("*.safetensors"))]
 
 
@@ -73,6 +71,6 @@ def choose(checkpoints: list[HeldOut], workload: str, directory: Path) -> HeldOu
     if not fitting:
         raise InputError(
             f"{directory}: no checkpoint there holds family {family} out, which {workload} needs; make it with: "
-            f"python -m benchmarks.pretraining --randomize --hold-out {family} --out {directory / family}.safetensors"
+            f"gdp train training-set --randomize --hold-out {family} --out {directory / family}.safetensors"
         )
     return min(fitting, key=lambda one: (len(one.families), not one.is_best, -one.updates, one.path.name))

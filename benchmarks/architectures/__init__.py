@@ -2,5 +2,5 @@
 
 families/ -> draw.py: one module by (seed, number), captured; drawn again if it is not wanted
              likeness.py: likeness to built-in workloads, which are to be new to a trained policy
-             drawn_set.py: a directory of them, which `train.py` reads
+             drawn_set.py: a directory of them, which `gdp train` reads
 """

@@ -15,7 +15,7 @@ from gdp.cli.shared import INTERRUPTED, OK, check_writable, print_text, warm_up
 from gdp.cli.training import RANDOM_SHARE
 from gdp.errors import InputError
 from gdp.policy.checkpoint import new_policy
-from gdp.policy.training.run import Provenance, TrainingProgress, TrainingRun
+from gdp.policy.training.pretrain import Provenance, TrainingProgress, TrainingRun
 from gdp.policy.training.style_training import StyleTrainingConfig, train_styles
 from gdp.policy.training.tasks import TaskConfig
 from gdp.report.progress import StatusLine, live, stop_on_interrupt, training_sentence
@@ -74,7 +74,7 @@ def train(
             out,
             validation=[checks.unvaried(number) for number in range(checks.num_sources)],
             provenance=Provenance(command=shlex.join(["python -m benchmarks.architectures.train", *sys.argv[1:]])),
-            run=TrainingRun(resume=resume, stop=stop, on_update=report),
+            run=TrainingRun(resume=resume, stop=stop, num_threads=1, on_update=report),
         )
     print_text(f"{training_sentence(progress)}, {progress.cpu_hours:.3g} CPU hours; {out}")
     return INTERRUPTED if stop.is_set() else OK

@@ -73,9 +73,7 @@ def test_a_missing_checkpoint(save: Save) -> None:
     with pytest.raises(InputError) as caught:
         chosen(path, "unet-256")
     assert "holds family unet out" in str(caught.value)
-    assert f"python -m benchmarks.pretraining --randomize --hold-out unet --out {path.parent / 'unet'}" in str(
-        caught.value
-    )
+    assert f"gdp train training-set --randomize --hold-out unet --out {path.parent / 'unet'}" in str(caught.value)
     with pytest.raises(InputError, match="no such directory"):
         held_out.checkpoints_in(path.parent / "none")
 

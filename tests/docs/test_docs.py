@@ -16,7 +16,6 @@ import gdp
 from benchmarks.__main__ import app_of
 from benchmarks.architectures.__main__ import app as drawing
 from benchmarks.architectures.train import app as training
-from benchmarks.pretraining.__main__ import app as pretraining
 from doc_commands import CommandError, check_command, command_lines, inline_commands
 from doc_pages import PageError, check, check_block, read_blocks
 from gdp.cli import app
@@ -164,7 +163,6 @@ def test_options_exist(page: Path) -> None:
     benchmarks = dict(_commands(typer.main.get_command(app_of()), "python -m benchmarks"))
     drawer = dict(_commands(typer.main.get_command(drawing), "python -m benchmarks.architectures"))
     drawer |= dict(_commands(typer.main.get_command(training), "python -m benchmarks.architectures.train"))
-    drawer |= dict(_commands(typer.main.get_command(pretraining), "python -m benchmarks.pretraining"))
     known = set().union(*options.values(), *benchmarks.values(), *drawer.values(), OF_OTHER_TOOLS)
     assert set(OPTION.findall(text)) <= known
     for line in re.findall(r"(?:^|[`$ ])(gdp (?:[a-z]+)[^`\n#]*)", text, re.MULTILINE):

@@ -19,7 +19,7 @@ from gdp.policy.scheduler import SchedulerPolicy
 from gdp.policy.style_network import StyleNetwork
 from gdp.policy.style_scorer import StyleScores, in_grouping, style_numbers
 from gdp.policy.training import style_outcomes, style_training
-from gdp.policy.training.run import TrainingProgress, TrainingRun
+from gdp.policy.training.pretrain import TrainingProgress, TrainingRun
 from gdp.policy.training.style_outcomes import Outcomes, read_parts, try_styles, write_part
 from gdp.policy.training.style_training import StyleTrainingConfig, fit, outcomes_path, train_styles
 from gdp.policy.unit_source import UnitSource

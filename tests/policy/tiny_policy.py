@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.pretraining.pool import PoolConfig
-from benchmarks.pretraining.pretrain import PretrainingProgress, TrainingConfig, train
 from gdp.arrays import I64
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op
@@ -24,7 +22,8 @@ from gdp.graph import Tensor as GraphTensor
 from gdp.policy import checkpoint
 from gdp.policy.base import Policy, Rollouts
 from gdp.policy.construction import Instance
-from gdp.policy.training.run import TrainingRun
+from gdp.policy.training.pool import PoolConfig
+from gdp.policy.training.pretrain import TrainingConfig, TrainingProgress, TrainingRun, train
 from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource
 from gdp.simulator.problem import Problem
 
@@ -149,14 +148,13 @@ def train_tiny(
     resume: bool = True,
     save_every: int = 1,
     stop: threading.Event | None = None,
-    on_update: Callable[[PretrainingProgress], None] | None = None,
-) -> PretrainingProgress:
+    on_update: Callable[[TrainingProgress], None] | None = None,
+) -> TrainingProgress:
     """Train a tiny policy into `out`; also what tests run in processes of their own."""
     torch.use_deterministic_algorithms(True)
     try:
-        run = TrainingRun(resume=resume, stop=stop, on_update=on_update)
-        policy, tasks, config = tiny_policy(), tiny_tasks(), tiny_training(updates)
-        return train(policy, tasks, config, out, run=run, save_every=save_every, num_threads=1)
+        run = TrainingRun(resume=resume, save_every=save_every, stop=stop, num_threads=1, on_update=on_update)
+        return train(tiny_policy(), tiny_tasks(), tiny_training(updates), out, run=run)
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -6,12 +6,17 @@ from typing import Annotated
 
 import typer
 
+from gdp.cli.options import ThreadsOption
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """Says what is trained, on what and for how long; None stands for a default, which may depend on others."""
 
-    graphs: Annotated[list[str], typer.Argument(metavar="GRAPH...", help="gdp-graph files and MODELs.")]
+    graphs: Annotated[
+        list[str],
+        typer.Argument(metavar="GRAPH...", help="gdp-graph files, MODELs, or training-set: all built-in graphs."),
+    ]
     out: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="The file to write, such as my.safetensors.")]
     devices: Annotated[
         list[str] | None,
@@ -20,21 +25,52 @@ class TrainOptions:
             help="Every graph is placed on every one. Default: the usual devices of a workload. Repeatable.",
         ),
     ] = None
+    hold_out: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FAMILY", help="Leave out this family of models and similar ones. Repeatable."),
+    ] = None
     resume: Annotated[bool, typer.Option("--resume", help="Continue CHECKPOINT, with the same arguments.")] = False
     start: Annotated[
         Path | None, typer.Option("--from", metavar="CHECKPOINT", help="Start from the parameters in this file.")
     ] = None
     styles: Annotated[
-        int | None, typer.Option(metavar="H", min=1, help="Numbers a layer of the network. Default: 48.")
+        int | None,
+        typer.Option(
+            metavar="H", min=1, help="Learn which styles suit a problem, by H numbers a layer; N is of problems."
+        ),
     ] = None
-    updates: Annotated[int, typer.Option(metavar="N", min=1, help="Number of problems to try styles on.")] = 500
+    updates: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Number of updates, over which the learning rate falls.")
+    ] = 500
     budget: Annotated[str | None, typer.Option(metavar="TIME", help="Stop earlier, such as after 10m or 2h.")] = None
-    samples: Annotated[
-        int | None, typer.Option(metavar="S", min=8, help="Placements of each problem, a multiple of 8. Default: 192.")
+    graphs_per_update: Annotated[
+        int | None, typer.Option(metavar="G", min=1, help="Graphs in an update. Default: all, at most 8.")
     ] = None
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            metavar="S",
+            min=2,
+            help="Placements of a graph in an update. Default: 16; with --styles 192, a multiple of 8.",
+        ),
+    ] = None
+    learning_rate: Annotated[float | None, typer.Option(help="Learning rate of Adam. Default: the policy's.")] = None
     randomize: Annotated[bool, typer.Option("--randomize", help="Vary devices, links, memory and batch size.")] = False
     validation: Annotated[
         list[str] | None,
-        typer.Option(metavar="GRAPH", help="Tell how well styles of this graph are ranked. Repeatable."),
+        typer.Option(metavar="GRAPH", help="Keep the parameters that are best on this graph. Repeatable."),
+    ] = None
+    validate_every: Annotated[
+        int | None, typer.Option(metavar="K", min=1, help="Validate every K updates. Default: 20.")
+    ] = None
+    pool: Annotated[
+        int | None,
+        typer.Option(
+            metavar="P", min=0, help="Problems kept, for 32 updates each; 0: all new ones. Default: at most 128."
+        ),
+    ] = None
+    save_every: Annotated[
+        int | None, typer.Option(metavar="K", min=1, help="Write CHECKPOINT every K updates. Default: 10.")
     ] = None
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the training.")] = 0
+    threads: ThreadsOption = None

@@ -1,10 +1,12 @@
 """Trains a policy with the options of `gdp train`."""
 
+import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gdp import files
 from gdp.budget import Budget
 from gdp.cli.shared import check_writable, log
 from gdp.cli.train_options import TrainOptions
@@ -13,21 +15,26 @@ from gdp.errors import InputError
 from gdp.models import source
 from gdp.models.papers import PAPERS
 from gdp.policy import checkpoint
+from gdp.policy.base import Policy
 from gdp.policy.scheduler import SchedulerPolicy
-from gdp.policy.training.run import Provenance, TrainingProgress, TrainingRun
+from gdp.policy.training.pool import PoolConfig
+from gdp.policy.training.pretrain import Provenance, TrainingConfig, TrainingProgress, TrainingRun, best_path, train
 from gdp.policy.training.style_training import StyleTrainingConfig, outcomes_path, train_styles
 from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource, TrainingTask
 from gdp.report.progress import StatusLine, live, stop_on_interrupt, training_sentence
 
 RANDOM_SHARE = 0.75  # of tasks with --randomize; the others stay as given, as they are at the end
-STYLES = 48  # numbers a layer
+MAX_GRAPHS_PER_UPDATE = 8
+SAMPLES, VALIDATE_EVERY, SAVE_EVERY = 16, 20, 10
+MAX_POOL = 128  # problems; each takes about a megabyte
+TRAINING_SET = "training-set"  # the GRAPH that stands for `PAPERS.training_set`
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
     """Holds the trained policy and the course of the training."""
 
-    policy: SchedulerPolicy
+    policy: Policy
     progress: TrainingProgress
     options: TrainOptions
     interrupted: bool
@@ -37,31 +44,44 @@ class Trained:
         """True after the last update."""
         return self.progress.update == self.progress.updates
 
+    def _written(self) -> str:
+        out = self.options.out
+        if self.options.styles is not None and not self.is_done:
+            return f"Outcomes of {self.progress.update} problems are kept in {outcomes_path(out)}"
+        return f"Checkpoint written to {out}"
+
     def to_document(self) -> dict[str, Any]:
         """Returns the answer of `gdp train --json`."""
-        progress = self.progress
+        progress, out = self.progress, self.options.out
+        best = best_path(out)
         return {
-            "checkpoint": str(self.options.out),
+            "checkpoint": str(out),
+            "best_checkpoint": str(best) if self.options.validation and best.exists() else None,
+            "policy": self.policy.name,
             "num_parameters": self.policy.num_parameters(),
             "updates": progress.update,
             "done": self.is_done,
             "interrupted": self.interrupted,
             "seconds": progress.seconds,
             "cpu_hours": progress.cpu_hours,
+            "statistics": None if progress.statistics is None else asdict(progress.statistics),
+            "validation": None if progress.validation is None else asdict(progress.validation),
             "rank_correlation": progress.rank_correlation,
         }
 
     def to_text(self) -> str:
         """Returns the answer for people."""
-        progress, out = self.progress, self.options.out
+        progress = self.progress
         lines = [
-            f"{self.policy.num_parameters():,} parameters, {training_sentence(progress)}",
+            f"{self.policy.name} ({self.policy.num_parameters():,} parameters), {training_sentence(progress)}",
             f"{progress.seconds:.1f} s, {progress.cpu_hours:.3g} CPU hours in all",
+            self._written(),
         ]
-        if self.is_done:
-            return "\n".join([*lines, f"Checkpoint written to {out}"])
-        kept = f"Outcomes of {progress.update} problems are kept in {outcomes_path(out)}"
-        return "\n".join([*lines, kept, "Go on with the same command and --resume"])
+        if self.options.validation and best_path(self.options.out).exists():
+            lines.append(f"The parameters that are best on the validation graphs: {best_path(self.options.out)}")
+        if not self.is_done:
+            lines.append("Go on with the same command and --resume")
+        return "\n".join(lines)
 
 
 def run(options: TrainOptions, command: str, warm_up: Callable[[], object]) -> Trained:
@@ -70,89 +90,141 @@ def run(options: TrainOptions, command: str, warm_up: Callable[[], object]) -> T
     Raises InputError for bad ones.
     """
     limit = None if options.budget is None else Budget.parse_time(options.budget)
-    config = _config(options)
+    _check_styles(options)
     check_writable(options.out)
-    outcomes = outcomes_path(options.out)
-    if existing := [path for path in (options.out, outcomes) if path.exists() and not options.resume]:
+    begun = options.out if options.styles is None else outcomes_path(options.out)
+    if existing := [path for path in (options.out, begun) if path.exists() and not options.resume]:
         raise InputError(f"{existing[0]}: exists; go on with it by --resume, or choose another --out")
-    policy = _policy(options)
-    if options.resume and options.out.exists():
-        _check_resumed(options.out, policy.config.style_scorer)
+    if options.resume and options.styles is not None and options.out.exists():
+        _check_resumed_styles(options.out, options.styles)
     clusters = [Cluster.parse(text) for text in options.devices or ()]
-    task_config = TaskConfig(random_share=RANDOM_SHARE if options.randomize else 0.0)
-    tasks = Tasks(task_sources(options.graphs, clusters), task_config, options.seed)
-    validation = _validation(task_sources(options.validation or (), clusters))
-    line = StatusLine("training")
+    validated = options.validation or ()
+    held_out = PAPERS.hold_out(options.hold_out or ())
+    _check_held_out((*options.graphs, *validated), held_out)
+    policy, origin = _policy(options, held_out)
+    pairs = _pairs(options.graphs, clusters, held_out)
+    config = TrainingConfig(
+        seed=options.seed,
+        updates=options.updates,
+        graphs_per_update=options.graphs_per_update
+        or (MAX_GRAPHS_PER_UPDATE if options.randomize else min(len(pairs), MAX_GRAPHS_PER_UPDATE)),
+        samples=options.samples or SAMPLES,
+        learning_rate=policy.learning_rate if options.learning_rate is None else options.learning_rate,
+        validate_every=options.validate_every or VALIDATE_EVERY,
+    )
+    config = replace(config, pool=_pool(options, config.graphs_per_update))
+    tasks = Tasks(pairs, TaskConfig(random_share=RANDOM_SHARE if options.randomize else 0.0), options.seed)
+    validation = _validation(_pairs(validated, clusters, held_out))
+    seconds = None if limit is None else limit.seconds
+    line = StatusLine(f"training {policy.name}")
     warm_up()
 
     def report(progress: TrainingProgress) -> None:
-        line.say(f"training: {training_sentence(progress)}", progress.seconds_left)
+        line.say(f"training {policy.name}: {training_sentence(progress)}", progress.seconds_left)
 
     with stop_on_interrupt() as stop:
-        if options.resume and not outcomes.exists():
-            log(f"gdp: {outcomes}: no such file yet, training starts anew")
+        if options.resume and not begun.exists():
+            log(f"gdp: {begun}: no such file yet, training starts anew")
         with live(line):
-            progress = train_styles(
-                policy,
-                tasks,
-                config,
-                options.out,
-                validation=validation,
-                provenance=Provenance(origin=checkpoint.digest(options.start), command=command),
-                run=TrainingRun(
-                    resume=options.resume, seconds=None if limit is None else limit.seconds, stop=stop, on_update=report
-                ),
+            training_run = TrainingRun(
+                resume=options.resume,
+                save_every=options.save_every or SAVE_EVERY,
+                seconds=seconds,
+                stop=stop,
+                num_threads=options.threads,
+                on_update=report,
             )
+            provenance = Provenance(origin=origin, held_out=held_out, command=command)
+            more: Any = {"validation": validation, "provenance": provenance, "run": training_run}
+            if options.styles is None:
+                progress = train(policy, tasks, config, options.out, **more)
+            else:
+                progress = train_styles(policy, tasks, _style_config(options), options.out, **more)
         return Trained(policy, progress, options, stop.is_set())
 
 
-def _config(options: TrainOptions) -> StyleTrainingConfig:
-    config = StyleTrainingConfig(seed=options.seed, num_tasks=options.updates)
-    if options.samples is None:
-        return config
-    if options.samples % config.num_styles:
-        raise InputError(f"--samples is {options.samples}; a multiple of {config.num_styles} is expected")
-    return replace(config, num_groupings=options.samples // config.num_styles)
+def _check_styles(options: TrainOptions) -> None:
+    """Raises InputError for options that mean nothing to --styles."""
+    if options.styles is None:
+        return
+    if options.start is not None:
+        raise InputError("--styles: is for a new policy; leave --from out")
+    for name in ("graphs_per_update", "learning_rate", "validate_every", "pool", "save_every"):
+        if getattr(options, name) is not None:
+            raise InputError(f"--{name.replace('_', '-')}: means nothing with --styles; leave one of both out")
+    _style_config(options)
 
 
-def _policy(options: TrainOptions) -> SchedulerPolicy:
-    """Returns the policy to start with."""
-    if options.start is None:
-        return checkpoint.new_policy("default", seed=options.seed, style_scorer=options.styles or STYLES)
-    policy = checkpoint.load_checkpoint(options.start)
-    if policy.styles is None:
-        raise InputError(f"{options.start}: has no style scorer to train; leave --from out")
-    if options.styles not in (None, policy.config.style_scorer):
-        raise InputError(f"{options.start}: has {policy.config.style_scorer} numbers a layer; leave --styles out")
-    return policy
-
-
-def _check_resumed(out: Path, styles: int) -> None:
-    """Raises InputError unless `out` is a checkpoint with as many numbers a layer, and with outcomes to go on from."""
+def _check_resumed_styles(out: Path, styles: int) -> None:
+    """Raises InputError unless `out` is a checkpoint of `--styles` with the outcomes to go on from."""
     before = checkpoint.read_checkpoint(out).config.get("style_scorer", 0)
+    if not before:
+        raise InputError(f"{out}: was trained without --styles; leave it out, or choose another --out")
     if before != styles:
         raise InputError(f"{out}: was trained with --styles {before}, not {styles}; resume with the same --styles")
     if not outcomes_path(out).exists():
         raise InputError(f"{out}: its outcomes are not in {outcomes_path(out)}; choose another --out")
 
 
-def task_sources(texts: Sequence[str], clusters: Sequence[Cluster]) -> list[TaskSource]:
+def _style_config(options: TrainOptions) -> StyleTrainingConfig:
+    config = StyleTrainingConfig(seed=options.seed, num_tasks=options.updates)
+    if options.samples is None:
+        return config
+    if options.samples % config.num_styles:
+        raise InputError(f"--samples is {options.samples}; with --styles a multiple of {config.num_styles} is expected")
+    return replace(config, num_groupings=options.samples // config.num_styles)
+
+
+def _policy(options: TrainOptions, held_out: Sequence[str]) -> tuple[SchedulerPolicy, str]:
+    """Returns (the policy to start with, the origin of its parameters)."""
+    if options.start is None:
+        return checkpoint.new_policy("default", seed=options.seed, style_scorer=options.styles or 0), ""
+    policy = checkpoint.load_checkpoint(options.start)
+    held_out_before = checkpoint.read_manifest(options.start).get("held_out", ())
+    for family in held_out:
+        if family not in held_out_before:
+            raise InputError(
+                f"{options.start}: was trained without holding {family} out; start from another checkpoint"
+            )
+    return policy, hashlib.sha256(files.read_bytes(options.start)).hexdigest()
+
+
+def _pairs(texts: Sequence[str], clusters: Sequence[Cluster], held_out: Sequence[str]) -> list[TaskSource]:
     """Returns each graph on each of `clusters`, or by default on the usual cluster of the graph.
 
-    Raises InputError for a graph without a usual cluster.
+    Raises InputError for a graph without a usual cluster, and for one of a family that is `held_out`.
     """
+    training_set = [workload.name for workload in PAPERS.training_set(held_out)]
+    names = [name for text in texts for name in (training_set if text == TRAINING_SET else (text,))]
     pairs: list[TaskSource] = []
     line = StatusLine("reading graphs")
     with live(line):
-        for number, name in enumerate(texts, 1):
-            line.say(f"reading {name} ({number} of {len(texts)})")
+        for number, name in enumerate(names, 1):
+            line.say(f"reading {name} ({number} of {len(names)})")
             graph = source.load(name)
+            _check_held_out((graph.name,), held_out, name)
             workload = PAPERS.find(graph.name)
             if workload is None and not clusters:
                 raise InputError(f"{name}: is no built-in workload with devices of its own; name them with --devices")
             usual = [Cluster.parse(workload.cluster)] if workload is not None else []
             pairs += [TaskSource(graph, cluster) for cluster in clusters or usual]
     return pairs
+
+
+def _check_held_out(names: Sequence[str], held_out: Sequence[str], text: str | None = None) -> None:
+    """Raises InputError for a built-in workload of a family that is `held_out`; `text` is what users wrote."""
+    for name in names:
+        workload = PAPERS.find(name)
+        if workload is not None and workload.family in held_out:
+            raise InputError(
+                f"{text or name}: is of family {workload.family}, which is held out; leave one of both out"
+            )
+
+
+def _pool(options: TrainOptions, num_tasks: int) -> PoolConfig:
+    """Returns the pool asked for; by default a large one where tasks vary, else none: they are kept anyway."""
+    default = MAX_POOL - MAX_POOL % num_tasks if options.randomize else 0
+    return PoolConfig(size=default if options.pool is None else options.pool)
 
 
 def _validation(pairs: Sequence[TaskSource]) -> list[TrainingTask]:

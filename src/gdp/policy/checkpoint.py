@@ -7,7 +7,6 @@ A file is written under a temporary name and renamed: parameters and state are o
 Readers raise InputError with one line that names the file, what is wrong and the remedy.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -86,11 +85,6 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         parameters={name: tensor for name, tensor in tensors.items() if not name.startswith(TRAINING)},
         training={name.removeprefix(TRAINING): tensor for name, tensor in tensors.items() if name.startswith(TRAINING)},
     )
-
-
-def digest(path: str | Path | None) -> str:
-    """Returns the SHA-256 of the file; "" for None."""
-    return "" if path is None else hashlib.sha256(files.read_bytes(path)).hexdigest()
 
 
 def read_manifest(path: str | Path) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """Shows the stage that runs: one live line on a terminal, now and then a line in a log; on standard error."""
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ from gdp.report.tables import format_ms
 from gdp.stop import Stop
 
 if TYPE_CHECKING:
-    from gdp.policy.training.run import TrainingProgress
+    from gdp.policy.training.pretrain import TrainingProgress
     from gdp.search.place import Progress
 
 LOG_SECONDS = 10.0  # between two lines in a log
@@ -74,11 +75,23 @@ def improvements(history: Sequence["Progress"]) -> list["Progress"]:
 
 
 def training_sentence(progress: "TrainingProgress") -> str:
-    """Returns `update 12/500 | rank correlation 0.412`."""
-    correlation = progress.rank_correlation
-    return f"update {progress.update}/{progress.updates}" + (
-        "" if correlation is None else f" | rank correlation {correlation:.3f}"
-    )
+    """Returns `update 12/500 | 1.34x the bound, best 1.21x | 100% fit | entropy 0.71`."""
+    parts = [f"update {progress.update}/{progress.updates}"]
+    if (last := progress.statistics) is not None:
+        parts += [
+            f"{last.step_time_ratio:.3f}x the bound, best {_ratio(last.best_step_time_ratio)}",
+            f"{last.feasible:.0%} fit",
+            f"entropy {last.entropy:.2f}",
+        ]
+    if (checked := progress.validation) is not None:
+        parts.append(f"validation {_ratio(checked.step_time_ratio)}")
+    if progress.rank_correlation is not None:
+        parts.append(f"rank correlation {progress.rank_correlation:.3f}")
+    return " | ".join(parts)
+
+
+def _ratio(ratio: float) -> str:
+    return "-" if math.isnan(ratio) else f"{ratio:.3f}x"
 
 
 def live(line: StatusLine | str) -> contextlib.AbstractContextManager[None]:

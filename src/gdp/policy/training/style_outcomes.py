@@ -41,7 +41,7 @@ OUTCOMES = TensorFormat(
     name="gdp-style-outcomes",
     version=1,
     fields={"run": files.is_string},
-    writer="`gdp train`",
+    writer="`gdp train --styles`",
     remedy="delete the directory, and train again",
 )
 

@@ -9,9 +9,8 @@ tasks before it, so a killed run resumes to the same parameters, and a run goes 
 R rows: a style on a problem each. M features of a problem, F numbers of a style.
 """
 
-import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from gdp.policy.features import INITIAL_WEIGHTS
 from gdp.policy.scheduler import SchedulerPolicy
 from gdp.policy.style_network import StyleNetwork
 from gdp.policy.style_scorer import target
-from gdp.policy.training.run import Provenance, TrainingProgress, TrainingRun, manifest_of
+from gdp.policy.training.pretrain import Provenance, TrainingProgress, TrainingRun, manifest_of
 from gdp.policy.training.style_outcomes import PART, Outcomes, read_parts, try_styles, write_part
 from gdp.policy.training.tasks import Tasks, TrainingTask
 
@@ -76,11 +75,9 @@ def train_styles(
     *,
     validation: Sequence[TrainingTask] = (),
     provenance: Provenance | None = None,
-    run: TrainingRun[TrainingProgress] | None = None,
+    run: TrainingRun | None = None,
 ) -> TrainingProgress:
     """Trains the style scorer of `policy` in place; writes the checkpoint `out` after the last task.
-
-    Each fit starts from the scorer's parameters where it has been trained before, else from new ones.
 
     The outcomes of tasks are kept beside it, in `outcomes_path(out)`; a run that resumes goes on from them, and one of
     fewer tasks can be continued. The rank correlation on the `validation` problems is noted after each fit. Raises
@@ -88,7 +85,6 @@ def train_styles(
     """
     assert policy.styles is not None
     network = policy.styles
-    first = copy.deepcopy(network.state_dict()) if network.in_numpy() is not None else None
     started, fit_seconds, fitted_on = time.monotonic(), 0.0, 0
     correlation: float | None = None
     provenance, run = provenance or Provenance(), run or TrainingRun()
@@ -104,7 +100,7 @@ def train_styles(
         cpu_hours = (sum(one.cpu_seconds for one in outcomes) + fit_seconds) / 3600
         elapsed = time.monotonic() - started
         left = None if run.seconds is None else max(run.seconds - elapsed, 0.0)
-        return TrainingProgress(len(outcomes), config.num_tasks, elapsed, cpu_hours, left, correlation)
+        return TrainingProgress(len(outcomes), config.num_tasks, None, None, elapsed, cpu_hours, left, correlation)
 
     def keep() -> None:
         if outcomes:
@@ -114,7 +110,7 @@ def train_styles(
     def fit_to(num_tasks: int) -> None:
         nonlocal correlation, fit_seconds, fitted_on
         before = time.process_time()
-        fit(network, outcomes[:num_tasks], config, first)
+        fit(network, outcomes[:num_tasks], config)
         fit_seconds += time.process_time() - before
         fitted_on, correlation = num_tasks, _correlation(network, checks)
         if run.on_update is not None:
@@ -153,20 +149,12 @@ def outcomes_path(out: Path) -> Path:
     return out.with_suffix(".outcomes")
 
 
-def fit(
-    network: StyleNetwork,
-    outcomes: Sequence[Outcomes],
-    config: StyleTrainingConfig,
-    first: Mapping[str, torch.Tensor] | None = None,
-) -> None:
-    """Trains `network` on `outcomes`, anew or from the parameters `first`, to predict the logarithms of ranks."""
+def fit(network: StyleNetwork, outcomes: Sequence[Outcomes], config: StyleTrainingConfig) -> None:
+    """Trains `network` anew on `outcomes`, to predict the logarithms of ranks."""
     generator = torch.Generator().manual_seed(config.seed)
+    network.reset(generator)
     features = torch.from_numpy(np.stack([outcome.features for outcome in outcomes]))
-    if first is None:
-        network.reset(generator)
-        network.normalize(features.mean(dim=0), features.std(dim=0, correction=0).clamp(min=1e-3))
-    else:
-        network.load_state_dict(dict(first))
+    network.normalize(features.mean(dim=0), features.std(dim=0, correction=0).clamp(min=1e-3))
     numbers = torch.from_numpy(np.concatenate([outcome.numbers for outcome in outcomes]))
     ranks = np.concatenate([outcome.ranks for outcome in outcomes])
     targets = torch.from_numpy(target(ranks)).float()

@@ -82,7 +82,7 @@ class TrainingState:
                 self._tensors["updates"].fill_(num_updates)
                 self._tensors["cpu_seconds"].fill_(3600 * checkpoint.manifest["cpu_hours"])
             else:
-                raise InputError("holds no state of training to resume; choose another --out")
+                raise InputError("holds no state of training to resume; train on from it with --from")
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
 
@@ -104,7 +104,7 @@ def check_same(arguments_before: Mapping[str, Any], arguments: Mapping[str, Any]
     more = [f"{len(differences) - _MAX_NAMED} more"] if len(differences) > _MAX_NAMED else []
     raise InputError(
         f"was trained with {', and '.join(differences[:_MAX_NAMED] + more)}; "
-        "resume with the same arguments, or choose another --out"
+        "resume with the same arguments, or train on from it with --from"
     )
 
 

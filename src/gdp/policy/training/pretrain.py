@@ -6,23 +6,25 @@ No random state outlives an update. Parameters, optimizer state and the number o
 are all that a run needs to go on exactly as if it had never stopped. G tasks an update.
 """
 
+import subprocess
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.metadata import version
 from math import cos, exp, inf, log, nan, pi
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.pretraining.pool import Pool, PoolConfig, instance_of
-from benchmarks.pretraining.state import TrainingState
 from gdp.errors import InputError
 from gdp.policy.base import Policy, one_thread
 from gdp.policy.checkpoint import save_checkpoint
+from gdp.policy.training.pool import Pool, PoolConfig, instance_of
 from gdp.policy.training.ppo import CONSTRUCTING, PPOConfig, Statistics, Trials, draw_trials, improve
-from gdp.policy.training.run import Provenance, TrainingProgress, TrainingRun, manifest_of
+from gdp.policy.training.state import TrainingState
 from gdp.policy.training.tasks import Tasks, TrainingTask
 
 _VALIDATION = 2**32 - 1  # in the place of an update's number; no update has it
@@ -76,25 +78,44 @@ class Validation:
     feasible: float  # share of problems with a placement that fits
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingProgress:
+    """The state of a training run."""
+
+    update: int  # done
+    updates: int
+    statistics: Statistics | None  # of the last update; None where this run has made none
+    validation: Validation | None  # the last one
+    seconds: float  # of this run
+    cpu_hours: float  # of the runs before this one, too
+    seconds_left: float | None  # None without a limit
+    rank_correlation: float | None = None  # on validation problems, of a style scorer
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PretrainingProgress(TrainingProgress):
-    """The state of a training run, with what PPO has seen."""
+class Provenance:
+    """Notes for the manifest on the origin of the parameters."""
 
-    statistics: Statistics | None = None  # of the last update; None where this run has made none
-    validation: Validation | None = None  # the last one
+    origin: str = ""  # of the initial parameters, for a policy that is not new
+    held_out: Sequence[str] = ()  # model families, in this run and in those before it
+    command: str = ""
 
-    def __str__(self) -> str:
-        """Returns `update 12/500 | 1.34x the bound, best 1.21x | 100% fit | entropy 0.71`."""
-        parts = [f"update {self.update}/{self.updates}"]
-        if (last := self.statistics) is not None:
-            parts += [
-                f"{last.step_time_ratio:.3f}x the bound, best {last.best_step_time_ratio:.3f}x",
-                f"{last.feasible:.0%} fit",
-                f"entropy {last.entropy:.2f}",
-            ]
-        if self.validation is not None:
-            parts.append(f"validation {self.validation.step_time_ratio:.3f}x")
-        return " | ".join(parts)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRun:
+    """Options of a training run that leave its parameters the same, up to rounding, unless it ends early."""
+
+    resume: bool = False  # from the output file, if there is one
+    save_every: int = 10  # updates
+    seconds: float | None = None  # ends the run early, after the last whole update
+    stop: threading.Event | None = None  # likewise
+    num_threads: int | None = None
+    on_update: Callable[[TrainingProgress], None] | None = None
+
+    def is_over(self, started: float) -> bool:
+        """Returns True when the run that began at `started` must end."""
+        is_late = self.seconds is not None and time.monotonic() - started >= self.seconds
+        return is_late or (self.stop is not None and self.stop.is_set())
 
 
 def train(
@@ -105,10 +126,8 @@ def train(
     *,
     validation: Sequence[TrainingTask] = (),
     provenance: Provenance | None = None,
-    run: TrainingRun[PretrainingProgress] | None = None,
-    save_every: int = 10,
-    num_threads: int | None = None,
-) -> PretrainingProgress:
+    run: TrainingRun | None = None,
+) -> TrainingProgress:
     """Trains `policy` in place; writes the checkpoint `out` every `save_every` updates and at the end.
 
     A run that resumes must have the policy, tasks, configuration, validation problems and origin of the run that wrote
@@ -135,16 +154,15 @@ def train(
         save_checkpoint(path, policy, manifest | more, None if is_final else state.tensors())
 
     def check() -> Validation:
-        checked = validate(policy, validation, config, num_threads)
+        checked = validate(policy, validation, config, run.num_threads)
         if state.is_best(checked.reward):
             save(best_path(out), is_final=True, validation=asdict(checked))
         return checked
 
-    def progress(statistics: Statistics | None, checked: Validation | None) -> PretrainingProgress:
+    def progress(statistics: Statistics | None, checked: Validation | None) -> TrainingProgress:
         elapsed = time.monotonic() - started
         left = None if run.seconds is None else max(run.seconds - elapsed, 0.0)
-        done = state.updates, config.updates, elapsed, state.cpu_hours, left
-        return PretrainingProgress(*done, statistics=statistics, validation=checked)
+        return TrainingProgress(state.updates, config.updates, statistics, checked, elapsed, state.cpu_hours, left)
 
     with one_thread():
         latest = progress(None, check() if validation and state.updates == 0 else None)
@@ -156,7 +174,7 @@ def train(
                     break
                 task, instance, rng = pool.draw(update, index)
                 draw = partial(draw_trials, policy, instance, config.samples, rng, config.ppo, task.reference_ns)
-                trials.append(draw(num_threads=num_threads))
+                trials.append(draw(num_threads=run.num_threads))
             if run.is_over(started):
                 break
             for group in state.optimizer.param_groups:
@@ -167,7 +185,7 @@ def train(
             latest = progress(statistics, check() if is_due else latest.validation)
             if run.on_update is not None:
                 run.on_update(latest)
-            if state.updates % save_every == 0:
+            if state.updates % run.save_every == 0:
                 save(out, is_final=state.updates == config.updates)
                 saved = state.updates
         if state.updates != saved:
@@ -199,3 +217,35 @@ def validate(
         total += reward, log_ratio, bool(fitting_ns)
     reward, log_ratio, solved = total.tolist()
     return Validation(reward / len(problems), exp(log_ratio / solved) if solved else nan, solved / len(problems))
+
+
+def manifest_of(
+    tasks: Tasks, provenance: Provenance, arguments: dict[str, Any], *, updates: int, cpu_hours: float
+) -> dict[str, Any]:
+    """Returns the record of a run, for a checkpoint."""
+    return {
+        **tasks.inputs(),
+        "seed": arguments["training"]["seed"],
+        "command": provenance.command,
+        "gdp_version": version("gdp-placement"),
+        "commit": _commit(),
+        "updates": updates,
+        "cpu_hours": cpu_hours,
+        "arguments": arguments,
+        "held_out": list(provenance.held_out),
+    }
+
+
+def _commit() -> str | None:
+    """Returns the commit of the checkout that gdp runs from, with "-dirty" if files differ; None without a checkout."""
+    here = Path(__file__)
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", here.name)  # the checkout may be of a project that gdp is installed in
+        return git("describe", "--always", "--dirty", "--abbrev=40")
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -5,8 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from benchmarks.pretraining.pool import Pool, PoolConfig
 from gdp.errors import InputError
+from gdp.policy.training.pool import Pool, PoolConfig
 from policy.tiny_policy import TinyInstance, tiny_policy, tiny_tasks
 
 CONFIG = PoolConfig(size=8, problem_uses=6, instance_uses=2)

@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.pretraining.__main__ import main
-from benchmarks.pretraining.pretrain import PretrainingProgress, TrainingConfig, best_path, train
 from gdp.cluster import Cluster
 from gdp.errors import InputError
-from gdp.models import source
-from gdp.models.papers import PAPERS
 from gdp.policy.checkpoint import read_checkpoint, read_manifest
 from gdp.policy.training.ppo import PPOConfig
-from gdp.policy.training.run import TrainingRun
+from gdp.policy.training.pretrain import TrainingConfig, TrainingProgress, TrainingRun, best_path, train
 from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource
 from policy.tiny_policy import (
     kill_again_and_again,
@@ -62,7 +57,7 @@ GOLDEN = [  # (mean reward, entropy)
 def start(target: Callable[..., Any], *args: Any, **kwargs: Any) -> BaseProcess:
     """`target` in a process of its own, forked from a server that has PyTorch loaded and no threads."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.pretraining.pretrain"])
+    context.set_forkserver_preload(["gdp.policy.training.pretrain"])
     process = context.Process(target=target, args=args, kwargs=kwargs)
     process.start()
     return process
@@ -81,11 +76,12 @@ def test_the_curve_of_twenty_updates(tmp_path: Path) -> None:
     )
     curve: list[tuple[float, float]] = []
 
-    def note(progress: PretrainingProgress) -> None:
+    def note(progress: TrainingProgress) -> None:
         assert progress.statistics is not None
         curve.append((progress.statistics.reward, progress.statistics.entropy))
 
-    train(tiny_policy(), tasks, config, tmp_path / "tiny.safetensors", run=TrainingRun(on_update=note), num_threads=1)
+    run = TrainingRun(num_threads=1, on_update=note)
+    train(tiny_policy(), tasks, config, tmp_path / "tiny.safetensors", run=run)
     assert np.array(curve) == pytest.approx(np.array(GOLDEN), abs=1e-4)
 
 
@@ -106,7 +102,7 @@ def test_stop_saves_the_last_whole_update(tmp_path: Path) -> None:
     out, whole = tmp_path / "stopped.safetensors", tmp_path / "whole.safetensors"
     stop = threading.Event()
 
-    def interrupt(progress: PretrainingProgress) -> None:
+    def interrupt(progress: TrainingProgress) -> None:
         if progress.update == 3:
             stop.set()
 
@@ -128,9 +124,10 @@ def test_validation_resumes_too(tmp_path: Path) -> None:
             run = TrainingRun(
                 resume=True,
                 stop=stop,
+                num_threads=1,
                 on_update=lambda progress, end=end, stop=stop: stop.set() if progress.update == end else None,
             )
-            train(tiny_policy(), tiny_tasks(), config, out, validation=validation, run=run, num_threads=1)
+            train(tiny_policy(), tiny_tasks(), config, out, validation=validation, run=run)
     assert_equal(*files)
     assert_equal(*map(best_path, files))
     best = read_manifest(best_path(files[0]))
@@ -185,38 +182,3 @@ def test_bad_settings_are_refused(wrong: dict[str, object]) -> None:
     """The error names the setting."""
     with pytest.raises(InputError, match=next(iter(wrong))):
         TrainingConfig(**wrong)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def _small_workloads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Workloads and variants are small graphs of their names."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(source, "load", lambda text: replace(random_graph(12, 0), name=text))
-
-
-@pytest.mark.usefixtures("_small_workloads")
-def test_the_training_set_goes_on_its_usual_devices_and_leaves_out_families() -> None:
-    """By default all small workloads are trained on, on their own clusters, without those of a family held out."""
-    args = ["--hold-out", "amoebanet", "--updates", "1", "--out", "own.safetensors"]
-    assert main(args) == 0
-    manifest, expected = read_manifest("own.safetensors"), PAPERS.training_set(["amoebanet"])
-    assert manifest["held_out"] == ["amoebanet", "nasnet"]  # its relative
-    assert len(manifest["arguments"]["tasks"]["sources"]) == len(expected)
-    assert {cluster["name"] for cluster in manifest["clusters"]} == {workload.cluster for workload in expected}
-    assert main([*args, "--resume"]) == 0
-
-
-@pytest.mark.usefixtures("_small_workloads")
-def test_what_is_held_out_is_not_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
-    """A workload of a family held out, an unknown family and an existing file are refused."""
-    Path("there.safetensors").touch()
-    for args, message in (
-        (
-            ["amoebanet", "--hold-out", "amoebanet", "--out", "a"],
-            "amoebanet: is of family amoebanet, which is held out",
-        ),
-        (["--hold-out", "cubism", "--out", "a"], "family 'cubism' is unknown; known: rnnlm, gnmt"),
-        (["--out", "there.safetensors"], "there.safetensors: exists; go on with it by --resume"),
-    ):
-        assert main(args) == 2
-        assert message in capsys.readouterr().err
