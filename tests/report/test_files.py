@@ -1,16 +1,12 @@
-"""Other pictures of a step: traces, DOT, figures, a terminal, a notebook."""
+"""Other pictures of a step: traces, figures, a terminal, a notebook."""
 
 import gzip
 import json
-import re
-import shutil
-import subprocess
 from collections import defaultdict
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -24,10 +20,8 @@ from gdp import files
 from gdp.cli import main
 from gdp.errors import InputError
 from gdp.planning.compare import compare
-from gdp.report.dot import dot_text
 from gdp.report.figure import figure_bytes
 from gdp.report.run_file import read_run
-from gdp.report.tables import short
 from gdp.report.timeline_text import TimelineText, busy_shares
 from gdp.report.trace import trace_document
 from gdp.simulator.problem import Problem
@@ -35,7 +29,7 @@ from gdp.simulator.simulate import Simulation, simulate
 from strategies import Instance, instances
 
 SVG = "{http://www.w3.org/2000/svg}"
-PERFETTO, DOT = perfetto_page(), shutil.which("dot")
+PERFETTO = perfetto_page()
 
 
 @pytest.fixture(scope="module")
@@ -159,51 +153,6 @@ def test_perfetto_reads_traces(simulation: Simulation, tmp_path: Path) -> None:
         assert [peak for (peak,) in peaks] == simulation.peak_memory_bytes.tolist()
 
 
-def test_dot_quotes_names(simulation: Simulation) -> None:
-    """In DOT every op is a node and every edge is there; strings end where they should."""
-    lines = dot_text(simulation).split("\n")
-    string = r'"(?:[^"\\\x00]|\\.)*"'
-    node = re.compile(rf"  \d+ \[label={string}, fillcolor={string}, fontcolor={string}\];")
-    nodes = [line for line in lines if node.fullmatch(line)]
-    edges = [line for line in lines if re.fullmatch(r"  \d+ -> \d+( \[.*\])?;", line)]
-    graph = simulation.problem.graph
-    assert len(nodes) == graph.num_ops
-    pairs = zip(graph.producers[graph.edge_tensors].tolist(), graph.consumers.tolist(), strict=True)
-    assert len(edges) == len(set(pairs))
-    assert re.fullmatch(rf"digraph {string} {{", lines[0])
-
-
-@pytest.mark.skipif(DOT is None, reason="no dot (Debian: graphviz)")
-def test_graphviz_draws_dot(simulation: Simulation) -> None:
-    """Graphviz reads DOT, hostile names in it, without a word, and draws a node for each op, and each edge."""
-    assert DOT is not None
-    graph, cluster = simulation.problem.graph, simulation.problem.cluster
-    done = subprocess.run([DOT, "-Tsvg"], input=dot_text(simulation).encode(), capture_output=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, b"")
-    drawn = ElementTree.fromstring(done.stdout)
-    parts = [group for group in drawn.iter(f"{SVG}g") if group.get("class") in ("node", "edge")]
-    nodes = {
-        group.findtext(f"{SVG}title"): [text.text for text in group.iter(f"{SVG}text")]
-        for group in parts
-        if group.get("class") == "node"
-    }
-    assert set(nodes) == set(map(str, range(graph.num_ops)))
-    pairs = set(zip(graph.producers[graph.edge_tensors].tolist(), graph.consumers.tolist(), strict=True))
-    assert {group.findtext(f"{SVG}title") for group in parts if group.get("class") == "edge"} == {
-        f"{producer}->{consumer}" for producer, consumer in pairs
-    }
-    assert not list(drawn.iter(f"{SVG}script"))
-    for op, device in enumerate(simulation.placement.tolist()):
-        assert nodes[str(op)][-1] == cluster.devices[device].name
-    assert any(texts[0] == short(HOSTILE[2], 60) for texts in nodes.values())
-
-
-def test_dot_of_a_large_graph_is_refused() -> None:
-    """More ops than Graphviz lays out are refused."""
-    with pytest.raises(InputError, match="--dot: two-towers has 2402 ops"):
-        dot_text(page_data(two_towers(layers=600)).simulation)
-
-
 @pytest.mark.parametrize(("kind", "start"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")])
 def test_figures(simulation: Simulation, kind: str, start: bytes) -> None:
     """A figure is data, the same every time."""
@@ -268,11 +217,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert "was made in Python, of a graph called 'two-towers'; name its MODEL or file" in capsys.readouterr().err
     problem.graph.save(tmp_path / "graph.json.gz")
     problem.cluster.save(tmp_path / "cluster.json")
-    assert main(["report", str(plan), "--compare", "--json"]) == 0
+    assert main(["report", str(plan), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["written"] == [str(tmp_path / "report.html")]
     page = (tmp_path / "report.html").read_text()
     assert "speed-up" in page
-    assert '"m-etf"' in page
     assert main(["report", str(plan), "--trace", str(tmp_path / "t.json.gz"), "--out", str(tmp_path / "p.html")]) == 0
     _check_trace(json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes())), data.simulation)
     assert (tmp_path / "p.html").stat().st_size > 10**6

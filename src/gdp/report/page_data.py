@@ -48,15 +48,12 @@ class PageData:
     progress: Sequence[Progress] = ()
     advice: Advice | None = None
     run: Mapping[str, Any] | None = None  # the output of `gdp run --json`
-    compared: Mapping[str, Baseline] | None = None  # other placers, run for the report
     layouts: LayoutAnswer | None = None  # that were looked at, the plan's first
     amounts: Mapping[str, int] = field(default_factory=dict)  # the samples and tokens of a step
 
     @property
     def baselines(self) -> Mapping[str, Baseline]:
-        """Returns the placers that were run for the report, or else the baselines of the search."""
-        if self.compared is not None:
-            return self.compared
+        """Returns the baselines of the search."""
         return {} if self.plan.search is None else self.plan.search.baselines
 
 
