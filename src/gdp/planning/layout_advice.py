@@ -134,9 +134,10 @@ def _time_of(estimate: Candidate | None, change: _LayoutChange) -> tuple[int | N
     if estimate is None:
         return None, ""
     bound_ns, layout = layout_bound(change.parts.read, change.machine.cluster), estimate.layout
-    for name in ("recompute", "offload"):
-        if not isinstance(getattr(layout, name), str):  # the modules that are those of the plan
-            layout = replace(layout, **{name: AUTO})
+    if not isinstance(layout.recompute, str):  # the modules that are those of the plan
+        layout = replace(layout, recompute=AUTO)
+    if not isinstance(layout.offload, str):
+        layout = replace(layout, offload=AUTO)
     return None if estimate.missing_bytes else max(estimate.step_time_ns, bound_ns), str(layout)
 
 
