@@ -71,6 +71,7 @@ def resident(step: CutStep) -> float:
         (megatron_lm.held_by, "mixed", "data=2,zero=1", 2 + 4 + 12 / 2, ("--bf16",)),
         # there is no other mode of its bf16
         (megatron_lm.held_by, "pure-bf16", "data=2", 18, ("--bf16",)),
+        (megatron_lm.held_by, "pure-bf16", "data=2,zero=1", 2 + 4 + 12 / 2, ("--bf16",)),
         (megatron_lm.held_by, "float32", "data=2", 16, ()),
         (torch_fsdp.held_by, "mixed", "data=2,zero=3", 6, ("bfloat16",)),
         (torch_fsdp.held_by, "pure-bf16", "data=2", 6, ()),
@@ -105,6 +106,14 @@ def test_megatron_sums_in_bf16_where_float32_does_not_fit() -> None:
     assert simulation.missing_bytes.all()
     assert not step.simulation.missing_bytes.any()
     assert exported(megatron_lm.held_by, "mixed", "data=2", "11MiB").simulation.missing_bytes.all()
+
+
+def test_options_of_megatron_in_float16() -> None:
+    """Of weights in float16 Megatron-LM has other options, the first for float32 gradients too."""
+    layer = nn.Linear(64, 64, dtype=torch.float16)
+    graph = capture(layer, (torch.randn(8, 64, dtype=torch.float16),), precision="mixed").graph
+    options = [held.options for held in megatron_lm.held_by(graph, Layout.parse("data=2"))]
+    assert options == [("--fp16", "--accumulate-allreduce-grads-in-fp32"), ("--fp16",)]
 
 
 WIDTH, INNER, HEADS, GROUPS, TOKENS, LAYERS = 4096, 14336, 32, 8, 128256, 32

@@ -20,7 +20,7 @@ from gdp.export.layouts.target import (
 )
 from gdp.graph import Graph
 from gdp.graph.parameter_bytes import ParameterBytes
-from gdp.models.model import FLOAT32, PURE_BF16
+from gdp.models.model import FLOAT32, MIXED, PURE_BF16
 from gdp.parallel.layout import Layout
 
 NAME = "megatron"
@@ -94,16 +94,19 @@ def held_by(graph: Graph, layout: Layout) -> list[Held]:
     shares = layout.data if layout.zero == 2 else 1
     if precision == FLOAT32:
         return [Held("Megatron-LM keeps the memory of gradients for the whole step.", 4 / shares, gradient_scale=0)]
-    # copies and moments in float32 where the plan has none, or no copies where it has float32 weights
-    state = each.optimizer_state + each.master_weights
-    scale = {PURE_BF16: (4 + 2 * state) / max(state, 1), AUTOCAST: (state + 4) / max(state, 1)}.get(precision, 1.0)
+    # copies where the plan has none, cut as the optimizer's state is, and state in float32
+    copies, scale = (0, 1) if precision == MIXED else (4, 2 if precision == PURE_BF16 else 1)
     weights, halves = (-2, 1) if precision == AUTOCAST else (0, 2)
-    total = 2 + 4 + state * scale
+    total = 2 + 4 + each.master_weights + copies + each.optimizer_state * scale
+    resident = weights + copies / (layout.data if layout.zero in (1, 2) else 1)
     text = "Megatron-LM holds bf16 weights, float32 {}copies and state: {:.3g} bytes a parameter, {:.3g} in the plan."
+    options: list[tuple[str, ...]] = [("--bf16",), ("--bf16", "--grad-reduce-in-bf16")]
+    if "float16" in graph.dtypes:
+        text, options = text.replace("bf16", "fp16"), [("--fp16", "--accumulate-allreduce-grads-in-fp32"), ("--fp16",)]
     wide, narrow = text.format("gradients, ", total, each.total), text.format("", total - 2, each.total)
     return [
-        Held(wide, weights + 4 / shares, scale, 0, halves, ("--bf16",)),
-        Held(narrow, weights + 2 / shares, scale, 0, 1, ("--bf16", "--grad-reduce-in-bf16")),
+        Held(wide, resident + 4 / shares, scale, 0, halves, options[0]),
+        Held(narrow, resident + 2 / shares, scale, 0, 1, options[1]),
     ]
 
 
