@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from benchmarks.models.transformer import FeedForward, check_heads
 from gdp.errors import InputError
-from gdp.models.papers.base import Dropout, Example, ModelConfig, WordEmbedding
+from gdp.models.papers.base import Example, ModelConfig, WordEmbedding
 
 DEVIATION = 0.02
 NUM_SEGMENTS = 2
@@ -49,7 +49,7 @@ class BERTAttention(nn.Module):
         super().__init__()
         self.num_heads, self.head = config.num_heads, config.hidden // config.num_heads
         self.query, self.key, self.value, self.output = (nn.Linear(config.hidden, config.hidden) for _ in range(4))
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (
@@ -69,7 +69,7 @@ class BERTLayer(nn.Module):
         self.attention_norm = nn.LayerNorm(config.hidden, eps=1e-12)
         self.feed_forward = FeedForward(config.hidden, 4 * config.hidden)
         self.feed_forward_norm = nn.LayerNorm(config.hidden, eps=1e-12)
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.attention_norm(x + self.dropout(self.attention(x)))
@@ -85,7 +85,7 @@ class BERTEmbedding(nn.Module):
         self.segments = WordEmbedding(NUM_SEGMENTS, config.hidden, DEVIATION)
         self.positions = nn.Parameter(torch.empty(config.num_steps, config.hidden).normal_(std=DEVIATION))
         self.norm = nn.LayerNorm(config.hidden, eps=1e-12)
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens: Tensor, segments: Tensor) -> Tensor:
         return self.dropout(self.norm(self.words(tokens) + self.segments(segments) + self.positions))

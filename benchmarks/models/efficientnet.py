@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.models.conv_norm import ConvNorm
-from gdp.models.papers.base import Dropout, Example, ModelConfig
+from gdp.models.papers.base import Example, ModelConfig
 from gdp.models.papers.vision import Classifier, random_images
 
 # (expansion, kernel, stride, channels, blocks) of each stage of EfficientNet-B0
@@ -73,7 +73,7 @@ class InvertedResidual(nn.Module):
         self.excite = SqueezeExcite(inner, max(1, inputs // 4))
         self.project = ConvNorm(inner, outputs, 1, activation=None)
         self.is_residual = stride == 1 and inputs == outputs
-        self.keep = Dropout(skip)  # of whole images: Huang et al. 2016, arXiv 1603.09382
+        self.keep = nn.Dropout(skip)  # of whole images: Huang et al. 2016, arXiv 1603.09382
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.project(self.excite(self.depthwise(self.expand(x))))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gdp.models.papers.base import Dropout, Example, ModelConfig, SoftmaxLoss, WordEmbedding
+from gdp.models.papers.base import Example, ModelConfig, SoftmaxLoss, WordEmbedding
 
 NUM_LETTERS, LETTER_WIDTH = 262, 16
 FILTERS = ((1, 32), (2, 32), (3, 64), (4, 128), (5, 256), (6, 512), (7, 1024))  # (letters, number)
@@ -64,7 +64,7 @@ class ProjectedLSTM(nn.Module):
         self.hidden = hidden
         self.gates = nn.Linear(2 * projected, 4 * hidden)
         self.project = nn.Linear(hidden, projected, bias=False)
-        self.dropout = Dropout(dropout)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, steps: list[Tensor]) -> list[Tensor]:
         output, outputs = torch.zeros_like(steps[0]), []
@@ -103,7 +103,7 @@ class ELMo(nn.Module):
         super().__init__()
         self.letters = LetterEncoder(config)
         self.forwards, self.backwards = Direction(config), Direction(config)
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
         self.softmax = SoftmaxLoss(config.projected, config.vocabulary)
 
     def forward(self, letters: Tensor, after: Tensor, before: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.models.transformer import TransformerLayer, check_heads
-from gdp.models.papers.base import Dropout, Example, ModelConfig, WordEmbedding
+from gdp.models.papers.base import Example, ModelConfig, WordEmbedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class GPT2(nn.Module):
         super().__init__()
         self.words = WordEmbedding(config.vocabulary, config.hidden, deviation=0.02)
         self.positions = nn.Parameter(torch.empty(config.num_steps, config.hidden).normal_(std=0.01))
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(
             TransformerLayer(config.hidden, config.num_heads, causal=True, dropout=config.dropout)
             for _ in range(config.num_layers)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gdp.models.papers.base import Dropout, Example, ModelConfig, WordEmbedding
+from gdp.models.papers.base import Example, ModelConfig, WordEmbedding
 
 NUM_BUCKETS, MAX_DISTANCE = 32, 128  # section 2.1
 
@@ -68,7 +68,7 @@ class T5Attention(nn.Module):
         self.num_heads, width = config.num_heads, config.num_heads * config.head
         self.query, self.key, self.value = (nn.Linear(config.hidden, width, bias=False) for _ in range(3))
         self.output = nn.Linear(width, config.hidden, bias=False)
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, memory: Tensor, bias: Tensor | None) -> Tensor:
         query, key, value = (
@@ -87,7 +87,7 @@ class T5FeedForward(nn.Module):
         super().__init__()
         self.expand = nn.Linear(config.hidden, config.inner, bias=False)
         self.reduce = nn.Linear(config.inner, config.hidden, bias=False)
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.reduce(self.dropout(self.expand(x).relu()))
@@ -107,7 +107,7 @@ class T5Layer(nn.Module):
         self.cross_norm = root_mean_square_norm(config) if is_decoder else None
         self.cross = T5Attention(config) if is_decoder else None
         self.feed_forward_norm, self.feed_forward = root_mean_square_norm(config), T5FeedForward(config)
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, bias: Tensor, memory: Tensor | None) -> Tensor:
         normed = self.attention_norm(x)
@@ -125,7 +125,7 @@ class Stack(nn.Module):
         self.bias = RelativeBias(config.num_heads, causal=is_decoder)
         self.layers = nn.ModuleList(T5Layer(config, is_decoder=is_decoder) for _ in range(config.num_layers))
         self.norm = root_mean_square_norm(config)
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
         x, bias = self.dropout(x), self.bias(x.shape[1], x.device)

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gdp.errors import InputError
-from gdp.models.papers.base import Dropout
 
 
 def check_heads(name: str, hidden: int, num_heads: int) -> None:
@@ -54,7 +53,7 @@ class TransformerLayer(nn.Module):
         self.attention = SelfAttention(hidden, num_heads, causal=causal)
         self.feed_forward_norm = nn.LayerNorm(hidden)
         self.feed_forward = FeedForward(hidden, 4 * hidden)
-        self.dropout = Dropout(dropout)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x)))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gdp.errors import InputError
-from gdp.models.papers.base import Dropout, Example, ModelConfig, WordEmbedding
+from gdp.models.papers.base import Example, ModelConfig, WordEmbedding
 from gdp.models.papers.lstm import State
 
 
@@ -72,7 +72,7 @@ class TreeLSTM(nn.Module):
         self.words = WordEmbedding(config.vocabulary, config.word_width, deviation=0.1)
         self.leaf = Leaf(config.word_width, config.hidden)
         self.join = Join(config.hidden)
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
         self.classes = nn.Linear(config.hidden, config.num_classes)
 
     def forward(self, words: Tensor, classes: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gdp.errors import InputError
-from gdp.models.papers.base import Dropout, Example, ModelConfig
+from gdp.models.papers.base import Example, ModelConfig
 
 NUM_NOISE_LEVELS = 1000  # section 4
 
@@ -61,7 +61,7 @@ class ResidualBlock(nn.Module):
         self.first = nn.Conv2d(inputs, outputs, 3, padding=1)
         self.level = nn.Linear(4 * config.channels, outputs)
         self.second_norm = nn.GroupNorm(config.num_groups, outputs)
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
         self.second = nn.Conv2d(outputs, outputs, 3, padding=1)
         self.shortcut = nn.Identity() if inputs == outputs else nn.Conv2d(inputs, outputs, 1)
 

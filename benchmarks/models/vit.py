@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from benchmarks.models.transformer import TransformerLayer, check_heads
 from gdp.errors import InputError
-from gdp.models.papers.base import Dropout, Example, ModelConfig
+from gdp.models.papers.base import Example, ModelConfig
 from gdp.models.papers.vision import random_images
 
 
@@ -60,7 +60,7 @@ class ViT(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.patches = Patches(config.image_size, config.patch_size, config.hidden)
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(
             TransformerLayer(config.hidden, config.num_heads, dropout=config.dropout) for _ in range(config.num_layers)
         )

@@ -1,4 +1,4 @@
-"""Parts that the model families share: checks of sizes, three modules."""
+"""Parts that the model families share: checks of sizes, two modules."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -25,17 +25,6 @@ class ModelConfig:
                 raise InputError(f"{where}; an integer of at least 1 is expected")
             if item.type in (float, "float") and not (isinstance(value, float) and 0 <= value < 1):
                 raise InputError(f"{where}; a number of at least 0 and below 1 is expected")
-
-
-class Dropout(nn.Module):
-    """Dropout as one operator on every device, as accelerators run it (`nn.Dropout` on a CPU takes four)."""
-
-    def __init__(self, fraction: float) -> None:
-        super().__init__()
-        self.fraction = fraction
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.native_dropout(x, self.fraction, True)[0] if self.training and self.fraction else x
 
 
 class SoftmaxLoss(nn.Module):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gdp.models.papers.base import Dropout, WordEmbedding
+from gdp.models.papers.base import WordEmbedding
 
 State = tuple[Tensor, Tensor]
 """Output and cell, each [batch, hidden]."""
@@ -49,7 +49,7 @@ class LSTMLayer(nn.Module):
     def __init__(self, inputs: int, hidden: int, dropout: float, *, residual: bool = False) -> None:
         super().__init__()
         self.hidden, self.residual = hidden, residual
-        self.dropout = Dropout(dropout)
+        self.dropout = nn.Dropout(dropout)
         self.cell = LSTMCell(inputs, hidden)
 
     def forward(self, x: Tensor, state: State | None, context: Tensor | None = None) -> tuple[Tensor, State]:

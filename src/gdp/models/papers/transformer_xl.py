@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gdp.errors import InputError
-from gdp.models.papers.base import Dropout, Example, ModelConfig, SoftmaxLoss, WordEmbedding
+from gdp.models.papers.base import Example, ModelConfig, SoftmaxLoss, WordEmbedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class RelativeAttention(nn.Module):
         self.content_bias = nn.Parameter(torch.empty(self.num_heads, self.head).normal_(std=0.02))
         self.position_bias = nn.Parameter(torch.empty(self.num_heads, self.head).normal_(std=0.02))
         self.output = nn.Linear(hidden, hidden, bias=False)
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, memory: Tensor, positions: Tensor, future: Tensor) -> Tensor:
         num_queries, batch = x.shape[:2]
@@ -85,7 +85,7 @@ class TransformerXLFeedForward(nn.Module):
         super().__init__()
         self.expand = nn.Linear(hidden, inner)
         self.reduce = nn.Linear(inner, hidden)
-        self.dropout = Dropout(dropout)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.reduce(self.dropout(self.expand(x).relu()))
@@ -100,7 +100,7 @@ class TransformerXLLayer(nn.Module):
         self.attention_norm = nn.LayerNorm(config.hidden)
         self.feed_forward = TransformerXLFeedForward(config.hidden, config.inner, config.dropout)
         self.feed_forward_norm = nn.LayerNorm(config.hidden)
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, memory: Tensor, positions: Tensor, future: Tensor) -> Tensor:
         x = self.attention_norm(x + self.dropout(self.attention(x, memory, positions, future)))
@@ -114,7 +114,7 @@ class SegmentEmbedding(nn.Module):
         super().__init__()
         self.num_segments = config.num_segments
         self.words = WordEmbedding(config.vocabulary, config.hidden, deviation=1.0)
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, ...]:
         return self.dropout(self.words(tokens)).chunk(self.num_segments)

@@ -6,15 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gdp.models.papers.base import Dropout
-
 
 class Classifier(nn.Module):
     """Mean over the image, dropout, linear: features and labels [batch] -> mean cross-entropy."""
 
     def __init__(self, inputs: int, num_classes: int, dropout: float) -> None:
         super().__init__()
-        self.dropout = Dropout(dropout)
+        self.dropout = nn.Dropout(dropout)
         self.linear = nn.Linear(inputs, num_classes)
 
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
