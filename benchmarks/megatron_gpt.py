@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from benchmarks.models.gpt2 import GPT2, GPT2Config
 from benchmarks.models.transformer import SelfAttention
-from gdp.models.papers.base import Dropout, Example
+from gdp.models.papers.base import Example
 
 
 class _UnfusedAttention(SelfAttention):
@@ -22,7 +22,7 @@ class _UnfusedAttention(SelfAttention):
 
     def __init__(self, hidden: int, num_heads: int, dropout: float) -> None:
         super().__init__(hidden, num_heads, causal=True)
-        self.dropout = Dropout(dropout)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         steps, batch, hidden = x.shape

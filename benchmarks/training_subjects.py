@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from benchmarks.models import families
 from gdp.execute.layouts.batch import split_inputs
-from gdp.models.papers.base import Dropout, Example
+from gdp.models.papers.base import Example
 from gdp.models.papers.workload import Family, Workload
 from gdp.models.pytorch.program import named_inputs
 
@@ -59,8 +59,8 @@ class Subject:
             torch.manual_seed(_SEED)
             module, args, kwargs = self.workload.build(self.batch_size // num_parts)
         for part in module.modules():
-            if isinstance(part, Dropout):
-                part.fraction = 0.0
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
         return module, args, kwargs
 
 

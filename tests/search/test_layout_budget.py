@@ -139,7 +139,7 @@ def test_arithmetic_promises_no_more_than_estimates(memory: str) -> None:
     parts, cluster = Parts(layers, BATCH), machine_of([1.0, 1.0, 2.0, 2.0], memory=memory)
     estimator = Estimator(parts, cluster, Constraints())
     ways = replicated_ways(estimator.machine, BATCH)
-    ways += [other for way in ways for other in with_less_memory(way, BATCH, DEFAULTS.layouts, has_cpu=False)]
+    ways += [other for way in ways for other in with_less_memory(way, BATCH, has_cpu=False)]
     least = [estimator.least(way).missing_bytes for way in dict.fromkeys(ways)]
     estimated = [estimator.estimate(way).missing_bytes for way in dict.fromkeys(ways)]
     assert all(one <= other for one, other in zip(least, estimated, strict=True))
@@ -167,7 +167,7 @@ def test_estimates_find_each_set_of_blocks_once(monkeypatch: pytest.MonkeyPatch)
     estimator = Estimator(parts, cluster, Constraints())
     ways = replicated_ways(estimator.machine, BATCH)
     for way in ways:
-        for other in with_less_memory(way, BATCH, DEFAULTS.layouts, has_cpu=False):
+        for other in with_less_memory(way, BATCH, has_cpu=False):
             if other.layout.recompute == AUTO:
                 estimator.estimate(other)
     assert seen

@@ -10,11 +10,13 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.budget import Clock, has_time
-from gdp.search.settings import DEFAULTS, NoiseSettings
 from gdp.simulator.plan import NoisyTimes
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, mean_step_time_ns
 from gdp.units.reduction import Reduction
+
+_NUM_REPLAYS, _FEWEST_REPLAYS = 100, 20  # of an answer, for its mean and 95th percentile; below 20 there is none
+_REPLAYED_OPS = 1_000_000  # replays times ops: a second
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,18 +37,14 @@ class Noise:
 
 
 def step_times_under_noise(
-    simulation: Simulation,
-    spread: float,
-    seed: int,
-    clock: Clock | None = None,
-    settings: NoiseSettings = DEFAULTS.noise,
+    simulation: Simulation, spread: float, seed: int, clock: Clock | None = None
 ) -> NoisyTimes | None:
     """Replays the order of `simulation` under op times with a relative noise of deviation `spread`.
 
     None where `clock` is up before there were a few replays.
     """
     num_ops = simulation.problem.num_ops
-    num_draws = max(min(settings.num_replays, settings.replayed_ops // num_ops), settings.fewest_replays)
+    num_draws = max(min(_NUM_REPLAYS, _REPLAYED_OPS // num_ops), _FEWEST_REPLAYS)
     times_ns: list[int] = []
     slowest_s = 0.0
     while len(times_ns) < num_draws and has_time(clock, slowest_s):
@@ -54,7 +52,7 @@ def step_times_under_noise(
         table = perturbed_times(simulation.problem, spread, 1, seed + len(times_ns))
         times_ns.append(mean_step_time_ns(simulation, table))
         slowest_s = max(slowest_s, time.perf_counter() - began)
-    if len(times_ns) < settings.fewest_replays:
+    if len(times_ns) < _FEWEST_REPLAYS:
         return None
     return NoisyTimes(spread, int(np.mean(times_ns)), int(np.percentile(times_ns, 95, method="higher")), len(times_ns))
 

@@ -202,7 +202,7 @@ def _layout_chosen(question: PlaceQuestion, batch: BatchQuestion, clock: Clock) 
 def _under_noise(options: SearchOptions, step: Simulation, clock: Clock) -> NoisyTimes | None:
     """Returns the times of `step` when op times vary; None where there is no time to replay it."""
     part = clock.at_least(REPLAYS_LATE_S)
-    return step_times_under_noise(step, options.noise_share, options.seed + 1, part, options.settings.noise)
+    return step_times_under_noise(step, options.noise_share, options.seed + 1, part)
 
 
 def _baselines(question: PlaceQuestion, placers: Sequence[str]) -> Mapping[str, Baseline]:

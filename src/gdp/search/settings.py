@@ -29,9 +29,6 @@ class NoiseSettings:
     num_tables: int = 4  # of perturbed op times that a search averages over; untuned
     fewest_simulations: int = 500  # there must be time for, or a search is without noise; untuned
     last_share: float = 0.15  # of a search is under noise. Measured: docs/notes/search.md, "Noise during all of it"
-    num_replays: int = 100  # of the answer, for its mean and 95th percentile
-    fewest_replays: int = 20  # statistics: below, there is no 95th percentile
-    replayed_ops: int = 1_000_000  # replays times ops: a second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,15 +123,9 @@ class PolicySettings:
 class LayoutSettings:
     """The choice of a layout. Untuned where nothing is said."""
 
-    # which arrangements there are
-    slowest: float = 0.02  # of the fastest device's speed: slower ones, such as CPUs beside cards, hold no replicas
-    most_microbatches: int = 64  # a replica; more pay for their launches
+    # which arrangements there are, and their estimates
     microbatches_a_place: tuple[int, ...] = (1, 2, 4, 8, 16)  # of a pipeline: the bubble is 1/2 to 1/17 of the step
-    most_places: int = 64  # of a replica: physics, the engine's word
-    # estimates
     seen_microbatches: int = 2  # of each place that are simulated; the others are alike
-    most_probes: int = 5  # simulations between no block and all, to find the fewest that fit
-    offloaded_shares: tuple[float, ...] = (1.0, 0.75, 0.5, 0.25)  # of the blocks, tried in turn
     # which are simulated, by shares of the budget
     screen_share: float = 0.35  # later no further arrangement is simulated
     late_share: float = 0.7  # the same where nothing fits yet

@@ -25,7 +25,7 @@ from gdp.graph import Graph
 from gdp.parallel.batches import ROUNDS, BatchStream, check_batches
 from gdp.parallel.layout import Layout
 from gdp.search.candidate import Arrangement, BatchCut, Candidate, Figures
-from gdp.search.layouts.arrangement import DeviceSpeeds, forced, shared_out
+from gdp.search.layouts.arrangement import MOST_PLACES, DeviceSpeeds, forced, shared_out
 from gdp.search.layouts.estimate import Estimator, staged_places
 from gdp.search.ops.auto import auto
 from gdp.search.ops.local_search import LocalSearch
@@ -150,7 +150,7 @@ def _simulate_usual(search: _BatchSearch) -> None:
 def _simulate_equal_stages(search: _BatchSearch) -> None:
     """Simulates stages on as many devices as the layers allow."""
     usable = search.machine.usable
-    for count in range(min(len(usable), search.settings.layouts.most_places), 1, -1):
+    for count in range(min(len(usable), MOST_PLACES), 1, -1):
         devices = sorted(usable[:count])
         if (places := equal_stages(search.alone(search.graph, devices), count)) is not None:
             search.simulate(_dealt(search, (tuple(devices),)), places, EQUAL_STAGES)

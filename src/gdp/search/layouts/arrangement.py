@@ -19,6 +19,10 @@ from gdp.parallel.layout import AUTO, Layout
 from gdp.search.candidate import Arrangement
 from gdp.search.settings import DEFAULTS, LayoutSettings
 
+MOST_PLACES = 64  # of a replica: the engine's word
+_SLOWEST = 0.02  # of the fastest device's speed: slower ones, such as CPUs beside cards, hold no replicas
+_MOST_MICROBATCHES = 64  # of a replica; more pay for their launches
+
 
 @dataclass(frozen=True, eq=False)
 class DeviceSpeeds:
@@ -33,7 +37,7 @@ class DeviceSpeeds:
     def usable(self) -> list[int]:
         """The devices that are fast enough to hold replicas, the faster ones first, else by number."""
         order = np.lexsort((np.arange(len(self.time_ns)), self.time_ns))
-        return [int(d) for d in order if self.time_ns[d] * self.settings.slowest <= self.time_ns.min()]
+        return [int(d) for d in order if self.time_ns[d] * _SLOWEST <= self.time_ns.min()]
 
     def hosts_of(self, arrangement: "Arrangement") -> tuple[int, ...] | None:
         """Returns the host [R] of each replica, for rings inside hosts and over them; None where these are no use.
@@ -64,8 +68,8 @@ def arrangements(machine: DeviceSpeeds, batch_size: int, *, is_fixed: bool = Fal
     found: dict[Arrangement, None] = {}
     if len(usable) == 1 or not machine.alike(usable):
         found |= dict.fromkeys(_alone(machine, usable[0], batch_size, is_fixed))
-    counts = _counts(len(usable), machine.settings.most_places)
-    if 2 < len(usable) <= machine.settings.most_places and not machine.alike(usable):
+    counts = _counts(len(usable), MOST_PLACES)
+    if 2 < len(usable) <= MOST_PLACES and not machine.alike(usable):
         counts.insert(1, len(usable) - 1)  # the slowest one may only be waited for
     for count in dict.fromkeys(counts):
         devices = sorted(usable[:count])
@@ -94,8 +98,8 @@ def forced(machine: DeviceSpeeds, layout: Layout, batch_size: int) -> list[Arran
     """
     usable = machine.usable
     places = layout.stages
-    if places is not None and places > machine.settings.most_places:
-        raise InputError(f"--parallel: stages is {places}; a replica has up to {machine.settings.most_places}")
+    if places is not None and places > MOST_PLACES:
+        raise InputError(f"--parallel: stages is {places}; a replica has up to {MOST_PLACES}")
     if layout.data * (places or 1) > len(usable):
         what = f"{layout.data} replicas" + ("" if places is None else f" of {places} stages each")
         raise InputError(f"--parallel: {what} on {len(usable)} devices; take fewer, or give more devices")
@@ -106,9 +110,7 @@ def forced(machine: DeviceSpeeds, layout: Layout, batch_size: int) -> list[Arran
         return [Arrangement(layout, tuple((usable[turn],) for turn in by_count.tolist()))]
     found = [
         Arrangement(layout, groups)
-        for size in (
-            [places] if places else range(min(len(usable) // layout.data, machine.settings.most_places), 0, -1)
-        )
+        for size in ([places] if places else range(min(len(usable) // layout.data, MOST_PLACES), 0, -1))
         for groups in _groups(machine, sorted(usable[: size * layout.data]), layout.data)
     ]
     if not found and places in (None, 1):
@@ -139,7 +141,7 @@ def _alone(machine: DeviceSpeeds, device: int, batch_size: int, is_fixed: bool) 
         if batch_size > 1:
             yield replace(whole, layout=Layout((batch_size,)))
         return
-    if (more := more_microbatches(whole, batch_size, machine.settings)) is not None:
+    if (more := more_microbatches(whole, batch_size)) is not None:
         yield more
     yield replace(whole, layout=Layout(recompute=AUTO))
 
@@ -147,7 +149,7 @@ def _alone(machine: DeviceSpeeds, device: int, batch_size: int, is_fixed: bool) 
 def _even(machine: DeviceSpeeds, devices: list[int], batch_size: int, is_fixed: bool) -> Iterator[Arrangement]:
     """Yields replicas that are alike, with as many micro-batches each."""
     for data in (count for count in range(1, len(devices) + 1) if len(devices) % count == 0):
-        if batch_size % data or len(devices) // data > machine.settings.most_places:
+        if batch_size % data or len(devices) // data > MOST_PLACES:
             continue
         for groups in _groups(machine, devices, data):
             samples = batch_size // data
@@ -184,14 +186,14 @@ def _microbatches(num_places: int, samples: int, settings: LayoutSettings) -> li
     if num_places == 1:
         return [1]
     wanted = {1, *(factor * num_places for factor in settings.microbatches_a_place)}
-    divisors = [count for count in range(1, min(samples, settings.most_microbatches) + 1) if samples % count == 0]
+    divisors = [count for count in range(1, min(samples, _MOST_MICROBATCHES) + 1) if samples % count == 0]
     return sorted({min(divisors, key=lambda count: abs(count - want)) for want in wanted})
 
 
-def more_microbatches(arrangement: Arrangement, batch_size: int, settings: LayoutSettings) -> Arrangement | None:
+def more_microbatches(arrangement: Arrangement, batch_size: int) -> Arrangement | None:
     """Returns the arrangement with the next larger number of micro-batches, which takes less memory; None: no more."""
     counts, parts = arrangement.layout.microbatches, arrangement.layout.num_parts
-    for factor in range(2, settings.most_microbatches // max(counts) + 1):
+    for factor in range(2, _MOST_MICROBATCHES // max(counts) + 1):
         if batch_size % (parts * factor) == 0:
             many = tuple(factor * count for count in counts)
             return replace(arrangement, layout=replace(arrangement.layout, microbatches=many))
@@ -202,7 +204,7 @@ def _in_proportion(machine: DeviceSpeeds, devices: list[int], batch_size: int, i
     """Yields replicas of one device each, with micro-batches in proportion to speed: the best few of all numbers."""
     ways: dict[Arrangement, float] = {}
     by_speed = sorted(devices, key=lambda device: machine.time_ns[device])
-    splits = range(2, min(batch_size, machine.settings.most_microbatches) + 1)
+    splits = range(2, min(batch_size, _MOST_MICROBATCHES) + 1)
     for parts in [batch_size] if is_fixed else [count for count in splits if batch_size % count == 0]:
         shares = shared_out(machine.time_ns[by_speed], parts)
         used = [(device, count) for device, count in zip(by_speed, shares, strict=True) if count]

@@ -154,7 +154,6 @@ class Estimator:
                 self._ranked_blocks(arrangement),
                 places,
                 lambda way: self._lacking(replace(arrangement, layout=way), places) + reserve_bytes,
-                self.settings.layouts,
                 self.clock,
             ),
         )

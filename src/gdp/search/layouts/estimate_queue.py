@@ -69,6 +69,4 @@ class EstimateQueue:
         if estimate.fits or not self._grows:
             return []
         way = estimate.way
-        return with_less_memory(
-            way, self._batch_size, self.estimator.settings.layouts, has_cpu=self.estimator.has_spare_cpu(way)
-        )
+        return with_less_memory(way, self._batch_size, has_cpu=self.estimator.has_spare_cpu(way))

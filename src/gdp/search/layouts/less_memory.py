@@ -14,12 +14,12 @@ from gdp.budget import Clock, has_time
 from gdp.parallel.layout import AUTO, BLOCKS, NONE, Layout
 from gdp.search.candidate import Arrangement
 from gdp.search.layouts.arrangement import more_microbatches
-from gdp.search.settings import DEFAULTS, LayoutSettings
+
+_OFFLOADED_SHARES = (1.0, 0.75, 0.5, 0.25)  # of the blocks, tried in turn
+_MOST_PROBES = 5  # looks between no block and all, to find the fewest that fit
 
 
-def with_less_memory(
-    arrangement: Arrangement, batch_size: int, settings: LayoutSettings, *, has_cpu: bool
-) -> list[Arrangement]:
+def with_less_memory(arrangement: Arrangement, batch_size: int, *, has_cpu: bool) -> list[Arrangement]:
     """Returns arrangements like `arrangement` that take less memory by one change each.
 
     Activations may wait on the host where it `has_cpu` that holds no replica.
@@ -32,7 +32,7 @@ def with_less_memory(
     if layout.data > 1 and layout.zero < (3 if layout.is_even and layout.offload == NONE else 2):
         layouts.append(replace(layout, zero=layout.zero + 1))
     others = [replace(arrangement, layout=other) for other in layouts]
-    more = more_microbatches(arrangement, batch_size, settings) if arrangement.num_places == 1 else None
+    more = more_microbatches(arrangement, batch_size) if arrangement.num_places == 1 else None
     return others if more is None else [more, *others]
 
 
@@ -41,7 +41,6 @@ def with_chosen_blocks(
     ranked: Sequence[tuple[str, int]],
     places: I64,
     lacking: Callable[[Layout], I64],
-    settings: LayoutSettings,
     clock: Clock | None = None,
 ) -> Layout:
     """Returns `layout` with blocks in place of auto.
@@ -55,10 +54,8 @@ def with_chosen_blocks(
         return replace(layout, offload=paths or NONE) if is_offload else replace(layout, recompute=paths or NONE)
 
     of_place = [[path for path, op in ranked if places[op] == place] for place in range(int(places.max()) + 1)]
-    shares = settings.offloaded_shares if is_offload else (1.0,)
-    chosen = fewest_blocks(
-        of_place, lambda paths: lacking(with_blocks(paths))[: len(of_place)], shares, clock, settings.most_probes
-    )
+    shares = _OFFLOADED_SHARES if is_offload else (1.0,)
+    chosen = fewest_blocks(of_place, lambda paths: lacking(with_blocks(paths))[: len(of_place)], shares, clock)
     return with_blocks(BLOCKS if chosen and len(chosen) == len(ranked) else chosen)
 
 
@@ -67,7 +64,6 @@ def fewest_blocks(
     lacking: Callable[[tuple[str, ...]], I64],
     shares: Sequence[float] = (1.0,),
     clock: Clock | None = None,
-    most_probes: int = DEFAULTS.layouts.most_probes,
 ) -> tuple[str, ...]:
     """Returns the fewest paths with which no place lacks memory; all of a place that lacks some even then.
 
@@ -94,7 +90,7 @@ def fewest_blocks(
     else:
         high, lacks_high = most, lacking(first(most))
     low = np.where(lacks_high > 0, high, 0)
-    for _ in range(most_probes):
+    for _ in range(_MOST_PROBES):
         if (high - low <= 1).all() or not has_time(clock):
             break
         share = lacks_low / np.maximum(lacks_low - lacks_high, 1)

@@ -166,7 +166,7 @@ class Screening:
             candidates.append(candidate)
             self._is_tight = candidate.fits
             is_late = self._clock.share_spent > self._settings.late_share or not self.search.has_time(cut)
-            way = None if is_late else more_microbatches(way, self.search.parts.batch_size, self._settings)
+            way = None if is_late else more_microbatches(way, self.search.parts.batch_size)
         return candidates
 
     def _simulated_together(self, way: Arrangement) -> Candidate:
