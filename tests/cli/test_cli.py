@@ -143,7 +143,9 @@ def test_place_json_is_one_object_with_the_documented_keys_and_nothing_else(run:
         "order",
         "under_noise",
         "advice",
+        "held_bytes",
         "would_fit",
+        "remedies",
     ]
     graph = two_chains()
     assert answer["graph"] == {

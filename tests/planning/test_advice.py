@@ -1,13 +1,9 @@
 """Advice: answers by placing and simulating."""
 
-from functools import partial
-from itertools import count
-
-from gdp.budget import Budget, Clock
+from gdp.budget import Budget
 from gdp.cluster import Cluster
-from gdp.errors import UnevenBatchError
 from gdp.graph import Graph, Op, Tensor
-from gdp.planning.advice import advise, changes_that_fit
+from gdp.planning.advice import advise
 from gdp.search.place import place
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan
@@ -75,34 +71,6 @@ def test_a_budget_that_is_over_leaves_questions() -> None:
     assert advice.what_ifs == ()
     assert [text.partition(" (")[0] for text in advice.not_asked[:2]] == ["one device fewer", "one device more"]
     assert "no time left" in advice.not_asked[0]
-
-
-def test_the_smallest_changes_that_fit() -> None:
-    """Nine times 4 GiB do not fit in two devices of 16 GiB: one more device does it, or half of the branches."""
-    graph, cluster = branches(3, resident=4 * GIB), Cluster.parse("2xp100-pcie-16g")
-
-    def part(parts: int) -> Graph:
-        if parts > 2:
-            raise UnevenBatchError("no such part")
-        return branches(3, resident=4 * GIB // parts)
-
-    assert changes_that_fit(graph, cluster, Constraints(), clock=Clock(BUDGET), part_of=part) == [
-        "1 more p100-pcie-16g", "1/2 of the samples"
-    ]  # fmt: skip
-    assert changes_that_fit(branches(3, 2**60 // 9), cluster, Constraints(), clock=Clock(BUDGET)) == []
-
-
-def test_no_change_is_tried_without_time() -> None:
-    """Even the first change, which would do, is not tried when the time is up, or before it can be prepared."""
-    graph, cluster = branches(3, resident=4 * GIB), Cluster.parse("2xp100-pcie-16g")
-
-    def read(parts: int) -> Graph:
-        raise AssertionError("is not asked for")
-
-    up = Clock(Budget(seconds=0.0))
-    late = Clock(Budget(seconds=9.0), timer=partial(next, count()))  # each look takes a second
-    for clock in (up, late):
-        assert changes_that_fit(graph, cluster, Constraints(), clock=clock, part_of=read, split_in=read) == []
 
 
 def test_a_second_cpu_is_no_advice() -> None:

@@ -12,7 +12,6 @@ from gdp.budget import Budget, Clock
 from gdp.graph import Graph
 from gdp.parallel.layout import AUTO, BLOCKS, Layout
 from gdp.parallel.recompute import Recomputation, blocks_to_recompute, recomputed
-from gdp.planning.layout_advice import changes_that_fit_a_layout
 from gdp.planning.layout_answer import LayoutAnswer
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import Arrangement, BatchCut, Candidate, Figures
@@ -122,15 +121,6 @@ def test_what_takes_the_least_memory_is_found_however_slow_the_machine(
     memory = f"{max(alone.plan.peak_memory_bytes)}B"
     machine = SlowMachine(simulation_s=simulation_s)
     assert machine.choose(memory, monkeypatch).plan.status == "ok"
-
-
-def test_changes_that_fit_are_estimated_while_there_is_time() -> None:
-    """Weights, state and gradients do not fit on two devices of 7 MB, whatever the batch; on four they do."""
-    parts, cluster = parts_of(held_bytes=10**5), machine_of([1.0] * 2, memory="7MB")
-    assert choose(parts, cluster, budget="20sims").plan.status == "infeasible"
-    clock = Clock(Budget(simulations=10_000))
-    assert changes_that_fit_a_layout(parts, cluster, Constraints(), clock) == ["2 more x1.0"]
-    assert changes_that_fit_a_layout(parts, cluster, Constraints(), clock.part(0.0)) == []
 
 
 @pytest.mark.parametrize("memory", ["1GB", "24MB", "6MB"])

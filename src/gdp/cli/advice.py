@@ -11,6 +11,7 @@ from gdp.cli.request import PlaceRequest
 if TYPE_CHECKING:
     from gdp.budget import Budget, Clock
     from gdp.planning.advice import Advice, WhatIf
+    from gdp.planning.remedies import Remedy
     from gdp.search.solution import Solution
     from gdp.simulator.plan import Plan
 
@@ -114,28 +115,17 @@ def _best_layout(opened: OpenRequest, clock: "Clock") -> "WhatIf | None":
         return estimated_layout(parts, cluster, limits, clock)
 
 
-def find_changes_that_fit(opened: OpenRequest, plan: "Plan", stop: Event) -> list[str]:
-    """Returns changes with which a step would fit, where advice is asked for and no layout is."""
+def find_remedies(opened: OpenRequest, plan: "Plan", stop: Event) -> "list[Remedy]":
+    """Returns changes with which a step would fit, where advice is asked for."""
     from gdp.budget import Clock
-    from gdp.planning.advice import changes_that_fit
-    from gdp.planning.layout_advice import changes_that_fit_a_layout
+    from gdp.planning.remedies import RemedySearch
     from gdp.report.progress import StatusLine, live
 
-    request, question = opened.request, opened.question
-    if not request.with_advice or question.layout is not None:
+    request, search = opened.request, plan.search
+    if not request.with_advice:
         return []
-    assert plan.search is not None
-    clock = Clock(_budget(request, plan.search.seconds), stop=stop)
-    source, count = request.source, request.reading.microbatching.count
-    can_accumulate = request.can_split and request.reading.training
+    assert search is not None
+    clock = Clock(_budget(request, search.seconds), stop=stop)
+    own = request.source if request.can_split else None, opened.model, request.parallel, request.devices
     with live(StatusLine("nothing fits; looking for changes with which it would", clock.seconds_left)):
-        if question.parts is not None:
-            return changes_that_fit_a_layout(question.parts, request.cluster, request.constraints, clock)
-        return changes_that_fit(
-            question.graph,
-            request.cluster,
-            request.constraints,
-            clock=clock,
-            part_of=(lambda parts: source.split(count, parts)) if request.can_split else None,
-            split_in=(lambda factor: source.split(count * factor)) if can_accumulate else None,
-        )
+        return RemedySearch(opened.question, clock, *own, int(search.missing_bytes.max())).run()

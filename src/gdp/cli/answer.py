@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gdp.cli.advice import find_changes_that_fit
+from gdp.cli.advice import find_remedies
 from gdp.cli.open_request import OpenRequest
 from gdp.cli.plan_files import PlanFiles
 from gdp.cli.request import PlaceRequest
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from gdp.planning.plan_cache import KeptAnswer
+    from gdp.planning.remedies import Remedy
     from gdp.simulator.plan import Plan
     from gdp.simulator.simulate import Simulation
     from gdp.stop import Stop
@@ -31,7 +32,7 @@ class Answer:
     found: "KeptAnswer"
     simulation: "Simulation"
     files: PlanFiles
-    would_fit: Sequence[str] = ()  # changes with which a plan would fit, where none does
+    remedies: "Sequence[Remedy]" = ()  # changes with which a plan would fit, where none does
     failure: InputError | None = None  # that ended writing
 
     @property
@@ -97,8 +98,8 @@ def _written(opened: OpenRequest, found: "KeptAnswer", stop: "Stop") -> Answer:
             found, simulation, stop, opened.request.latest_s, opened.request.source.amounts(opened.model.served)
         )
         return Answer(found, simulation, files, failure=failure)
-    would_fit = [] if stop.is_set() else find_changes_that_fit(opened, found.plan, stop)
-    return Answer(found, simulation, files, would_fit)
+    remedies = [] if stop.is_set() else find_remedies(opened, found.plan, stop)
+    return Answer(found, simulation, files, remedies)
 
 
 def _told(opened: OpenRequest, answer: Answer, stop: "Stop") -> int:
@@ -116,7 +117,11 @@ def _told(opened: OpenRequest, answer: Answer, stop: "Stop") -> int:
         good = ", ".join(map(str, answer.files.written))
         return fail(f"error: {answer.failure}; {f'whole: {good}' if good else 'nothing was written'}", BAD_INPUT)
     if not answer.fits:
-        fail(console.nothing_fits(answer.plan, request.cluster, answer.would_fit), NOTHING_FITS)
+        samples = request.source.batch_size if request.can_split else None
+        fail(
+            console.nothing_fits(answer.simulation, answer.plan, opened.question, answer.remedies, samples),
+            NOTHING_FITS,
+        )
     return INTERRUPTED if stop.is_set() else OK if answer.fits else NOTHING_FITS
 
 
@@ -142,7 +147,8 @@ def _document(opened: OpenRequest, answer: Answer) -> dict[str, Any]:
         answer.simulation,
         answer.plan_path,
         advice=found.advice,
-        would_fit=answer.would_fit,
+        remedies=answer.remedies,
+        held_bytes=int(opened.question.graph.resident_bytes.sum()),
         served=opened.model.served,
         amounts=opened.amounts,
     )

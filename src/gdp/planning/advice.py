@@ -1,4 +1,4 @@
-"""Advice: step times on changed machines, and changes that make a step fit, by placing and simulating.
+"""Advice: step times on changed machines, by placing and simulating.
 
     plan --start--> search on one device fewer | one more | links twice as fast | twice the memory
 
@@ -7,7 +7,7 @@ ops may wait for the times that they start at now.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,22 +15,16 @@ import numpy as np
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster, changes
 from gdp.cluster.changes import MOST_CHANGED
-from gdp.errors import InputError, UnevenBatchError
+from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.planning.carried import carried, plan_on
 from gdp.search.candidate import Candidate
 from gdp.search.place import place
-from gdp.search.question import Question
-from gdp.search.solvers import solve
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
-from gdp.simulator.simulate import NEVER, Simulation
+from gdp.simulator.simulate import Simulation
 
-_MOST_MORE = (1, 2, 4, 8)  # devices more, tried in turn where nothing fits
-FEWER_SAMPLES = (2, 4, 8, 16)  # parts of the batch, tried in turn
-_TRY_SHARE = 1 / 6  # of the time left, for each of them: most end at once, since they fit or cannot
-_PREPARED = 6  # times the time to build a problem: what it takes to prepare one of them
 MEMORY_MATTERS = 0.5  # of its limit filled somewhere: below, twice the memory is not asked for
 AS_FAST = 1.01  # what is called as fast
 ONE_FEWER = "one device fewer"  # the change to a machine without the device that does least
@@ -212,76 +206,3 @@ def _share(budget: Budget, clock: Clock, num_changes: int, turn: int, least_s: f
         return budget.part(1 / num_changes)
     left_s = clock.seconds_left or 0.0
     return Budget(seconds=max(left_s / (num_changes + 1 - turn), min(least_s, left_s)))
-
-
-def changes_that_fit(
-    graph: Graph,
-    cluster: Cluster,
-    constraints: Constraints,
-    *,
-    clock: Clock,
-    part_of: Callable[[int], Graph] | None = None,
-    split_in: Callable[[int], Graph] | None = None,
-) -> list[str]:
-    """Searches the smallest changes that make a step fit: more devices, fewer samples, more micro-batches.
-
-    `part_of(k)` is the graph with 1/k of the samples, `split_in(k)` that with k times as many micro-batches; they raise
-    UnevenBatchError where there is none. Each of up to twelve searches takes at most a sixth of what `clock` has left,
-    and none begins without time for several times what it takes to build the problem.
-    """
-    if clock.is_up:
-        return []
-    began = clock.seconds
-    limits_bytes = Problem.build(graph, cluster, constraints).memory_limit_bytes
-    least_s = _PREPARED * (clock.seconds - began)
-    like = int(np.argmax(limits_bytes))
-
-    def has_time() -> bool:
-        return not clock.is_up and clock.has(least_s)
-
-    def first_that_fits(tries: Iterable[tuple[int, Graph, Cluster, Constraints]]) -> int | None:
-        for count, changed, machine, allowed in tries:
-            if _fits(changed, machine, allowed, clock.part(_TRY_SHARE)):
-                return count
-            if not has_time():
-                break
-        return None
-
-    def smaller(read: Callable[[int], Graph]) -> Iterator[tuple[int, Graph, Cluster, Constraints]]:
-        for count in FEWER_SAMPLES:
-            try:
-                yield count, read(count), cluster, constraints
-            except UnevenBatchError:
-                return
-
-    remedies: list[str] = []
-    larger = ((count, graph, machine, limits) for count, machine, limits in larger_machines(cluster, constraints, like))
-    if has_time() and (count := first_that_fits(larger)) is not None:
-        remedies.append(f"{count} more {cluster.devices[like].kind}")
-    for read, text in ((part_of, "1/{} of the samples"), (split_in, "{} times as many micro-batches")):
-        if read is not None and has_time() and (count := first_that_fits(smaller(read))) is not None:
-            remedies.append(text.format(count))
-    return remedies
-
-
-def larger_machines(
-    cluster: Cluster, constraints: Constraints, like: int
-) -> Iterator[tuple[int, Cluster, Constraints]]:
-    """Yields `cluster` with further devices as the one with the number `like`: how many, and what constraints say."""
-    name = cluster.devices[like].name
-    for count in range(1, max(_MOST_MORE) + 1):
-        larger = changes.with_another(cluster, like)
-        if larger is None:
-            return
-        cluster, constraints = larger, constraints.also_for(larger.devices[-1].name, name)
-        if count in _MOST_MORE:
-            yield count, cluster, constraints
-
-
-def _fits(graph: Graph, cluster: Cluster, constraints: Constraints, clock: Clock) -> bool:
-    """Returns True if a placement that fits is found before the clock ends: the search ends at the first one."""
-    problem = Problem.build(graph, cluster, constraints)
-    if int(graph.resident_bytes.sum()) > int(problem.memory_limit_bytes.sum()):
-        return False
-    best = solve("local-search", Question.about(problem, bound_ns=NEVER), clock).best
-    return best is not None and best.fits

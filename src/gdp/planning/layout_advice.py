@@ -23,14 +23,12 @@ from gdp.parallel.interpolation import have_same_ops, interpolated
 from gdp.parallel.layout import AUTO
 from gdp.planning.advice import (
     FASTER,
-    FEWER_SAMPLES,
     LAYOUTS,
     MEMORY,
     MEMORY_MATTERS,
     Advice,
     MachineChange,
     WhatIf,
-    larger_machines,
     machine_changes,
     own_time_ns,
 )
@@ -41,14 +39,12 @@ from gdp.search.layouts.choose import layout_plan
 from gdp.search.layouts.estimate import Estimator
 from gdp.search.layouts.estimate_queue import EstimateQueue
 from gdp.search.layouts.layout_search import LayoutSearch
-from gdp.search.layouts.screening import Screening
 from gdp.search.noise import step_times_under_noise
 from gdp.search.question import BatchQuestion
 from gdp.search.solution import Solution
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.simulate import NEVER, replay
 
-_TRY_SHARE = 0.25  # of the time left, for each change of which something might fit
 _LIKELY_SHARE = 0.4  # of it, for layouts like that of the plan, on each changed machine
 _FACTORS_SHARE = 0.3  # of it, for simulated / estimated times of other kinds than that of the plan
 _Kind = tuple[int, bool]  # the level of ZeRO, and whether a replica has one device
@@ -187,48 +183,6 @@ def estimated_layout(parts: Parts, cluster: Cluster, constraints: Constraints, c
     if best is None or not best.fits:
         return None
     return WhatIf(LAYOUTS, "", best.step_time_ns, str(best.layout))
-
-
-def changes_that_fit_a_layout(parts: Parts, cluster: Cluster, constraints: Constraints, clock: Clock) -> list[str]:
-    """Returns the smallest changes with which a layout fits, as far as `clock` lets them be tried.
-
-    They are more devices and fewer samples.
-    """
-    if clock.is_up:
-        return []
-    quick = Parts(parts.within(clock).rough, parts.batch_size, parts.exact(1))
-    like = int(np.argmax(Estimator(quick, cluster, constraints).limits_bytes))
-    remedies: list[str] = []
-    for count, machine, allowed in larger_machines(cluster, constraints, like):
-        if clock.is_up:
-            return remedies
-        if _fits(quick, machine, allowed, clock):
-            remedies.append(f"{count} more {cluster.devices[like].kind}")
-            break
-    for factor in FEWER_SAMPLES:
-        if clock.is_up:
-            break
-        with contextlib.suppress(InputError):  # of parts that are not known
-            fewer = Parts(_MoreParts(quick, factor), parts.batch_size // factor, quick.rough(factor))
-            if _fits(fewer, cluster, constraints, clock):
-                remedies.append(f"1/{factor} of the samples")
-                break
-    return remedies
-
-
-def _fits(parts: Parts, cluster: Cluster, constraints: Constraints, clock: Clock) -> bool:
-    """Returns whether a layout is found that fits; False where time is up before."""
-    search = LayoutSearch(BatchQuestion(parts, cluster, constraints), clock.part(_TRY_SHARE))
-    return Screening(search).finds_one_that_fits()
-
-
-@dataclass(frozen=True)
-class _MoreParts:
-    parts: Parts
-    factor: int
-
-    def __call__(self, num_parts: int) -> Graph:
-        return self.parts.rough(num_parts * self.factor)
 
 
 def _twice_the_batch(parts: Parts) -> Parts | None:

@@ -14,14 +14,17 @@ from gdp.graph import Graph
 from gdp.graph.parameter_bytes import ParameterBytes
 from gdp.models.serving import ServedStep
 from gdp.notebook import format_gib
+from gdp.parallel.layout import Layout
 from gdp.planning.advice import Advice
 from gdp.planning.compare import Comparison
+from gdp.planning.remedies import Remedy, held_bytes
 from gdp.report import sentences
 from gdp.report.advice_answer import advice_report
 from gdp.report.batches_answer import of_throughput
 from gdp.report.limits import Limits
 from gdp.report.tables import MOST_DEVICES, SHOWN_OF_MANY, format_ms, new_table
 from gdp.report.timeline_text import TimelineText
+from gdp.search.place_question import PlaceQuestion
 from gdp.simulator.costs import count_time_sources
 from gdp.simulator.plan import Plan
 from gdp.simulator.simulate import Simulation
@@ -182,23 +185,41 @@ def capture_report(graph: Graph, unknown_costs: Mapping[str, int], path: str) ->
     yield Text(f"Graph of {graph.num_ops:,} ops and {graph.num_tensors:,} tensors written to {path}")
 
 
-def nothing_fits(plan: Plan, cluster: Cluster, would_fit: Sequence[str] = ()) -> str:
-    """Returns one line: the devices that are too small, the bytes they lack, and the changes that would be enough."""
-    assert plan.search is not None
-    lacking = sentences.lacking(cluster, plan.search.missing_bytes)
+def nothing_fits(
+    simulation: Simulation, plan: Plan, question: PlaceQuestion, remedies: Sequence[Remedy], num_samples: int | None
+) -> str:
+    """Returns one line: the devices that are too small, the bytes they lack and why, and changes that are enough.
+
+    `num_samples` are those of the batch, if it can be cut.
+    """
+    problem, missing = simulation.problem, simulation.missing_bytes
+    lacking = sentences.lacking(problem.cluster, missing)
     if plan.placer != "auto":
         return f"placer {plan.placer} found nothing that fits in memory: {lacking}; use --placer auto"
-    if would_fit:
-        return f"nothing fits in memory: {lacking}; it would fit with {', or with '.join(would_fit)}"
-    problem = plan.problem
-    resident = 0 if problem is None else int(problem.graph.resident_bytes.sum())
-    if problem is None or resident <= problem.memory_limit_bytes.sum():
-        return f"nothing fits in memory: {lacking}; add devices or memory, or make the batch smaller"
-    held, remedy = f"{format_gib(resident)} are held for the whole step", "add devices or memory"
-    if (each := ParameterBytes.of(problem.graph)) is not None:
-        held += f", with {each}"
-        remedy += f", or take {'--precision pure-bf16 or ' if each.master_weights else ''}--optimizer adam-8bit"
-    return f"nothing fits in memory: {lacking}; {held}; {remedy}"
+    held, limit = held_bytes(question)
+    worst, each = int(missing.argmax()), ParameterBytes.of(question.graph)
+    own = int(problem.graph.resident_bytes[simulation.placement == worst].sum())
+    rest = format_gib(int(simulation.peak_memory_bytes[worst]) - own)
+    text = f"{format_gib(held)} are held for the whole step" + (f", with {each}" if each else "")
+    text += ", more than all memory, so that no batch helps" if held > limit else ""
+    rest += f" at the peak of {problem.cluster.devices[worst].name}"
+    text += f"; {'gradients, ' if each else ''}activations and the rest take {rest}"
+    if remedies:
+        remedy = f"it would fit with {', or with '.join(map(_remedy, remedies))}"
+    else:
+        remedy = "add devices or memory" + ("" if held > limit else ", or make the batch smaller")
+        if held > limit and each is not None:
+            remedy += f", or take {'--precision pure-bf16 or ' if each.master_weights else ''}--optimizer adam-8bit"
+    num_parts = 1 if plan.layout is None else Layout.of_document(plan.layout).num_parts
+    if held <= limit and each is not None and num_parts == num_samples:
+        remedy += "; one sample is too large as it is: sequence or context parallelism would cut it, and layouts do not"
+    return f"nothing fits in memory: {lacking}; {text}; {remedy}"
+
+
+def _remedy(remedy: Remedy) -> str:
+    """Returns `2 more l4-24g (12.3 ms or less)`."""
+    time_ns = remedy.step_time_ns
+    return f"{remedy.change} ({'about, not tried' if time_ns is None else f'{format_ms(time_ns)} or less'})"
 
 
 def _time_sources(graph: Graph, cluster: Cluster) -> Iterator[RenderableType]:

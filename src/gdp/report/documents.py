@@ -14,6 +14,7 @@ from gdp.graph.parameter_bytes import ParameterBytes
 from gdp.models.serving import ServedStep, serving_entry
 from gdp.planning.advice import Advice
 from gdp.planning.compare import Comparison
+from gdp.planning.remedies import Remedy
 from gdp.report.advice_answer import advice_document
 from gdp.report.sentences import per_second
 from gdp.simulator.costs import count_time_sources
@@ -56,14 +57,15 @@ def place_document(
     path: Path | None,
     *,
     advice: Advice | None,
-    would_fit: Sequence[str],
+    remedies: Sequence[Remedy],
+    held_bytes: int,
     served: ServedStep | None = None,
     amounts: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Returns the answer of `gdp place --json`.
 
-    `path` is None if no plan was written; `would_fit` lists changes with which a plan would fit; `amounts` are the
-    samples and tokens of a step.
+    `path` is None if no plan was written; `remedies` are changes with which a plan would fit; `held_bytes` are held
+    for the whole step, before it is cut; `amounts` are the samples and tokens of a step.
     """
     assert plan.search is not None
     noisy, problem = plan.search.under_noise, plan.problem
@@ -93,7 +95,9 @@ def place_document(
         "order": plan.search.order,
         "under_noise": None if noisy is None else asdict(noisy),
         "advice": None if advice is None else advice_document(advice),
-        "would_fit": list(would_fit),
+        "held_bytes": held_bytes,
+        "would_fit": [remedy.change for remedy in remedies],
+        "remedies": [remedy._asdict() for remedy in remedies],
     } | (
         ({"op_times": count_time_sources(graph, cluster)} if any(graph.times_ns) else {})
         | serving_entry(served, plan.step_time_ns)

@@ -56,15 +56,15 @@ class Screening:
             for zero in USUAL_ZERO:
                 self._simulate_usual(zero)
 
-    def finds_one_that_fits(self) -> bool:
-        """Returns whether a layout fits; the first that does ends the screening."""
+    def first_that_fits(self) -> Candidate | None:
+        """Returns the first layout found that fits, which ends the screening; None where there is none."""
         clock = self._clock
         self._queue.add(_ways(self.search), clock)
         while self._fitting_ns is None and self._queue.left and not clock.is_up:
             if self._is_over(next_one := self._next()):
                 break
             self._advance(next_one, is_needed=False)
-        return self._fitting_ns is not None
+        return min((each for each in self.simulated if each.fits), default=None)
 
     def _next(self) -> Candidate:
         """Returns the arrangement to look at next: the most promising one.

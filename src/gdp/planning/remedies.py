@@ -1,0 +1,230 @@
+"""Remedies: changes with which a step would fit, where nothing does.
+
+    same machine: more micro-batches | another optimizer or precision
+    other machine: a CPU beside it | more such devices | one larger card      smaller step: fewer samples
+
+Each is tried by a search that ends at the first step that fits. Of changes that differ in size the smallest is told.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from gdp.budget import Clock
+from gdp.cluster import Cluster, changes
+from gdp.cluster.catalogue import KINDS
+from gdp.errors import InputError
+from gdp.graph.held_memory import HeldMemory
+from gdp.graph.parameter_bytes import ParameterBytes
+from gdp.models.model import PURE_BF16, Model
+from gdp.models.source import ModelSource
+from gdp.parallel.layout import AUTO, NONE, Layout
+from gdp.search.batch_parts import Parts
+from gdp.search.candidate import Candidate
+from gdp.search.layouts.layout_search import LayoutSearch
+from gdp.search.layouts.screening import Screening
+from gdp.search.place_question import PlaceQuestion
+from gdp.search.question import BatchQuestion, Question
+from gdp.search.solvers import solve
+from gdp.simulator.constraints import memory_limits
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import NEVER
+
+_MOST_DEVICES = 16  # of a machine with more of the same
+_HOST = "cpu-16core"  # the CPU beside a machine that has none
+_FACTORS = (2, 4, 8, 16)  # fewer samples, more micro-batches
+_TRY_SHARE = 0.5  # of the time that is left for changes that differ in size, for each of them
+_PREPARED = 6  # times the time to build a problem: what it takes to prepare a search
+_MOST_CAPTURED_S = 5.0  # a model that takes longer is not captured anew
+_CAPTURES = 3  # times that it takes: a capture, and its step
+_STATE_BYTES = {"adam-8bit": 2.0, "sgd": 0.0}  # of a parameter, by the optimizer
+_UPDATES = (("adam-8bit", ""), ("", PURE_BF16), ("adam-8bit", PURE_BF16), ("sgd", ""), ("sgd", PURE_BF16))
+
+
+class Remedy(NamedTuple):
+    """A change with which a step fits."""
+
+    change: str
+    option: str = ""  # of `gdp place`; "": none makes the change
+    step_time_ns: int | None = None  # of the first step found that fits; None: bytes were counted, nothing was tried
+    missing_bytes: int = 0
+
+
+class _Try(NamedTuple):
+    change: str
+    option: str
+    question: Callable[[], PlaceQuestion]  # InputError where there is none
+
+
+def held_bytes(question: PlaceQuestion) -> tuple[int, int]:
+    """Returns the bytes that a step holds from its beginning to its end, whatever the batch, and all memory."""
+    limits_bytes = memory_limits(question.cluster, question.constraints)
+    return int(question.graph.resident_bytes.sum()), int(limits_bytes.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class RemedySearch:
+    """A search for remedies of a question that no step answers."""
+
+    question: PlaceQuestion
+    clock: Clock
+    source: ModelSource | None = None  # of the step, where it can be read anew
+    model: Model | None = None  # the step as it was read
+    parallel: Layout | str | None = None  # that the user asked for
+    devices: str = ""  # DEVICES of the command line
+    missing_bytes: int = 0  # on the device that lacks most
+
+    def run(self) -> list[Remedy]:
+        """Returns remedies, those first that need no other machine, as far as the clock lets them be tried."""
+        asked, clock = self.question, self.clock
+        if clock.is_up:
+            return []
+        began = clock.seconds
+        if (parts := asked.parts) is None:
+            Problem.build(asked.graph, asked.cluster, asked.constraints)
+        else:  # tries interpolate what is not read yet
+            asked = replace(asked, parts=Parts(parts.within(clock).rough, parts.batch_size, parts.exact(1)))
+        least_s = _PREPARED * (clock.seconds - began)
+        rows: list[Sequence[_Try | Remedy]] = [list(self._split()), *([each] for each in self._updated())]
+        rows += [list(row) for row in (self._with_host(asked), _with_more(asked, self.devices), _on_one_card(asked))]
+        rows += [list(self._of_fewer_samples(asked))]
+        remedies: list[Remedy] = []
+        for turn, row in enumerate(rows):
+            words = set(row[0].option.split()) if row else set()
+            if row and not any(each.option and words.issuperset(each.option.split()) for each in remedies):
+                remedies += _smallest(row, clock.part(1 / (len(rows) - turn)), least_s)
+        return remedies
+
+    def _split(self) -> Iterator[_Try]:
+        """Yields what holds fewer activations; a batch that may be cut in any way was tried in all of them."""
+        asked, source = self.question, self.source
+        if source is None or not asked.graph.is_in_phase("update").any():
+            return
+        count = source.reading.microbatching.count
+        if self.parallel not in (None, AUTO) and count == 1:
+            own = source, asked.cluster, asked.constraints, AUTO, None, asked.options, self.model
+            yield _Try("a layout of the batch", "--parallel auto", partial(PlaceQuestion.of, *own))
+        elif asked.parts is None:
+            for factor in _FACTORS:
+                option = f"--microbatches {count * factor}"
+                yield _Try(f"{factor} times as many micro-batches", option, partial(self._cut, count * factor))
+
+    def _cut(self, microbatches: int, samples_by: int = 1) -> PlaceQuestion:
+        assert self.source is not None
+        return replace(self.question, step=self.source.split(microbatches, samples_by))
+
+    def _updated(self) -> Iterator[_Try | Remedy]:
+        """Yields optimizers and precisions that hold less, first by arithmetic."""
+        asked, source, each = self.question, self.source, ParameterBytes.of(self.question.graph)
+        state = 0.0 if each is None else each.master_weights + each.optimizer_state
+        if source is None or each is None or self.model is None or not self.model.captured_s or not state:
+            return
+        elements = HeldMemory.of(asked.graph).optimizer_state_bytes / state
+        held, limits = held_bytes(asked)
+        captured_s = self.model.captured_s
+        is_quick = captured_s < _MOST_CAPTURED_S and self.clock.has(len(_UPDATES) * _CAPTURES * captured_s)
+        for optimizer, precision in _UPDATES:
+            if (precision and not each.master_weights) or optimizer == source.reading.optimizer:
+                continue
+            kept = _STATE_BYTES.get(optimizer, each.optimizer_state / (2 if precision else 1))
+            saved = round(elements * (state - kept - (0 if precision else each.master_weights)))
+            options = {"--optimizer": optimizer, "--precision": precision}
+            option = " ".join(f"{name} {value}" for name, value in options.items() if value)
+            if saved <= 0 or held - saved > limits:
+                continue
+            if is_quick:
+                was = source.reading
+                reading = replace(was, optimizer=optimizer or was.optimizer, precision=precision or was.precision)
+                yield _Try(option, option, partial(self._captured, ModelSource(source.text, reading)))
+            elif self.missing_bytes <= saved // asked.cluster.num_devices:
+                yield Remedy(option, option)
+
+    def _captured(self, source: ModelSource) -> PlaceQuestion:
+        asked = self.question
+        parallel = NONE if asked.parts is None else asked.layout or AUTO
+        own = asked.cluster, asked.constraints, parallel, None, asked.options, source.whole()
+        return PlaceQuestion.of(source, *own)
+
+    def _with_host(self, asked: PlaceQuestion) -> Iterator[_Try]:
+        text = f"{self.devices}+{_HOST}"
+        if self.devices and not any(device.is_cpu for device in asked.cluster.devices):
+            with contextlib.suppress(InputError):  # a file
+                larger = replace(asked, cluster=Cluster.parse(text))
+                yield _Try(f"a {_HOST} beside it", f"--devices {text}", lambda: larger)
+
+    def _of_fewer_samples(self, asked: PlaceQuestion) -> Iterator[_Try]:
+        held, limits = held_bytes(asked)
+        parts, source = asked.parts, self.source
+
+        def smaller(factor: int) -> PlaceQuestion:
+            if parts is None:
+                return self._cut(1 if source is None else source.reading.microbatching.count, factor)
+            fewer = Parts(lambda count: parts.rough(count * factor), parts.batch_size // factor, parts.rough(factor))
+            return replace(asked, step=parts.rough(factor), parts=fewer)
+
+        if held <= limits and (parts is not None or source is not None):
+            yield from (_Try(f"1/{factor} of the samples", "", partial(smaller, factor)) for factor in _FACTORS)
+
+
+def _with_more(asked: PlaceQuestion, devices: str) -> Iterator[_Try]:
+    """Yields the machine with further devices as the one with the most memory."""
+    cluster, constraints = asked.cluster, asked.constraints
+    like = int(np.argmax(memory_limits(cluster, constraints)))
+    name, kind = cluster.devices[like].name, cluster.devices[like].kind
+    for count in range(1, _MOST_DEVICES - asked.cluster.num_devices + 1):
+        larger = changes.with_another(cluster, like)
+        if larger is None:
+            return
+        cluster, constraints = larger, constraints.also_for(larger.devices[-1].name, name)
+        is_plain = re.fullmatch(rf"(\d+x)?{re.escape(kind)}", devices)
+        option = f"--devices {cluster.num_devices}x{kind}" if is_plain else ""
+        question = replace(asked, cluster=cluster, constraints=constraints)
+        held, limits = held_bytes(question)
+        if held <= limits:
+            yield _Try(f"{count} more {kind}", option, partial(replace, question))
+
+
+def _on_one_card(asked: PlaceQuestion) -> Iterator[_Try]:
+    """Yields cards of the catalogue with more memory than any here, ascending."""
+    most = max(device.memory_bytes for device in asked.cluster.devices)
+    for name, kind in sorted(KINDS.items(), key=lambda item: (item[1].memory_bytes, item[0])):
+        if kind.memory_bytes > most and not kind.is_cpu and not kind.port.startswith("thunderbolt"):
+            free = replace(asked.constraints, max_memory_bytes=None)  # limits are those of devices here
+            question = replace(asked, cluster=Cluster.parse(name), constraints=free)
+            yield _Try(f"one {name}", f"--devices {name}", partial(replace, question))
+
+
+def _smallest(row: Sequence[_Try | Remedy], clock: Clock, least_s: float) -> list[Remedy]:
+    """Returns the first change of `row` with which a step fits, if any does: the row is doubled, then halved."""
+    low, turn, high, remedies = -1, 0, len(row), list[Remedy]()
+    while low < turn < high and not clock.is_up:
+        each, fitting = row[turn], None
+        if isinstance(each, Remedy):
+            return [each]
+        with contextlib.suppress(InputError):
+            fitting = _first_that_fits(each.question(), clock.part(_TRY_SHARE if len(row) > 1 else 1.0), least_s)
+        if fitting is None:
+            low = turn
+        else:
+            high, remedies = turn, [Remedy(each.change, each.option, fitting.step_time_ns)]
+        turn = (low + high) // 2 if remedies else min(2 * turn + 1, len(row) - 1)
+    return remedies
+
+
+def _first_that_fits(asked: PlaceQuestion, clock: Clock, least_s: float) -> Candidate | None:
+    held, limits = held_bytes(asked)
+    if held > limits or not clock.has(least_s):
+        return None
+    parts, cluster, best = asked.parts, asked.cluster, None
+    has_cpu = any(device.is_cpu for device in cluster.devices)
+    if parts is not None:
+        question = BatchQuestion(parts.within(clock), cluster, asked.constraints, asked.layout, asked.num_batches)
+        best = Screening(LayoutSearch(question, clock.part(0.5) if has_cpu else clock)).first_that_fits()
+    if best is None and (parts is None or (has_cpu and asked.layout is None)):  # weights may wait on the CPU
+        best = solve("local-search", Question.about(asked.problem, bound_ns=NEVER), clock).best
+    return best if best is not None and best.fits else None

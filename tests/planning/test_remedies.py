@@ -1,0 +1,93 @@
+"""Remedies: changes with which a step fits, where it does not."""
+
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from gdp.budget import Budget, Clock
+from gdp.cluster import Cluster
+from gdp.graph import Graph, Op, Tensor
+from gdp.models.model import Reading
+from gdp.models.source import ModelSource
+from gdp.planning.remedies import Remedy, RemedySearch, held_bytes
+from gdp.search.place_question import PlaceQuestion, SearchOptions
+from gdp.simulator.constraints import Constraints
+from tests.planning.test_advice import branches
+from tests.search.test_layout_budget import machine_of, parts_of
+
+GIB, MIB = 2**30, 2**20
+OPTIONS = SearchOptions(num_threads=1)
+
+MODULE = """
+import torch
+from torch import nn
+
+def stack():
+    return nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))), (torch.randn(2, 256),)
+"""
+
+
+def searched(model: object, devices: str, clock: Clock | None = None, **limits: int) -> list[Remedy]:
+    constraints = Constraints(max_memory_bytes=limits)
+    question = PlaceQuestion.of(model, Cluster.parse(devices), constraints, None, None, OPTIONS)  # type: ignore[arg-type]
+    return RemedySearch(question, clock or Clock(Budget(simulations=4000)), devices=devices).run()
+
+
+def test_the_smallest_machines_that_hold_a_step() -> None:
+    """Nine times 4 GiB are too much for two cards of 16 GiB: a CPU beside them, one more, or a card of 40 GiB does."""
+    found = searched(branches(3, resident=4 * GIB), "2xp100-pcie-16g")
+    assert [(each.change, each.option) for each in found] == [
+        ("a cpu-16core beside it", "--devices 2xp100-pcie-16g+cpu-16core"),
+        ("1 more p100-pcie-16g", "--devices 3xp100-pcie-16g"),
+        ("one a100-pcie-40g", "--devices a100-pcie-40g"),
+    ]
+    assert all(each.step_time_ns is not None and each.missing_bytes == 0 for each in found)
+    assert searched(branches(3, 2**60 // 9), "2xp100-pcie-16g") == []
+
+
+def test_the_number_of_devices_is_the_smallest() -> None:
+    """A card of 16 GiB holds one op of 9 GiB: 7 need 7 cards, 5 more than 2; 18 need more than are suggested."""
+    for number, more in ((7, ["5 more p100-pcie-16g"]), (18, [])):
+        ops = [Op(f"b{each}", resident_bytes=9 * GIB) for each in range(number)]
+        graph = Graph.build("chain", ops, [Tensor(each, (each + 1,), 8) for each in range(number - 1)])
+        found = [each.change for each in searched(graph, "2xp100-pcie-16g")]
+        assert [change for change in found if " more " in change] == more
+
+
+def test_no_remedy_is_tried_without_time() -> None:
+    """Even the first change, which would do, is not tried when the time is up, or before it can be prepared."""
+    slow = Clock(Budget(seconds=9.0), timer=partial(next, count()))  # each look takes a second
+    for clock in (Clock(Budget(seconds=0.0)), slow):
+        assert searched(branches(3, resident=4 * GIB), "2xp100-pcie-16g", clock) == []
+
+
+def test_remedies_of_a_batch_that_is_cut() -> None:
+    """Weights, state and gradients do not fit on two devices of 7 MB, whatever the batch; on four they do."""
+    cluster = machine_of([1.0] * 2, memory="7MB")
+    question = PlaceQuestion.of(parts_of(held_bytes=10**5), cluster, Constraints(), "auto", None, OPTIONS)
+    clock = Clock(Budget(simulations=10_000))
+    assert "2 more x1.0" in [each.change for each in RemedySearch(question, clock).run()]
+    assert RemedySearch(question, clock.part(0.0)).run() == []
+
+
+@pytest.mark.parametrize("is_quick", [True, False])
+def test_other_updates_of_parameters(is_quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four layers of 65,536 float32 parameters hold 12 bytes each with Adam, 3 MiB in all; with 8-bit Adam 6, 1.5 MiB.
+
+    SGD holds 4. With gradients of 4 bytes these are 2.5 and 2 MiB, less than the limit; without the time to capture the
+    step anew they are worked out.
+    """
+    (tmp_path / "remedied.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    source, cluster = ModelSource("remedied:stack", Reading()), Cluster.parse("l4-24g")
+    limit, model = Constraints(max_memory_bytes={"gpu0": 11 * MIB // 4}), source.whole()
+    question = PlaceQuestion.of(source, cluster, limit, None, None, OPTIONS, model)
+    assert held_bytes(question) == (3 * MIB, 11 * MIB // 4)
+    clock = Clock(Budget(simulations=1000) if is_quick else Budget(seconds=1e-3 + 2 * model.captured_s))
+    search = RemedySearch(question, clock, source, model, missing_bytes=5 * MIB // 4)
+    updates = [each for each in search.run() if each.option.startswith("--optimizer")]
+    assert [each.option for each in updates] == ["--optimizer adam-8bit", "--optimizer sgd"]
+    assert all((each.step_time_ns is None) != is_quick for each in updates)
