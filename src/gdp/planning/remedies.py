@@ -67,6 +67,11 @@ def held_bytes(question: PlaceQuestion) -> tuple[int, int]:
     return int(question.graph.resident_bytes.sum()), int(limits_bytes.sum())
 
 
+def _can_hold(question: PlaceQuestion) -> bool:
+    held, limits = held_bytes(question)
+    return held <= limits
+
+
 @dataclass(frozen=True, eq=False)
 class RemedySearch:
     """A search for remedies of a question that no step answers."""
@@ -158,7 +163,6 @@ class RemedySearch:
                 yield _Try(f"a {_HOST} beside it", f"--devices {text}", lambda: larger)
 
     def _of_fewer_samples(self, asked: PlaceQuestion) -> Iterator[_Try]:
-        held, limits = held_bytes(asked)
         parts, source = asked.parts, self.source
 
         def smaller(factor: int) -> PlaceQuestion:
@@ -167,7 +171,7 @@ class RemedySearch:
             fewer = Parts(lambda count: parts.rough(count * factor), parts.batch_size // factor, parts.rough(factor))
             return replace(asked, step=parts.rough(factor), parts=fewer)
 
-        if held <= limits and (parts is not None or source is not None):
+        if _can_hold(asked) and (parts is not None or source is not None):
             yield from (_Try(f"1/{factor} of the samples", "", partial(smaller, factor)) for factor in _FACTORS)
 
 
@@ -184,8 +188,7 @@ def _with_more(asked: PlaceQuestion, devices: str) -> Iterator[_Try]:
         is_plain = re.fullmatch(rf"(\d+x)?{re.escape(kind)}", devices)
         option = f"--devices {cluster.num_devices}x{kind}" if is_plain else ""
         question = replace(asked, cluster=cluster, constraints=constraints)
-        held, limits = held_bytes(question)
-        if held <= limits:
+        if _can_hold(question):
             yield _Try(f"{count} more {kind}", option, partial(replace, question))
 
 
@@ -196,7 +199,8 @@ def _on_one_card(asked: PlaceQuestion) -> Iterator[_Try]:
         if kind.memory_bytes > most and not kind.is_cpu and not kind.port.startswith("thunderbolt"):
             free = replace(asked.constraints, max_memory_bytes=None)  # limits are those of devices here
             question = replace(asked, cluster=Cluster.parse(name), constraints=free)
-            yield _Try(f"one {name}", f"--devices {name}", partial(replace, question))
+            if _can_hold(question):
+                yield _Try(f"one {name}", f"--devices {name}", partial(replace, question))
 
 
 def _smallest(row: Sequence[_Try | Remedy], clock: Clock, least_s: float) -> list[Remedy]:
@@ -217,8 +221,7 @@ def _smallest(row: Sequence[_Try | Remedy], clock: Clock, least_s: float) -> lis
 
 
 def _first_that_fits(asked: PlaceQuestion, clock: Clock, least_s: float) -> Candidate | None:
-    held, limits = held_bytes(asked)
-    if held > limits or not clock.has(least_s):
+    if not _can_hold(asked) or not clock.has(least_s):
         return None
     parts, cluster, best = asked.parts, asked.cluster, None
     has_cpu = any(device.is_cpu for device in cluster.devices)
