@@ -48,6 +48,7 @@ HELP = {
     "one_budget": "Training from scratch.",
     "patience": "Placements in a row that bring nothing, and a run ends.",
     "placements": "Predicted and measured.",
+    "placers": "FILE.py:FUNCTION or module:FUNCTION of anybody, and ours.",
     "repeats": "Steps of each.",
     "runs": "CSV of measured steps: sizes, ways to be parallel, a time.",
     "seeds": "Runs of each workload.",

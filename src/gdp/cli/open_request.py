@@ -77,8 +77,8 @@ class OpenRequest:
 
     @property
     def amounts(self) -> dict[str, int]:
-        """The samples and tokens of a step, those that are known."""
-        return self.request.source.amounts(self.model.served)
+        """The samples and tokens of a step, those that are known; none for batches in flight, which tell their own."""
+        return {} if self.question.num_batches else self.request.source.amounts(self.model.served)
 
     def is_offloaded(self, plan: "Plan") -> bool:
         """Returns whether `plan` is of another graph, with weights on a CPU that a target fetches."""
