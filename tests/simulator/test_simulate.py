@@ -179,20 +179,22 @@ def test_bad_placements_are_refused(placement: list[float], message: str) -> Non
 
 
 def test_model_flops_utilisation() -> None:
-    """The model's FLOPs in its main type count, of the devices in use; not recomputed ones, nor other types.
+    """The model's FLOPs in its main type count, of the devices in use; not recomputed ones, updates, nor other types.
 
-    On devices a, b, c of 1e12 FLOP/s in bfloat16 and 1e9 in float32: a computes 2e9 in 2 ms, then 2e9 again for the
-    backward pass; b 1e9 in 1 ms, then 3e6 of float32 in 3 ms: a step of 4 ms. 3e9 of 2 x 4e9 is 37.5 %.
+    On devices a, b, c of 1e12 FLOP/s in bfloat16 and 1e9 in float32: a computes 2e9 in 2 ms, then 1e9 again for the
+    backward pass, and 1e9 of an update; b 1e9 in 1 ms, then 3e6 of float32 in 3 ms: a step of 4 ms. 3e9 of 2 x 4e9 is
+    37.5 %.
     """
     rates = {"float32": 10**9, "bfloat16": 10**12}
     devices = [Device(name, "card", 2**30, rates, 10**9, 0) for name in "abc"]
     routes = {(a, b): Route(0, 10**9, (f"{a}{b}",)) for a in range(3) for b in range(3) if a != b}
     ops = [
         Op("first", flops=2 * 10**9, dtype="bfloat16"),
-        Op("again", flops=2 * 10**9, dtype="bfloat16", origin=0, role="recomputed"),
+        Op("again", flops=10**9, dtype="bfloat16", origin=0, role="recomputed"),
+        Op("update", flops=10**9, dtype="bfloat16", phase="update"),
         Op("second", flops=10**9, dtype="bfloat16"),
-        Op("update", flops=3 * 10**6),
+        Op("loss", flops=3 * 10**6),
     ]
     problem = Problem.build(Graph.build("step", ops, []), Cluster.build("three", devices, routes))
-    simulation = simulate(problem, [0, 0, 1, 1])
+    simulation = simulate(problem, [0, 0, 0, 1, 1])
     assert (simulation.step_time_ns, simulation.mfu) == (4_000_000, (0.375, "bfloat16"))

@@ -51,10 +51,15 @@ def warm_up(placers: Collection[str] = ("auto",), problem: "Problem | None" = No
 def show(parts: "Iterable[RenderableType]") -> None:
     """Prints tables and sentences; a table is not squeezed where there is no terminal."""
     from rich.console import Console
+    from rich.table import Table
+
+    from gdp.report.tables import least_width
 
     is_terminal, printed = sys.stdout.isatty(), io.StringIO()
     console = Console(file=printed, force_terminal=is_terminal, highlight=False, width=None if is_terminal else 200)
+    width = console.width
     for part in parts:
+        console.width = max(least_width(part, console), width) if isinstance(part, Table) else width
         console.print(part, soft_wrap=True)
     print_text("\n".join(line.rstrip() for line in printed.getvalue().splitlines()))
 

@@ -45,7 +45,7 @@ def sweep_place(request: PlaceRequest, sweep: "Sweep", limits: ConstraintOptions
     rows = table.rows
     if not interrupted and all(row.plan is None for row in rows):
         raise InputError(f"--sweep: {rows[0].note}")
-    answer = SweepAnswer(sweep.what, rows, table.noun)
+    answer = SweepAnswer(sweep.what, rows, table.noun, is_whole=not interrupted)
     if request.out is not None and answer.fitting:
         try:
             content = answer.figure()

@@ -40,6 +40,8 @@ class JaxFunction:
 def named(text: str, directory: Path | None = None) -> Any:
     """Imports what `package.module:name` names, from `directory` on. InputError if it cannot be imported."""
     module_name, _, path = text.partition(":")
+    if module_name.endswith(".py"):
+        raise InputError(f"{text}: a module has no .py; did you mean {module_name.removesuffix('.py')}:{path}?")
     with _explained(text, f"module {module_name} cannot be imported"), _importable_in(directory):
         function: Any = import_module(module_name)
     for name in path.split("."):

@@ -179,7 +179,9 @@ def machine_changes(
 
 def _changes(simulation: Simulation, constraints: Constraints, filled: float) -> Iterator[MachineChange]:
     placement, busy = simulation.placement, simulation.busy_fraction
-    cluster, used, least = simulation.problem.cluster, np.unique(placement), None
+    cluster, least = simulation.problem.cluster, None
+    is_used = np.isin(np.arange(cluster.num_devices), placement)
+    used = np.flatnonzero(is_used | [not device.is_cpu for device in cluster.devices])  # a card that is idle too
     if len(used) > 1:  # a slow device is long busy with little
         done_ns = np.bincount(placement, simulation.problem.simulator.fastest_ns, cluster.num_devices)
         least = int(used[np.lexsort((-busy[used], done_ns[used]))[0]])

@@ -23,8 +23,9 @@ def cluster_report(cluster: Cluster) -> Iterator[RenderableType]:
     yield new_table("device", "kind", ">memory", ">float32", ">bandwidth", ">launch", rows=rows)
     if is_many:
         yield Text(f"and {cluster.num_devices - len(shown)} more devices; routes from the first one, by rate:")
-    watts, dollars = _costs(Prices().of(cluster))
-    yield Text(f"All devices: {watts} W, {dollars} $ an hour.")
+    costs = zip(_costs(Prices().of(cluster)), ("W", "$ an hour"), strict=True)
+    if told := [f"{amount} {unit}" for amount, unit in costs if amount != "-"]:
+        yield Text(f"All devices: {', '.join(told)}.")
     if cluster.num_devices == 1:
         return
     yield ""

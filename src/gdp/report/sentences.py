@@ -60,7 +60,7 @@ def of_speed(simulation: Simulation, amounts: Mapping[str, int] = MappingProxyTy
     if simulation.mfu is not None:
         share, dtype = simulation.mfu
         count = len(np.unique(simulation.placement))
-        parts.append(f"MFU {share:.1%} of the {dtype} rate of {count} device{'s' * (count > 1)}")
+        parts.append(f"MFU {digits(100 * share, 3)}% of the {dtype} rate of {count} device{'s' * (count > 1)}")
     if parts:
         yield f"{'; '.join(parts)}."
 

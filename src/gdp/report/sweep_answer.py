@@ -18,10 +18,10 @@ _MOST_LAYOUT = 48  # characters
 
 
 class SweepAnswer:
-    """The rows of a sweep over `what`, whose steps do samples or tokens (`noun`)."""
+    """The rows of a sweep over `what`, whose steps do samples or tokens (`noun`); all of them, if it `is_whole`."""
 
-    def __init__(self, what: str, rows: Sequence[SweepRow], noun: str = "samples") -> None:
-        self.what, self.rows = what, rows
+    def __init__(self, what: str, rows: Sequence[SweepRow], noun: str = "samples", *, is_whole: bool = True) -> None:
+        self.what, self.rows, self._is_whole = what, rows, is_whole
         self.noun = noun if any(row.work for row in rows) else "steps"
         self.fitting = [row for row in rows if row.is_ok]
 
@@ -111,8 +111,11 @@ class SweepAnswer:
         return max(self.fitting, key=lambda row: row.per_second or 0.0)
 
     def _sentences(self) -> Iterator[str]:
+        if not self._is_whole:
+            return
         most, noun = self._fastest.per_second or 0.0, self.noun
-        enough = next(row for row in self.fitting if AS_FAST * (row.per_second or 0.0) >= most).value
+        first = next(row for row in self.fitting if AS_FAST * (row.per_second or 0.0) >= most)
+        enough = _num_used(first) if self.what == DEVICES else first.value
         if self.what == MACHINES:
             yield f"Fastest: {self._fastest.value}."
         elif self.what == BATCH:
@@ -162,10 +165,15 @@ def _note(row: SweepRow) -> str:
     """Returns why a row has no plan, or whose plan it has, and how many of the devices that uses."""
     if row.plan is None or not row.is_ok:
         return outcome(row)
-    num_used, num_devices = len(set(row.plan.placement.tolist())), len(row.plan.devices)
+    num_used, num_devices = _num_used(row), len(row.plan.devices)
     notes = ["" if row.same_as is None else f"the plan of {row.same_as}"]
     notes.append("" if num_used == num_devices else f"uses {num_used} of {num_devices}")
     return ", ".join(filter(None, notes))
+
+
+def _num_used(row: SweepRow) -> int:
+    """Returns the number of devices that hold ops."""
+    return 0 if row.plan is None else len(set(row.plan.placement.tolist()))
 
 
 def _figure(value: float | None) -> str:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 
 from rich import box
+from rich.cells import cell_len
+from rich.console import Console
 from rich.table import Table
 
 from gdp.notebook import digits
@@ -24,7 +26,16 @@ def writable(name: str) -> str:
     return name.encode("utf-8", "replace").decode()
 
 
+_LEAST_TEXT = 12  # characters of a name in a line
 MOST_DEVICES, SHOWN_OF_MANY = 64, 16  # rows of a table: of more devices the first are shown
+
+
+def least_width(table: Table, console: Console) -> int:
+    """Returns the width that the figures and short texts of a table of `new_table` need."""
+    for column in table.columns:
+        least = (cell_len(str(cell)) for cell in (column.header, *column.cells))
+        column.min_width = max(least) if column.no_wrap else min(max(least), _LEAST_TEXT)
+    return table.__rich_measure__(console, console.options.update(max_width=1000)).minimum
 
 
 def new_table(*columns: str, rows: Iterable[Sequence[str]] = ()) -> Table:

@@ -88,11 +88,11 @@ class Simulation:
     def mfu(self) -> tuple[float, str] | None:
         """Model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B), and the type that it is of; None without FLOPs.
 
-        The FLOPs of the model in the type that most of them are in, without those of recomputed ops and of exchanges,
-        as a share of what the devices in use could compute in that type during the step.
+        The FLOPs of forward and backward pass in the type that most of them are in, without those of recomputed ops and
+        of exchanges, as a share of what the devices in use could compute in that type during the step.
         """
         graph, devices = self.problem.graph, self.problem.cluster.devices
-        flops = np.where(graph.is_in_role(MODEL), graph.flops, 0)
+        flops = np.where(graph.is_in_role(MODEL) & ~graph.is_in_phase("update"), graph.flops, 0)
         dtypes, codes = numbered(graph.dtypes)
         by_dtype = np.bincount(codes, flops, len(dtypes))
         if not by_dtype.any() or not self.step_time_ns:
