@@ -94,9 +94,7 @@ def _written(opened: OpenRequest, found: "KeptAnswer", stop: "Stop") -> Answer:
     simulation = replay(problem, found.plan)
     files = opened.files_of(found.plan, problem.graph).suited_to(problem)
     if found.plan.status == "ok":
-        failure = files.write(
-            found, simulation, stop, opened.request.latest_s, opened.request.source.amounts(opened.model.served)
-        )
+        failure = files.write(found, simulation, stop, opened.request.latest_s, opened.amounts)
         return Answer(found, simulation, files, failure=failure)
     remedies = [] if stop.is_set() else find_remedies(opened, found.plan, stop)
     return Answer(found, simulation, files, remedies)

@@ -179,9 +179,7 @@ def machine_changes(
 
 def _changes(simulation: Simulation, constraints: Constraints, filled: float) -> Iterator[MachineChange]:
     placement, busy = simulation.placement, simulation.busy_fraction
-    cluster, least = simulation.problem.cluster, None
-    is_used = np.isin(np.arange(cluster.num_devices), placement)
-    used = np.flatnonzero(is_used | [not device.is_cpu for device in cluster.devices])  # a card that is idle too
+    cluster, used, least = simulation.problem.cluster, np.unique(placement), None
     if len(used) > 1:  # a slow device is long busy with little
         done_ns = np.bincount(placement, simulation.problem.simulator.fastest_ns, cluster.num_devices)
         least = int(used[np.lexsort((-busy[used], done_ns[used]))[0]])
@@ -191,14 +189,19 @@ def _changes(simulation: Simulation, constraints: Constraints, filled: float) ->
 
 
 def _start(simulation: Simulation, others: Sequence[int] | None) -> Candidate:
-    """Returns the plan to begin a search from; without a device, its ops are on the busiest of the `others`."""
+    """Returns the plan to begin a search from.
+
+    Without a device, its ops are on one of its kind among the `others` that holds none, or else on the busiest.
+    """
     placement = simulation.placement
     if others is None:
         return Candidate.start(simulation)
     (least,) = set(range(simulation.problem.num_devices)) - set(others)
-    used = np.unique(placement[placement != least])
+    used, devices = np.unique(placement[placement != least]), simulation.problem.cluster.devices
+    idle = [device for device in others if device not in used and devices[device].kind == devices[least].kind]
+    taker = idle[0] if idle else int(used[np.argmax(simulation.busy_fraction[used])])
     moved = np.where(placement > least, placement - 1, placement)
-    moved[placement == least] = list(others).index(int(used[np.argmax(simulation.busy_fraction[used])]))
+    moved[placement == least] = list(others).index(taker)
     return Candidate(moved)
 
 

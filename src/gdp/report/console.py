@@ -14,6 +14,7 @@ from gdp.graph import Graph
 from gdp.graph.parameter_bytes import ParameterBytes
 from gdp.models.serving import ServedStep
 from gdp.notebook import format_gib
+from gdp.parallel.batches import in_flight
 from gdp.parallel.layout import Layout
 from gdp.planning.advice import Advice
 from gdp.planning.compare import Comparison
@@ -210,7 +211,8 @@ def nothing_fits(
         remedy = "add devices or memory" + ("" if held > limit else ", or make the batch smaller")
         if held > limit and each is not None:
             remedy += f", or take {'--precision pure-bf16 or ' if each.master_weights else ''}--optimizer adam-8bit"
-    num_parts = 1 if plan.layout is None else Layout.of_document(plan.layout).num_parts
+    is_cut = plan.layout is not None and not in_flight(plan.layout)
+    num_parts = Layout.of_document(plan.layout or {}).num_parts if is_cut else 1
     if held <= limit and each is not None and num_parts == num_samples:
         remedy += "; one sample is too large as it is: sequence or context parallelism would cut it, and layouts do not"
     return f"nothing fits in memory: {lacking}; {text}; {remedy}"
