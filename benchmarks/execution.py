@@ -21,7 +21,7 @@ from scipy.stats import spearmanr
 from benchmarks import process_execution
 from benchmarks.benchmark import Benchmark, Say, pick
 from benchmarks.figures import dot_plot
-from benchmarks.op_times import op_times, with_op_times
+from benchmarks.op_times import measure_in_turn, op_times, with_op_times
 from benchmarks.rows import Rows
 from gdp.arrays import I64
 from gdp.budget import Budget
@@ -30,7 +30,7 @@ from gdp.errors import InputError
 from gdp.execute.calibrate.calibrate import calibrate
 from gdp.execute.executable import Executable
 from gdp.execute.local_devices import detect_local
-from gdp.execute.measurement import measure_in_turn, one_device_order
+from gdp.execute.measurement import one_device_order
 from gdp.execute.prediction import predict
 from gdp.execute.run import OTHER_SUMS_TOLERANCE, PLACED, check_results, first_step
 from gdp.execute.targets import Target

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from scipy.stats import spearmanr
 
+from benchmarks.op_times import measure_in_turn
 from benchmarks.own_steps import MeasuredSubject
 from gdp.arrays import I64
 from gdp.budget import Budget
 from gdp.errors import InputError
-from gdp.execute.measurement import Order, measure_in_turn
+from gdp.execute.measurement import Order
 from gdp.models.pytorch import Program
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step

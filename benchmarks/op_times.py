@@ -1,17 +1,32 @@
 """Times of the ops of a step, measured on all devices at once: a placed step loads the machine so."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+from torch import Tensor
 
 from gdp.arrays import I64
 from gdp.cluster import Cluster
 from gdp.execute.executable import Executable
-from gdp.execute.measurement import measure_in_turn, one_device_order
+from gdp.execute.measurement import Measurement, Order, PlacedProgram, measure_programs, one_device_order
 from gdp.execute.targets import Target
 from gdp.graph import Graph
 from gdp.models.measured_times import with_times
+from gdp.models.pytorch import Program
+
+
+def measure_in_turn(
+    program: Program,
+    content: Mapping[int, Tensor],
+    orders: Mapping[str, Order],
+    targets: Sequence[Target],
+    *,
+    steps: int,
+) -> dict[str, Measurement]:
+    """Measures one program in several orders, by name; see `measure_programs`."""
+    programs = {name: PlacedProgram(program, content, order) for name, order in orders.items()}
+    return measure_programs(programs, targets, steps=steps)
 
 
 def op_times(executable: Executable, targets: Sequence[Target], steps: int) -> I64:

@@ -139,7 +139,6 @@ def _document(opened: OpenRequest, answer: Answer) -> dict[str, Any]:
 
     found = answer.found
     document = documents.place_document(
-        answer.simulation.problem.graph,
         opened.request.cluster,
         answer.plan,
         answer.simulation,

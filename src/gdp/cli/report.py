@@ -23,7 +23,7 @@ from gdp.errors import InputError
 if TYPE_CHECKING:
     from gdp.report.page_data import PageData
 
-_ENDINGS = {"--out": (".html", ".htm"), "--trace": (".json", ".json.gz"), "--figure": (".svg", ".pdf", ".png")}
+_ENDINGS = {"--out": (".html", ".htm"), "--figure": (".svg", ".pdf", ".png")}
 
 
 @with_options
@@ -33,9 +33,6 @@ def report(
     devices: PlacedDevicesOption = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The page. Default: report.html beside PLAN.")
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Chrome trace JSON, for Perfetto: .json or .json.gz.")
     ] = None,
     figure: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Timeline and memory for a paper: .svg, .pdf or .png.")
@@ -54,7 +51,7 @@ def report(
     from gdp.report.progress import live
     from gdp.report.run_file import read_run
 
-    paths = {"--out": out, "--trace": trace, "--figure": figure}
+    paths = {"--out": out, "--figure": figure}
     if not any(paths.values()):
         paths["--out"] = plan.with_name("report.html")
     written = {name: path for name, path in paths.items() if path is not None}
@@ -92,14 +89,7 @@ def report(
 
 def _content(option: str, path: Path, data: "PageData") -> bytes:
     """Returns the content of `path`."""
-    from gdp import files
     from gdp.report.figure import figure_bytes
     from gdp.report.page import render
-    from gdp.report.trace import trace_document
 
-    simulation = data.simulation
-    if option == "--out":
-        return render(data).encode()
-    if option == "--figure":
-        return figure_bytes(simulation, path.suffix[1:])
-    return files.json_bytes(trace_document(simulation))
+    return render(data).encode() if option == "--out" else figure_bytes(data.simulation, path.suffix[1:])

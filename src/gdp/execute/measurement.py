@@ -68,19 +68,6 @@ class PlacedProgram:
     order: Order
 
 
-def measure_in_turn(
-    program: Program,
-    content: Mapping[int, Tensor],
-    orders: Mapping[str, Order],
-    targets: Sequence[Target],
-    *,
-    steps: int,
-) -> dict[str, Measurement]:
-    """Measures one program in several orders, by name; see `measure_programs`."""
-    programs = {name: PlacedProgram(program, content, order) for name, order in orders.items()}
-    return measure_programs(programs, targets, steps=steps)
-
-
 def measure_programs(
     programs: Mapping[str, PlacedProgram],
     targets: Sequence[Target],

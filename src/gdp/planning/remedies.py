@@ -3,7 +3,8 @@
     same machine: more micro-batches | another optimizer or precision
     other machine: a CPU beside it | more such devices | one larger card      smaller step: fewer samples
 
-Each is tried by a search that ends at the first step that fits. Of changes that differ in size the smallest is told.
+Each is tried by a search that ends at the first step that fits. Of changes that differ in size the smallest
+one that was found in time is told.
 """
 
 import contextlib

@@ -9,7 +9,6 @@ from typing import Any
 from gdp.cluster import Cluster
 from gdp.graph import Graph
 from gdp.graph.held_memory import HeldMemory
-from gdp.graph.microbatches import count_microbatches
 from gdp.graph.parameter_bytes import ParameterBytes
 from gdp.models.serving import ServedStep, serving_entry
 from gdp.planning.advice import Advice
@@ -50,7 +49,6 @@ def _gap(step_time_ns: int, bound_ns: int) -> float | None:
 
 
 def place_document(
-    graph: Graph,
     cluster: Cluster,
     plan: Plan,
     simulation: Simulation,
@@ -68,8 +66,7 @@ def place_document(
     for the whole step, before it is cut; `amounts` are the samples and tokens of a step.
     """
     assert plan.search is not None
-    noisy, problem = plan.search.under_noise, plan.problem
-    is_known = problem is not None and problem.graph is graph  # of a large graph it takes a second to find out
+    noisy, graph = plan.search.under_noise, simulation.problem.graph
     return {
         "graph": graph_document(graph),
         "cluster": cluster_document(cluster),
@@ -89,9 +86,7 @@ def place_document(
         "seconds": plan.search.seconds,
         "simulations": plan.search.simulations,
         "plan": None if path is None else str(path),
-        "microbatches": max(int(problem.microbatch.max()) + 1, 1)
-        if problem and is_known
-        else count_microbatches(graph),
+        "microbatches": max(int(simulation.problem.microbatch.max()) + 1, 1),
         "order": plan.search.order,
         "under_noise": None if noisy is None else asdict(noisy),
         "advice": None if advice is None else advice_document(advice),
