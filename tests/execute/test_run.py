@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 import gdp
+from benchmarks.op_times import measure_in_turn
 from gdp import Cluster, Plan, Problem, simulate
 from gdp.cli import main
 from gdp.cluster.detect import host
 from gdp.execute.equality import compare, eager_step, full_precision
 from gdp.execute.executable import Executable
-from gdp.execute.measurement import Measurement, measure_in_turn, measure_programs, one_device_order
+from gdp.execute.measurement import Measurement, measure_programs, one_device_order
 from gdp.execute.plan_executor import StepRecord
 from gdp.execute.prediction import predict
 from gdp.execute.run import OTHER_SUMS_TOLERANCE, check_results, drawing_alike, first_step, machine_notes
