@@ -24,6 +24,7 @@ _PICTURE = "sweep.svg"
 
 def sweep_place(request: PlaceRequest, sweep: "Sweep", limits: ConstraintOptions, prices: "Prices") -> int:
     """Places with each value, as `gdp place` does, and prints the table; returns the exit status."""
+    from gdp import files
     from gdp.report import progress
     from gdp.report.sweep_answer import SweepAnswer
 
@@ -48,8 +49,7 @@ def sweep_place(request: PlaceRequest, sweep: "Sweep", limits: ConstraintOptions
     answer = SweepAnswer(sweep.what, rows, table.noun, is_whole=not interrupted)
     if request.out is not None and answer.fitting:
         try:
-            content = answer.figure()
-            (request.out / _PICTURE).write_bytes(content)
+            files.write_bytes(request.out / _PICTURE, answer.figure())
         except InputError as error:  # an extra that is not installed
             log(f"gdp: note: {request.out / _PICTURE} is not drawn: {error}")
     if request.json:
