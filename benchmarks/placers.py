@@ -9,7 +9,8 @@ import csv
 import inspect
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -47,8 +48,23 @@ PROBLEMS: Mapping[str, str] = {
     **{f"{name} on {_UNEQUAL}": name for name in _ON_UNEQUAL},
 }
 """The workload of each problem."""
+
+
+def _classical(name: str, budget: Budget) -> Method:
+    def run(question: Question, clock: Clock) -> Solution:
+        runs = ClassicalRuns(question)
+        runs.run((name,), clock)
+        return Solution(runs.best, runs.baselines)
+
+    return Method(name, run, budget, counts_cpu=True, num_threads=1)
+
+
+def _zero_shot(question: Question, clock: Clock) -> Solution:
+    return solve("gdp-zero-shot", question, clock)
+
+
 OURS: Mapping[str, Callable[[Budget], Method]] = {
-    **{name: lambda budget, name=name: _classical(name) for name in CLASSICAL},  # type: ignore[misc]
+    **{name: partial(_classical, name) for name in CLASSICAL},
     "gdp-zero-shot": lambda budget: Method("gdp-zero-shot", _zero_shot, budget, counts_cpu=True, num_threads=1),
     "gdp-published": methods.published,
     "hdp": methods.hdp,
@@ -161,7 +177,7 @@ def _shown(score: Score) -> str:
 def _method(name: str, budget: Budget) -> Method:
     """Returns one of our placers, or the function that `name` names. InputError for neither."""
     if name in OURS:
-        return replace(OURS[name](budget), budget=budget) if name in CLASSICAL else OURS[name](budget)
+        return OURS[name](budget)
     module, colon, function = name.rpartition(":")
     if not colon:
         raise InputError(f"placers: no placer {name!r}; FILE.py:FUNCTION, or one of ours: {suggest(name, list(OURS))}")
@@ -202,16 +218,3 @@ def _simulated(name: str, problem: Problem, answer: Any) -> Simulation:
         raise InputError(f"{name}: op {error} has no device; name one for each op") from None
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
-
-
-def _classical(name: str) -> Method:
-    def run(question: Question, clock: Clock) -> Solution:
-        runs = ClassicalRuns(question)
-        runs.run((name,), clock)
-        return Solution(runs.best, runs.baselines)
-
-    return Method(name, run, Budget(simulations=1), counts_cpu=True, num_threads=1)
-
-
-def _zero_shot(question: Question, clock: Clock) -> Solution:
-    return solve("gdp-zero-shot", question, clock)

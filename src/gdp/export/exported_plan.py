@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from gdp import files
+from gdp import files, notebook
 from gdp.errors import InputError
 from gdp.export.adapt import AdaptedPlan, adapt
 from gdp.export.export_target import ExportTarget
@@ -24,9 +24,8 @@ class Exported:
 
     def __repr__(self) -> str:
         """Returns `Exported('torch-fsdp', 51.900 ms)`."""
-        return (
-            f"Exported({self.target.name!r}, {self.step_time_ns / 1e6:,.4g} ms{'' if self.fits else ', does not fit'})"
-        )
+        fits = "" if self.fits else ", does not fit"
+        return f"Exported({self.target.name!r}, {notebook.milliseconds(self.step_time_ns)}{fits})"
 
     @cached_property
     def content(self) -> str:
