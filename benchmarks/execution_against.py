@@ -31,8 +31,7 @@ from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.execute.calibrate.calibrate import calibrate
-from gdp.execute.local_devices import detect_local
-from gdp.execute.targets import Target
+from gdp.execute.targets import Target, detect_local
 from gdp.graph.layers import LayerPaths
 from gdp.search.place import place
 

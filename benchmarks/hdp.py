@@ -24,8 +24,7 @@ from torch.nn import functional
 from gdp.arrays import I64
 from gdp.budget import Clock
 from gdp.search.candidate import Candidate, Figures
-from gdp.search.question import Question
-from gdp.search.solution import Solution
+from gdp.search.question import Question, Solution
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER, evaluate_many
 from gdp.units.units import Units

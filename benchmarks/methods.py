@@ -28,9 +28,8 @@ from gdp.search.ops.classical import ClassicalRuns
 from gdp.search.ops.fine_tune import FineTuneConfig, fine_tune
 from gdp.search.ops.zero_shot import ZeroShotConfig
 from gdp.search.ops.zero_shot import zero_shot as place_at_once
-from gdp.search.question import Question
+from gdp.search.question import Question, Solution
 from gdp.search.settings import DEFAULTS
-from gdp.search.solution import Solution
 from gdp.search.solvers import solve
 from gdp.simulator.plan import Baseline
 from gdp.simulator.problem import Problem

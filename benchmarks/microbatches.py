@@ -30,8 +30,7 @@ from gdp.placers.dp_stages import dp_stages
 from gdp.placers.expert import layer_ranges
 from gdp.placers.memory_repair import fit_memory, held_bytes
 from gdp.planning.warm_up import warm_up
-from gdp.search.question import Question
-from gdp.search.solution import Solution
+from gdp.search.question import Question, Solution
 from gdp.simulator.orders import ZERO_BUBBLE
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import replay

@@ -33,9 +33,8 @@ from gdp.planning.warm_up import warm_up
 from gdp.search.batch_parts import Parts
 from gdp.search.layouts.choose import choose_layout
 from gdp.search.place import place
-from gdp.search.question import BatchQuestion
+from gdp.search.question import BatchQuestion, plan_of
 from gdp.search.rivals.rivals import RIVALS, accelerators
-from gdp.search.solution import plan_of
 from gdp.simulator.plan import Baseline, Plan
 from gdp.simulator.problem import Problem
 

@@ -32,8 +32,7 @@ from gdp.models.user_function import named
 from gdp.placers import CLASSICAL
 from gdp.planning.warm_up import warm_up
 from gdp.search.ops.classical import ClassicalRuns
-from gdp.search.question import Question
-from gdp.search.solution import Solution
+from gdp.search.question import Question, Solution
 from gdp.search.solvers import solve
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate

@@ -17,8 +17,7 @@ from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.search.question import Question
-from gdp.search.solution import Solution, plan_of
+from gdp.search.question import Question, Solution, plan_of
 from gdp.simulator.plan import Baseline, Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import verify

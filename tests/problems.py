@@ -13,8 +13,7 @@ from gdp.graph.accumulation import accumulated
 from gdp.search.batch_parts import Parts
 from gdp.search.batches.place_batches import place_batches
 from gdp.search.layouts.choose import choose_layout
-from gdp.search.question import BatchQuestion
-from gdp.search.solution import Solution
+from gdp.search.question import BatchQuestion, Solution
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem
 

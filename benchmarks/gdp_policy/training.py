@@ -16,8 +16,7 @@ from gdp.policy.base import Policy, one_thread
 from gdp.policy.construction import Instance
 from gdp.policy.training.ppo import PPOConfig, Trials, draw_trials, improve
 from gdp.search.ops.zero_shot import Evaluator
-from gdp.search.question import Question
-from gdp.search.solution import Solution
+from gdp.search.question import Question, Solution
 
 PPO = PPOConfig()
 NUM_SAMPLES = 64  # placements of an update

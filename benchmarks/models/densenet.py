@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from benchmarks.models.conv_norm import ConvNorm
 from gdp.errors import InputError
-from gdp.models.papers.base import Example, ModelConfig
-from gdp.models.papers.vision import Classifier, random_images
+from gdp.models.papers.base import Classifier, Example, ModelConfig, random_images
 
 LAYERS: Mapping[int, tuple[int, ...]] = MappingProxyType(
     {21: (2, 2, 2, 2), 41: (2, 4, 8, 5), 121: (6, 12, 24, 16), 169: (6, 12, 32, 32), 201: (6, 12, 48, 32)}

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.models.conv_norm import ConvNorm
-from gdp.models.papers.base import Example, ModelConfig
-from gdp.models.papers.vision import Classifier, random_images
+from gdp.models.papers.base import Classifier, Example, ModelConfig, random_images
 
 # (expansion, kernel, stride, channels, blocks) of each stage of EfficientNet-B0
 STAGES = (

@@ -5,8 +5,7 @@ TensorFlow-Slim release.
 from dataclasses import dataclass
 
 from gdp.models.papers.amoebanet import AmoebaNet, AmoebaNetConfig, CellPlan
-from gdp.models.papers.base import Example
-from gdp.models.papers.vision import random_images
+from gdp.models.papers.base import Example, random_images
 
 NORMAL_CELL = CellPlan(
     "separable_5 separable_3 separable_5 separable_3 average identity average average separable_3 identity",

@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from benchmarks.models.conv_norm import ConvNorm
 from gdp.errors import InputError
-from gdp.models.papers.base import Example, ModelConfig
-from gdp.models.papers.vision import Classifier, random_images
+from gdp.models.papers.base import Classifier, Example, ModelConfig, random_images
 
 BLOCKS: Mapping[int, tuple[int, ...]] = MappingProxyType(
     {26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}

@@ -1,4 +1,4 @@
-"""Smaller and larger versions of the further families, as `gdp.models.papers.variants` has them of the papers'."""
+"""Smaller and larger versions of the further families, as `gdp.models.papers.families` has them of the papers'."""
 
 from benchmarks.models import families
 

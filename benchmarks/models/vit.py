@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from benchmarks.models.transformer import TransformerLayer, check_heads
 from gdp.errors import InputError
-from gdp.models.papers.base import Example, ModelConfig
-from gdp.models.papers.vision import random_images
+from gdp.models.papers.base import Example, ModelConfig, random_images
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from gdp.budget import Budget, Clock
 from gdp.errors import InputError
 from gdp.policy.checkpoint import new_policy, save_checkpoint
 from gdp.search.candidate import Candidate, Figures
-from gdp.search.question import Question
-from gdp.search.solution import Solution
+from gdp.search.question import Question, Solution
 
 LEARNED, PLANNING = METHODS[0], METHODS[-1]
 

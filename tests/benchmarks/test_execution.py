@@ -11,7 +11,7 @@ from benchmarks.execution import ExecutionBenchmark
 from gdp import Cluster, InputError, Problem
 from gdp.budget import Budget
 from gdp.execute.calibrate.calibrate import Calibration
-from gdp.execute.local_devices import LocalDevice
+from gdp.execute.targets import LocalDevice
 from gdp.models.papers import families
 from gdp.models.pytorch import capture_fn
 from run_cases import CLUSTER

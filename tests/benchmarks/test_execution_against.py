@@ -21,8 +21,7 @@ from gdp.budget import Budget
 from gdp.cluster.detect import host
 from gdp.execute.calibrate.calibrate import Calibration
 from gdp.execute.layouts.step_program import step_program
-from gdp.execute.local_devices import LocalDevice
-from gdp.execute.targets import CPU, Target
+from gdp.execute.targets import CPU, LocalDevice, Target
 from gdp.models.papers.families import RNNLM as RNNLM_FAMILY
 from gdp.models.pytorch import capture
 from gdp.parallel.layout import Layout

@@ -21,9 +21,8 @@ from gdp.budget import Budget, Clock
 from gdp.errors import InputError
 from gdp.policy.checkpoint import new_policy, save_checkpoint
 from gdp.search.ops.auto import QUICK
-from gdp.search.question import Question
+from gdp.search.question import Question, Solution
 from gdp.search.settings import DEFAULTS
-from gdp.search.solution import Solution
 from gdp.simulator.plan import Baseline, Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate, verify

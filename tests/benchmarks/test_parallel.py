@@ -11,8 +11,7 @@ from benchmarks.parallel import AUTO, OPS, OTHERS, ParallelBenchmark
 from gdp.budget import Budget, Clock
 from gdp.errors import InputError
 from gdp.search.layouts.choose import choose_layout
-from gdp.search.question import BatchQuestion
-from gdp.search.solution import Solution
+from gdp.search.question import BatchQuestion, Solution
 
 HEADER = (
     "gpus,global_batch,micro_batch,hidden,heads,layers,sequence,tensor_parallel,data_parallel,pipeline_parallel,"

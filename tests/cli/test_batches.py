@@ -11,7 +11,7 @@ from batch_cases import forward_layers, machine
 from gdp.bounds.lower_bound import lower_bound
 from gdp.cli import main
 from gdp.report import progress
-from gdp.search.solution import plan_of
+from gdp.search.question import plan_of
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
 

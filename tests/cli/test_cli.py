@@ -27,8 +27,7 @@ from gdp.models.source import ModelSource
 from gdp.planning import plan_cache
 from gdp.report import progress
 from gdp.search.place_question import PlaceQuestion
-from gdp.search.question import OnProgress
-from gdp.search.solution import Solution
+from gdp.search.question import OnProgress, Solution
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate, verify

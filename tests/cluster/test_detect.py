@@ -19,8 +19,7 @@ from gdp.cluster.catalogue import GB, GIB, KINDS
 from gdp.cluster.detect import Machine, detect, host, visible
 from gdp.cluster.detect.gpu_figures import KIND_BY_NAME
 from gdp.cluster.detect.topology import pcie_bytes_per_second
-from gdp.execute.local_devices import detect_local
-from gdp.execute.targets import find_targets
+from gdp.execute.targets import detect_local, find_targets
 
 UUIDS = [f"GPU-{number}0000000-0000-0000-0000-000000000000" for number in range(4)]
 UNKNOWN = Card(

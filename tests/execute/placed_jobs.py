@@ -18,7 +18,7 @@ from execute.rank_jobs import before_op
 from execute.test_loss_scale import Autocast
 from execute.test_placed_layouts import MODELS, Dropping, batches, built, placed, points, scheduled, sgd
 from gdp import InputError
-from gdp.search.solution import plan_of
+from gdp.search.question import plan_of
 
 SAVED, LOSSES = "training.safetensors", "losses.txt"
 

@@ -15,8 +15,7 @@ from gdp.cluster.detect.host import available_cores, memory_bytes
 from gdp.execute.backends import backend_of
 from gdp.execute.calibrate import measured_routes, work
 from gdp.execute.calibrate.calibrate import calibrate
-from gdp.execute.local_devices import detect_local
-from gdp.execute.targets import find_targets
+from gdp.execute.targets import detect_local, find_targets
 from gdp.models.pytorch import Program
 
 US, MS = 1_000, 1_000_000

@@ -16,8 +16,8 @@ from gdp.execute import backends
 from gdp.execute.calibrate.measured_routes import routes_between
 from gdp.execute.calibrate.tiny_ops import launches
 from gdp.execute.calibrate.work import QUICK
+from gdp.execute.host_executor import ThreadExecutor
 from gdp.execute.targets import CPU, Target
-from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import ExecutionError
 from gdp.models.pytorch import Capture, capture, routine
 from tiny_models import EXECUTED

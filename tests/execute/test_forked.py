@@ -15,13 +15,11 @@ from torch import Tensor
 from execute.placed_steps import assert_same, cpus, randomly_placed, tower
 from execute.rank_processes import fork_server
 from gdp.execute.exchanged_rows import ExchangedRows
-from gdp.execute.forked import processes
-from gdp.execute.forked.forked_executor import ForkedExecutor, may_fork
-from gdp.execute.forked.processes import SharedMemory, await_other_threads
-from gdp.execute.host_executor import host_executor
+from gdp.execute.forked import forked_executor
+from gdp.execute.forked.forked_executor import ForkedExecutor, SharedMemory, await_other_threads, may_fork
+from gdp.execute.host_executor import ThreadExecutor, host_executor
 from gdp.execute.measurement import one_device_order
 from gdp.execute.targets import CPU, Target
-from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import ExecutionError
 from gdp.models.pytorch import Replay
 from tiny_models import EXECUTED, captured
@@ -182,7 +180,7 @@ def test_layouts_of_shared_memory() -> None:
 
 def test_forks_wait_for_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """It might hold a lock of the kernels' that nobody in the child gives back."""
-    monkeypatch.setattr(processes, "_LONGEST_S", 60.0)
+    monkeypatch.setattr(forked_executor, "_LONGEST_S", 60.0)
     matrix, has_begun, ends = torch.ones(2500, 2500), threading.Event(), []
 
     def multiply() -> None:

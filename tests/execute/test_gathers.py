@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from gdp.execute.backends import CpuBackend, SentTensor
 from gdp.execute.exchanged_rows import Content, as_tensor
+from gdp.execute.host_executor import ThreadExecutor
 from gdp.execute.layouts.batch import split_inputs
 from gdp.execute.layouts.step_program import step_program
 from gdp.execute.targets import CPU, Target
-from gdp.execute.threads import ThreadExecutor
 from gdp.models.pytorch import Program, capture
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step

@@ -15,11 +15,11 @@ from execute.random_layouts import OPTIMIZERS
 from execute.test_layouts import MODELS, assert_equal, assert_near, captured, cpus, drawn
 from gdp.errors import InputError
 from gdp.execute.exchanged_rows import ExchangedRows
+from gdp.execute.host_executor import ThreadExecutor
 from gdp.execute.layouts.cut import Cut, RingPlaces
 from gdp.execute.layouts.exchange_routines import Member, RowExchange, RowProgress
 from gdp.execute.layouts.step_program import step_program
 from gdp.execute.layouts.updates import UpdateOfPiece, updates_of
-from gdp.execute.threads import ThreadExecutor
 from gdp.models.pytorch import Program, Replay, capture
 from gdp.parallel.layout import Layout
 from gdp.parallel.rings import Rings

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from execute.random_layouts import LEARNING_RATE, Drawn, Unplaced
-from gdp.execute.host_executor import host_executor
+from gdp.execute.host_executor import ThreadExecutor, host_executor
 from gdp.execute.targets import CPU, Target
-from gdp.execute.threads import ThreadExecutor
 from gdp.execute.worker import DeviceRecord
 from gdp.graph import Graph
 from gdp.models.papers.base import Example

@@ -12,7 +12,7 @@ from execute.placed_steps import randomly_placed
 from gdp import Cluster, InputError, Plan, Problem, simulate
 from gdp.execute.worker import ExecutionError
 from gdp.models.pytorch import capture
-from gdp.search.solution import plan_of
+from gdp.search.question import plan_of
 
 
 class Net(nn.Module):

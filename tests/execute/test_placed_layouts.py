@@ -20,7 +20,7 @@ from gdp.models.pytorch import capture
 from gdp.models.pytorch.cards import as_if_on_a_card
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
-from gdp.search.solution import plan_of
+from gdp.search.question import plan_of
 
 Batch = tuple[Tensor, ...]
 Build = Callable[[], nn.Module]

@@ -11,10 +11,10 @@ from execute.placed_steps import CLUSTER, assert_same, cpus, randomly_placed, to
 from gdp import InputError, Problem, simulate
 from gdp.cluster.detect.host import available_cores
 from gdp.execute.backends import backend_of
+from gdp.execute.host_executor import ThreadExecutor
 from gdp.execute.measurement import one_device_order
 from gdp.execute.script import scripts
 from gdp.execute.targets import CPU, Target, find_targets
-from gdp.execute.threads import ThreadExecutor
 from tiny_models import EXECUTED, TINY, captured
 
 

@@ -18,7 +18,7 @@ from gdp.export.exportable_plan import place_for
 from gdp.export.targets_by_name import LAYOUT_TARGETS, TARGETS, find_target
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.accumulation import accumulated
-from gdp.search.solution import plan_of
+from gdp.search.question import plan_of
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem

@@ -14,7 +14,7 @@ from gdp.errors import InputError
 from gdp.export import llama_cpp, megatron, vllm
 from gdp.export.adapt import adapt
 from gdp.export.gguf_names import gguf_tensors
-from gdp.search.solution import plan_of
+from gdp.search.question import plan_of
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
 

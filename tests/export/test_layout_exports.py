@@ -25,7 +25,7 @@ from gdp.export.module_chains import find_layers
 from gdp.export.targets_by_name import LAYOUT_TARGETS
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
-from gdp.search.solution import plan_of
+from gdp.search.question import plan_of
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate

@@ -167,7 +167,7 @@ def test_graphs_of_other_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_losses_of_node_plans(problem: Problem, target: Any) -> None:
     """A plan of nodes loses only where weights were apart from their first reader."""
     from gdp.export.adapt import adapt, simulated
-    from gdp.search.solution import plan_of
+    from gdp.search.question import plan_of
     from gdp.simulator.simulate import simulate
 
     for placement, is_equal in (([2, 0, 0, 0, 1, 1, 1], False), ([0, 0, 0, 0, 1, 1, 2], True)):

@@ -21,7 +21,7 @@ from gdp.graph.parameter_bytes import gradients_of_updates
 from gdp.models.pytorch import capture, capture_fn
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
-from gdp.search.solution import plan_of
+from gdp.search.question import plan_of
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
 

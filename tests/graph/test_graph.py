@@ -12,7 +12,7 @@ from hypothesis import given
 
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
-from gdp.graph.write_after_read import write_after_read
+from gdp.graph.builder import write_after_read
 from strategies import Instance, instances
 
 

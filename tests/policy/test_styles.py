@@ -18,10 +18,18 @@ from gdp.policy.sampling import draw_styles
 from gdp.policy.scheduler import SchedulerPolicy
 from gdp.policy.style_network import StyleNetwork
 from gdp.policy.style_scorer import StyleScores, in_grouping, style_numbers
-from gdp.policy.training import style_outcomes, style_training
+from gdp.policy.training import style_training
 from gdp.policy.training.pretrain import TrainingProgress, TrainingRun
-from gdp.policy.training.style_outcomes import Outcomes, read_parts, try_styles, write_part
-from gdp.policy.training.style_training import StyleTrainingConfig, fit, outcomes_path, train_styles
+from gdp.policy.training.style_training import (
+    Outcomes,
+    StyleTrainingConfig,
+    fit,
+    outcomes_path,
+    read_parts,
+    train_styles,
+    try_styles,
+    write_part,
+)
 from gdp.policy.unit_source import UnitSource
 from gdp.search.candidate import Figures
 from gdp.search.ops.zero_shot import StylePool
@@ -115,7 +123,7 @@ def test_pools_give_no_style_twice() -> None:
 
 def test_outcomes_rank_fitting_first() -> None:
     """Placements that fit rank before all others."""
-    ranks = style_outcomes._ranks(np.array([5, 1, 9, 3]), np.array([0, 7, 0, 2]))
+    ranks = style_training._ranks(np.array([5, 1, 9, 3]), np.array([0, 7, 0, 2]))
     assert ranks.tolist() == [0.125, 0.875, 0.375, 0.625]
 
 

@@ -11,8 +11,15 @@ from gdp.cluster import Cluster
 from gdp.cluster.catalogue import KINDS
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
-from gdp.policy.training.random_clusters import draw_cluster
-from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource, TrainingTask, memory_needs, scale_batch
+from gdp.policy.training.tasks import (
+    TaskConfig,
+    Tasks,
+    TaskSource,
+    TrainingTask,
+    draw_cluster,
+    memory_needs,
+    scale_batch,
+)
 from policy.tiny_policy import random_graph, tiny_tasks
 
 MIB = 2**20

@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 from gdp.cluster import Cluster
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
-from gdp.report.copies import Copies
-from gdp.report.exchanges import exchanges_document
-from gdp.report.memory_curves import memory_curves
-from gdp.report.memory_parts import GATHERED, GRADIENTS, STATE, MemoryParts
+from gdp.report.copies import Copies, exchanges_document
+from gdp.report.memory_curves import GATHERED, GRADIENTS, STATE, MemoryParts, memory_curves
 from gdp.report.page import render
 from gdp.report.page_data import PageData, summary
-from gdp.search.solution import plan_of
+from gdp.search.question import plan_of
 from gdp.simulator.allocations import Allocations
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate

@@ -20,8 +20,8 @@ from gdp.search.layouts.choose import _confirmed
 from gdp.search.layouts.estimate import Estimator
 from gdp.search.layouts.layout_search import LayoutSearch
 from gdp.search.layouts.less_memory import with_less_memory
+from gdp.search.question import Solution
 from gdp.search.settings import DEFAULTS
-from gdp.search.solution import Solution
 from gdp.simulator.constraints import Constraints
 from problems import choose
 from tests.search.test_layouts import BATCH, encoder, layers, machine_of, parts_of

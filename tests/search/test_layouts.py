@@ -26,8 +26,8 @@ from gdp.search.layouts.dispatch import best_dispatch
 from gdp.search.layouts.estimate import Estimator
 from gdp.search.layouts.less_memory import fewest_blocks
 from gdp.search.place import place
+from gdp.search.question import Solution
 from gdp.search.settings import LargeSteps
-from gdp.search.solution import Solution
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate, verify

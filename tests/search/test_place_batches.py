@@ -11,7 +11,7 @@ from gdp.graph import Graph, Op, Tensor
 from gdp.parallel.batches import ROUNDS, BatchStream, batch_ends
 from gdp.parallel.layout import Layout
 from gdp.search.batches.place_batches import EQUAL_STAGES, REPLICAS, throughput_of
-from gdp.search.solution import Solution
+from gdp.search.question import Solution
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate, verify

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from gdp.cluster import Cluster, Device, Route
 from gdp.graph import Graph, Op, Tensor
 from gdp.search.place import place
-from gdp.search.solution import plan_of
+from gdp.search.question import plan_of
 from gdp.search.streaming.stream_layout import roomy
 from gdp.search.streaming.stream_weights import stream_weights
 from gdp.simulator.problem import Problem

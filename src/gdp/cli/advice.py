@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from gdp.budget import Budget, Clock
     from gdp.planning.advice import Advice, WhatIf
     from gdp.planning.remedies import Remedy
-    from gdp.search.solution import Solution
+    from gdp.search.question import Solution
     from gdp.simulator.plan import Plan
 
 _SHARE, _LEAST_SHARE = 0.2, 0.1  # of the budget; the least where the search took longer than it should

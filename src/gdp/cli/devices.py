@@ -13,7 +13,7 @@ from gdp.errors import InputError
 if TYPE_CHECKING:
     from gdp.cluster.detect import Detected, Link, Machine
     from gdp.execute.calibrate.calibrate import Calibration
-    from gdp.execute.local_devices import LocalDevice
+    from gdp.execute.targets import LocalDevice
 
 devices_app = typer.Typer(
     help="Built-in kinds of devices, what a DEVICES text stands for, and the devices of this machine.",
@@ -65,7 +65,7 @@ def devices_detect(
 
         from gdp.cluster import Cluster
         from gdp.cluster.detect.host import available_cores
-        from gdp.execute.local_devices import detect_machine
+        from gdp.execute.targets import detect_machine
 
         machine, cores = detect_machine(), available_cores()
     if out is not None:
@@ -165,7 +165,7 @@ def devices_measure(
     """
     check_writable(out)
     from gdp.execute.calibrate.calibrate import calibrate
-    from gdp.execute.local_devices import detect_local
+    from gdp.execute.targets import detect_local
     from gdp.execute.worker import ExecutionError
 
     chosen = _choose(detect_local(), devices)

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from gdp.models.source import ModelSource
     from gdp.planning.compare import Rival
     from gdp.planning.plan_source import PlanSource
-    from gdp.search.question import BatchQuestion
-    from gdp.search.solution import Solution
+    from gdp.search.question import BatchQuestion, Solution
     from gdp.simulator.constraints import Constraints
     from gdp.simulator.problem import Problem
 

@@ -2,11 +2,82 @@
 
 import shlex
 import sys
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Annotated
 
-from gdp.cli.options import JsonOption, with_options
+import typer
+
+from gdp.cli.options import JsonOption, ThreadsOption, with_options
 from gdp.cli.shared import INTERRUPTED, OK, print_json, print_text, warm_up
-from gdp.cli.train_options import TrainOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Says what is trained, on what and for how long; None stands for a default, which may depend on others."""
+
+    graphs: Annotated[
+        list[str],
+        typer.Argument(metavar="GRAPH...", help="gdp-graph files, MODELs, or training-set: all built-in graphs."),
+    ]
+    out: Annotated[Path, typer.Option(metavar="CHECKPOINT", help="The file to write, such as my.safetensors.")]
+    devices: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DEVICES",
+            help="Every graph is placed on every one. Default: the usual devices of a workload. Repeatable.",
+        ),
+    ] = None
+    hold_out: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FAMILY", help="Leave out this family of models and similar ones. Repeatable."),
+    ] = None
+    resume: Annotated[bool, typer.Option("--resume", help="Continue CHECKPOINT, with the same arguments.")] = False
+    start: Annotated[
+        Path | None, typer.Option("--from", metavar="CHECKPOINT", help="Start from the parameters in this file.")
+    ] = None
+    styles: Annotated[
+        int | None,
+        typer.Option(
+            metavar="H", min=1, help="Learn which styles suit a problem, by H numbers a layer; N is of problems."
+        ),
+    ] = None
+    updates: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Number of updates, over which the learning rate falls.")
+    ] = 500
+    budget: Annotated[str | None, typer.Option(metavar="TIME", help="Stop earlier, such as after 10m or 2h.")] = None
+    graphs_per_update: Annotated[
+        int | None, typer.Option(metavar="G", min=1, help="Graphs in an update. Default: all, at most 8.")
+    ] = None
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            metavar="S",
+            min=2,
+            help="Placements of a graph in an update. Default: 16; with --styles 192, a multiple of 8.",
+        ),
+    ] = None
+    learning_rate: Annotated[float | None, typer.Option(help="Learning rate of Adam. Default: the policy's.")] = None
+    randomize: Annotated[bool, typer.Option("--randomize", help="Vary devices, links, memory and batch size.")] = False
+    validation: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GRAPH", help="Keep the parameters that are best on this graph. Repeatable."),
+    ] = None
+    validate_every: Annotated[
+        int | None, typer.Option(metavar="K", min=1, help="Validate every K updates. Default: 20.")
+    ] = None
+    pool: Annotated[
+        int | None,
+        typer.Option(
+            metavar="P", min=0, help="Problems kept, for 32 updates each; 0: all new ones. Default: at most 128."
+        ),
+    ] = None
+    save_every: Annotated[
+        int | None, typer.Option(metavar="K", min=1, help="Write CHECKPOINT every K updates. Default: 10.")
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the training.")] = 0
+    threads: ThreadsOption = None
 
 
 @with_options

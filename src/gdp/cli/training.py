@@ -9,7 +9,7 @@ from typing import Any
 from gdp import files
 from gdp.budget import Budget
 from gdp.cli.shared import check_writable, log
-from gdp.cli.train_options import TrainOptions
+from gdp.cli.train import TrainOptions
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.models import source

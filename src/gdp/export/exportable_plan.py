@@ -21,7 +21,7 @@ from gdp.export.stage_search import StageSearch, balanced_stages
 from gdp.graph import Graph
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.place import place
-from gdp.search.solution import plan_of, search_record
+from gdp.search.question import plan_of, search_record
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem

@@ -19,12 +19,11 @@ import numpy as np
 
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
-from gdp.graph.builder import GraphBuilder
+from gdp.graph.builder import GraphBuilder, UniqueNames
 from gdp.graph.copies import ACCUMULATE, label_end
 from gdp.graph.document import Tensor
 from gdp.graph.graph import Graph
 from gdp.graph.microbatches import SHARED, check_count, count_microbatches, microbatch_of, shared_ops
-from gdp.graph.unique_names import UniqueNames
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of gradients
 

@@ -1,6 +1,9 @@
-"""GraphBuilder: a graph under construction, of whole blocks of ops and tensors in place of single ones."""
+"""Graphs under construction: blocks of ops and tensors, names, topological orders, waits before memory is reused."""
 
-from collections.abc import Sequence
+import heapq
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -9,6 +12,7 @@ import numpy.typing as npt
 
 from gdp.arrays import I64, Bool
 from gdp.graph.columns import NUMBERS, OF_TENSORS, TEXTS
+from gdp.graph.document import Tensor
 from gdp.graph.graph import Graph
 
 
@@ -160,3 +164,73 @@ def with_controls(graph: Graph, producers: I64, consumers: I64) -> Graph:
 
 _TEXTS = (*TEXTS, "times_ns")
 _FIGURES = tuple(name for name in NUMBERS if name != "origins")
+
+
+class UniqueNames:
+    """Gives each op a name of its own."""
+
+    def __init__(self) -> None:
+        self._counts = Counter[str]()
+        self._taken: set[str] = set()
+
+    def of(self, name: str, stem: str = "") -> str:
+        """Returns `name`, numbered (`name_0`, `name_1`, ...) if it is taken; `stem`, numbered, if `name` is empty."""
+        stem = name or stem
+        while not name or name in self._taken:
+            name = f"{stem}_{self._counts[stem]}"
+            self._counts[stem] += 1
+        self._taken.add(name)
+        return name
+
+
+def topological_order(
+    makers: Sequence[Collection[int]], is_late: Callable[[int], bool] = lambda number: False
+) -> list[int]:
+    """Returns the numbers 0 to N - 1 in an order in which each comes behind its `makers` [N], distinct numbers.
+
+    Of those that may come next, the least one does; ones that are `is_late` wait for all others. Numbers on a cycle,
+    and behind one, are left out.
+    """
+    followers: list[list[int]] = [[] for _ in makers]
+    for number, sources in enumerate(makers):
+        for source in sources:
+            followers[source].append(number)
+    missing = list(map(len, makers))
+    ready = [(is_late(number), number) for number, count in enumerate(missing) if not count]
+    heapq.heapify(ready)
+    order: list[int] = []
+    while ready:
+        order.append(heapq.heappop(ready)[1])
+        for number in followers[order[-1]]:
+            missing[number] -= 1
+            if not missing[number]:
+                heapq.heappush(ready, (is_late(number), number))
+    return order
+
+
+def write_after_read(num_ops: int, tensors: Sequence[Tensor], pairs: Iterable[tuple[int, int]]) -> list[Tensor]:
+    """Returns a tensor of 0 bytes from each reader to its writers, for the `pairs` (reader, writer) of ops.
+
+    Pairs that a path of `tensors` orders anyway are left out. Ops are numbered in a topological order.
+    """
+    counts = [len(tensor.consumers) for tensor in tensors]
+    sources = np.repeat(np.array([tensor.producer for tensor in tensors], np.int64), counts)
+    targets = np.array([op for tensor in tensors for op in tensor.consumers], np.int64)
+    waiting = unordered(num_ops, sources, targets, pairs)
+    return [
+        Tensor(reader, tuple(writer for _, writer in own)) for reader, own in groupby(waiting, key=lambda pair: pair[0])
+    ]
+
+
+def unordered(num_ops: int, sources: I64, targets: I64, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns the `pairs` (reader, writer) of ops that no path orders anyway, distinct and sorted.
+
+    Op `sources[i]` comes before op `targets[i]` [E]. Ops are numbered in a topological order.
+    """
+    pairs = list(pairs)
+    bits = {writer: 1 << place for place, writer in enumerate(dict.fromkeys(writer for _, writer in pairs))}
+    later = [0] * num_ops  # the writers that come after each op anyway, as bits
+    order = np.argsort(-sources, kind="stable")
+    for source, target in zip(sources[order].tolist(), targets[order].tolist(), strict=True):
+        later[source] |= later[target] | bits.get(target, 0)
+    return sorted({pair for pair in pairs if pair[0] != pair[1] and not later[pair[0]] & bits[pair[1]]})

@@ -19,9 +19,8 @@ import numpy as np
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
+from gdp.graph.builder import UniqueNames, write_after_read
 from gdp.graph.copies import HOST_COPY
-from gdp.graph.unique_names import UniqueNames
-from gdp.graph.write_after_read import write_after_read
 from gdp.parallel.blocks import Blocks
 from gdp.parallel.layout import AUTO, NONE
 

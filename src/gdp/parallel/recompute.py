@@ -23,9 +23,9 @@ import numpy as np
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.graph.builder import unordered
 from gdp.graph.copies import RECOMPUTED
 from gdp.graph.microbatches import count_microbatches
-from gdp.graph.write_after_read import unordered
 from gdp.parallel.blocks import Blocks
 from gdp.parallel.layout import AUTO, NONE
 

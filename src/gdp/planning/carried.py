@@ -8,7 +8,7 @@ import numpy as np
 from gdp.bounds.lower_bound import lower_bound
 from gdp.cluster import Cluster, changes
 from gdp.search.noise import step_times_under_noise
-from gdp.search.solution import plan_of
+from gdp.search.question import plan_of
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Placement, Problem

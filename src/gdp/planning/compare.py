@@ -18,7 +18,7 @@ from gdp.placers import CLASSICAL
 from gdp.search.candidate import Candidate
 from gdp.search.place import answer
 from gdp.search.place_question import Placeable, PlaceQuestion, SearchOptions
-from gdp.search.solution import Solution
+from gdp.search.question import Solution
 from gdp.search.solvers import solve, solver_of
 from gdp.simulator.constraints import ConstraintKeywords, Constraints
 from gdp.simulator.problem import Problem

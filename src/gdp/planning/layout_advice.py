@@ -40,8 +40,7 @@ from gdp.search.layouts.estimate import Estimator
 from gdp.search.layouts.estimate_queue import EstimateQueue
 from gdp.search.layouts.layout_search import LayoutSearch
 from gdp.search.noise import step_times_under_noise
-from gdp.search.question import BatchQuestion
-from gdp.search.solution import Solution
+from gdp.search.question import BatchQuestion, Solution
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.simulate import NEVER, replay
 

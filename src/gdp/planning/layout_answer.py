@@ -12,7 +12,7 @@ from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import DOES_NOT_FIT, ESTIMATED, NOT_ALLOWED, Candidate
-from gdp.search.solution import Solution
+from gdp.search.question import Solution
 
 _MOST_REASON = 120  # characters of an error in the table
 _RANDOM = ("dropout", "bernoulli")  # in kinds of ops

@@ -21,7 +21,7 @@ from gdp.parallel.layout import Layout
 from gdp.planning.advice import Advice, WhatIf
 from gdp.planning.layout_answer import LayoutAnswer, LayoutRow
 from gdp.search.place import Progress
-from gdp.search.solution import Solution
+from gdp.search.question import Solution
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Baseline, NoisyTimes, Plan, Search
 from gdp.simulator.problem import Problem

@@ -12,7 +12,7 @@ from gdp.report.layouts import copies_in_words
 from gdp.report.tables import format_ms, new_table
 from gdp.search.batches.place_batches import USUAL, is_pipeline, throughput_of
 from gdp.search.candidate import Candidate
-from gdp.search.solution import Solution
+from gdp.search.question import Solution
 from gdp.simulator.throughput import Throughput
 
 _MOST_ROWS = 12  # of the table; all are in --json

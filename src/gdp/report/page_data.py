@@ -20,12 +20,10 @@ from gdp.planning.advice import Advice
 from gdp.planning.layout_answer import LayoutAnswer
 from gdp.report import sentences
 from gdp.report.advice_answer import advice_document, advice_sentences
-from gdp.report.copies import Copies
-from gdp.report.exchanges import exchanges_document
+from gdp.report.copies import Copies, exchanges_document
 from gdp.report.layouts import layout_document
 from gdp.report.limits import Limits
-from gdp.report.memory_curves import MemoryCurve, alive_at, memory_curves
-from gdp.report.memory_parts import MemoryParts
+from gdp.report.memory_curves import MemoryCurve, MemoryParts, alive_at, memory_curves
 from gdp.report.tables import short, writable
 from gdp.report.waits import Waits
 from gdp.search.place import Progress

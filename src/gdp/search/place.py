@@ -29,9 +29,8 @@ from gdp.search.noise import Noise, step_times_under_noise
 from gdp.search.ops.classical import ClassicalRuns
 from gdp.search.ops.good_order import in_program_order
 from gdp.search.place_question import Placeable, PlaceQuestion, SearchOptions
-from gdp.search.question import BatchQuestion, OnProgress
+from gdp.search.question import BatchQuestion, OnProgress, Solution, plan_of, search_record
 from gdp.search.settings import DEFAULTS, Settings
-from gdp.search.solution import Solution, plan_of, search_record
 from gdp.search.solvers import solve, solver_of
 from gdp.simulator.constraints import ConstraintKeywords, Constraints
 from gdp.simulator.plan import Baseline, NoisyTimes, Plan

@@ -1,8 +1,10 @@
-"""Questions: `Question` is about the ops of one problem, `BatchQuestion` about a batch that may be cut."""
+"""Questions, about the ops of one problem or a batch that may be cut, their `Solution` and the plan of its best."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from gdp.search.settings import DEFAULTS, Settings
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.levels import communication_levels
 from gdp.simulator.orders import EXCHANGES_FIRST, PROGRAM, ZERO_BUBBLE, ZERO_BUBBLE_PROGRAM
+from gdp.simulator.plan import Baseline, Plan, Search
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, mean_step_time_ns, simulate
 from gdp.units.reduction import Reduction, reduce
@@ -151,3 +154,47 @@ class BatchQuestion:
         """Reports a candidate to whoever asked."""
         if self.on_progress is not None:
             self.on_progress(candidate)
+
+
+class Solution(NamedTuple):
+    """The best candidate, of the problem as given, and what else was looked at."""
+
+    best: Candidate | None  # None: there is none at all
+    baselines: Mapping[str, Baseline] = {}
+    num_updates: int = 0  # of a policy that was trained
+    looked_at: tuple[Candidate, ...] = ()  # of layouts, the best first
+    bound_ns: int = 0  # no layout of the batch takes less
+    plan: Plan | None = None  # of the best, where that is asked for
+
+
+def plan_of(simulation: Simulation, bound_ns: int, placer: str, seed: int, search: Search | None = None) -> Plan:
+    """Returns the plan that `simulation` runs."""
+    problem = simulation.problem
+    return Plan(
+        graph=problem.graph.fingerprint,
+        cluster=problem.cluster.fingerprint,
+        devices=tuple(device.name for device in problem.cluster.devices),
+        placement=simulation.placement,
+        order=simulation.order,
+        step_time_ns=simulation.step_time_ns,
+        peak_memory_bytes=simulation.peak_memory_bytes,
+        lower_bound_ns=bound_ns,
+        placer=placer,
+        seed=seed,
+        gdp_version=version("gdp-placement"),
+        search=search,
+        problem=problem,
+    )
+
+
+def search_record(simulation: Simulation, clock: Clock, order: str, baselines: Mapping[str, Baseline]) -> Search:
+    """Returns how the plan that `simulation` runs was found, its ops started in `order`."""
+    return Search(
+        seconds=clock.seconds,
+        simulations=clock.simulations,
+        baselines=baselines,
+        busy_fraction=simulation.busy_fraction,
+        missing_bytes=simulation.missing_bytes,
+        interrupted=clock.stop.is_set(),
+        order=order,
+    )

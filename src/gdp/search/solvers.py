@@ -15,8 +15,7 @@ from gdp.search.ops.auto import auto, local_search
 from gdp.search.ops.classical import ClassicalRuns
 from gdp.search.ops.good_order import in_good_order
 from gdp.search.ops.zero_shot import zero_shot
-from gdp.search.question import Question
-from gdp.search.solution import Solution
+from gdp.search.question import Question, Solution
 from gdp.simulator.simulate import simulate
 
 

@@ -48,8 +48,7 @@ from gdp.execute.calibrate.work import (
     whole,
 )
 from gdp.execute.equality import full_precision
-from gdp.execute.local_devices import LocalDevice
-from gdp.execute.targets import Target
+from gdp.execute.targets import LocalDevice, Target
 
 _DTYPES = {dtype: getattr(torch, dtype) for dtype in ("float32", "float64", "float16", "bfloat16")}
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from gdp.cluster import Cluster, Device, Route
 from gdp.execute.calibrate.calibrate import Calibration, calibrate
 from gdp.execute.calibrate.work import Log, line_through, whole
-from gdp.execute.local_devices import LocalDevice
 from gdp.execute.ranks.rank_executor import ProcessExecutor
 from gdp.execute.ranks.ranks import Ranks
+from gdp.execute.targets import LocalDevice
 from gdp.models.pytorch import capture
 
 _KIB = 1024

@@ -7,7 +7,7 @@ Copies of an op make its calls on the tensors of their micro-batch and replica, 
 the number of parts of the batch: of micro-batches over all replicas. M ops of the step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
@@ -17,22 +17,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.execute.layouts.assembly import Assembly
 from gdp.execute.layouts.batch import split_inputs
 from gdp.execute.layouts.cut import Pieces, RingPlaces
 from gdp.execute.layouts.exchanges import Make
-from gdp.execute.recomputation import with_copies, with_host_copies
-from gdp.graph.copies import exchange_ends
-from gdp.models.pytorch import Program, Replay
-from gdp.models.pytorch.program import StepSource
-from gdp.models.pytorch.recorded_calls import Call
+from gdp.graph import Graph
+from gdp.graph.copies import HOST_COPY, RECOMPUTED, exchange_ends
+from gdp.models.pytorch import Replay
+from gdp.models.pytorch.program import Program, StepSource
+from gdp.models.pytorch.recorded_calls import Call, Ref
 from gdp.models.pytorch.routine import OpRoutine
 from gdp.models.pytorch.strides import memory_order, part_view, view_of
 from gdp.parallel.batches import ROUNDS, BatchStream
 from gdp.parallel.blocks import Blocks
 from gdp.parallel.layout import NONE
-from gdp.parallel.offload import Offload
+from gdp.parallel.offload import KIND, Offload
 from gdp.parallel.recompute import Recomputation
 from gdp.parallel.rings import READY, Rings
 from gdp.parallel.step import Step
@@ -316,3 +317,70 @@ def with_share_of_loss(program: Program, num_parts: int) -> Program:
     calls = list(program.calls)
     calls[first] = tuple(map(shared, program.calls[first], is_fill))
     return replace(program, calls=tuple(calls))
+
+
+def with_copies(program: Program, step: Recomputation) -> Program:
+    """Returns the program of the graph of `step`, a recomputation of the graph of `program`.
+
+    Copies make the calls of their originals once more, draw the same random numbers, and write no buffers: batch
+    normalisation is given no running statistics.
+    """
+    is_copy = step.graph.is_in_role(RECOMPUTED).tolist()
+    number = {op: new for new, op in enumerate(step.op_origin.tolist()) if not is_copy[new]}
+    program = _renumbered(program, step.graph, number, step.tensor_origin)
+    values = program.tensor_values
+    calls = list(program.calls)
+    for op, origin in enumerate(step.op_origin.tolist()):
+        if is_copy[op]:
+            inputs = {values[tensor] for tensor in program.inputs_of[op]}
+            calls[op] = tuple(_without_state(program.calls[number[origin]], inputs))
+    return replace(program, calls=tuple(calls))
+
+
+def with_host_copies(program: Program, step: Offload) -> Program:
+    """Returns the program of the graph of `step`, in which activations of the graph of `program` wait on the host."""
+    is_new = step.graph.is_in_role(HOST_COPY) & (np.array(step.graph.kinds) == KIND)
+    kept = np.flatnonzero(~is_new).tolist()  # in their order
+    number = dict(enumerate(kept))
+    return _renumbered(program, step.graph, number, step.tensor_origin)
+
+
+def _renumbered(program: Program, graph: Graph, number: Mapping[int, int], tensor_origin: I64) -> Program:
+    """Returns the program of `graph`, in which ops have another `number`, and tensors the content of others.
+
+    New ops make no calls: they pass their input on.
+    """
+    origins = tensor_origin.tolist()
+    calls: list[tuple[Call, ...]] = [()] * graph.num_ops
+    for op, new in number.items():
+        calls[new] = program.calls[op]
+    return replace(
+        program,
+        graph=graph,
+        calls=tuple(calls),
+        tensor_values=tuple(program.tensor_values[origin] if origin >= 0 else -1 for origin in origins),
+        tensor_layouts=tuple(program.tensor_layouts[origin] if origin >= 0 else None for origin in origins),
+        sources={number[op]: source for op, source in program.sources.items()},
+        private={number[op]: state for op, state in program.private.items()},
+        updated={number[op]: name for op, name in program.updated.items()},
+    )
+
+
+def _without_state(calls: tuple[Call, ...], values: set[int]) -> Iterator[Call]:
+    """Yields the calls of a copy, with None for buffers that only the original overwrites."""
+    for call in calls:
+        unknown = {old for old, _ in call.writes if old not in values}
+        values |= {new for old, new in call.writes if old in values} | {value for value in call.outputs if value >= 0}
+        if not unknown:
+            yield call
+            continue
+
+        def given(item: Any, unknown: set[int] = unknown) -> Any:
+            return None if type(item) is Ref and item.value in unknown else item
+
+        yield replace(
+            call,
+            args=tuple(map(given, call.args)),
+            kwargs={key: given(item) for key, item in call.kwargs.items()},
+            writes=tuple((old, new) for old, new in call.writes if old not in unknown),
+        )

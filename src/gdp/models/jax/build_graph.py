@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gdp.graph import Graph, Op, Tensor
-from gdp.graph.topological_order import topological_order
-from gdp.graph.unique_names import UniqueNames
-from gdp.graph.write_after_read import write_after_read
+from gdp.graph.builder import UniqueNames, topological_order, write_after_read
 from gdp.models.jax import primitive_costs as costs
 from gdp.models.jax.equations import Constant, Equation, JaxOp, JaxValue
 

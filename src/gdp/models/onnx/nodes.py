@@ -11,7 +11,7 @@ from onnx import GraphProto, NodeProto, TensorProto, TypeProto, checker, defs, h
 
 from gdp.arrays import Content
 from gdp.errors import InputError, first_line
-from gdp.graph.topological_order import topological_order
+from gdp.graph.builder import topological_order
 from gdp.models.onnx.control_flow import ExecutionCost, control_flow_outputs
 from gdp.models.onnx.node_costs import OnnxCall, count_bytes, count_flops, dtype_of, kind_of
 from gdp.models.onnx.onnx_file import BOOL, DEFAULT_DOMAINS, INT32, INT64, SMALL, TensorInfo, captured, reads, subgraphs

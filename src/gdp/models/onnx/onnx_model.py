@@ -11,7 +11,7 @@ from onnx import ModelProto, NodeProto, ValueInfoProto
 
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
-from gdp.graph.unique_names import UniqueNames
+from gdp.graph.builder import UniqueNames
 from gdp.models.onnx.nodes import GraphScope, ModelContext, OnnxOp
 from gdp.models.onnx.onnx_file import DEFAULT_DOMAINS, FLOAT, TensorInfo, read_model
 from gdp.models.onnx.quantised import fuse_quantised

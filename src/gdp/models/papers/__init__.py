@@ -7,7 +7,7 @@ built: until then PyTorch is not needed.
 """
 
 from gdp.models.papers import families
-from gdp.models.papers.variants import VARIANTS
+from gdp.models.papers.families import VARIANTS
 from gdp.models.papers.workload import ExpertRule, Family, Registry, Workload, layer_per_device
 
 __all__ = ["PAPERS", "ExpertRule", "Family", "Registry", "Workload", "layer_per_device"]

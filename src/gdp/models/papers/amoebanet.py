@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gdp.errors import InputError
-from gdp.models.papers.base import Example, ModelConfig
-from gdp.models.papers.vision import Classifier, random_images
+from gdp.models.papers.base import Classifier, Example, ModelConfig, random_images
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Parts that the model families share: checks of sizes, two modules."""
+"""Parts that the model families share: checks of sizes, modules, random images."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -47,3 +47,21 @@ class WordEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return functional.embedding(tokens, self.weight)
+
+
+class Classifier(nn.Module):
+    """Mean over the image, dropout, linear: features and labels [batch] -> mean cross-entropy."""
+
+    def __init__(self, inputs: int, num_classes: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.linear = nn.Linear(inputs, num_classes)
+
+    def forward(self, features: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(self.linear(self.dropout(features.mean(dim=(2, 3)))), labels)
+
+
+def random_images(batch_size: int, image_size: int, num_classes: int) -> tuple[Tensor, Tensor]:
+    """Images [batch, 3, size, size] and labels [batch]."""
+    images = torch.randn(batch_size, 3, image_size, image_size)
+    return images, torch.randint(num_classes, (batch_size,))

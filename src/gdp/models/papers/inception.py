@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gdp.models.papers.base import Example, ModelConfig
-from gdp.models.papers.vision import Classifier, random_images
+from gdp.models.papers.base import Classifier, Example, ModelConfig, random_images
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from gdp.graph import Graph, Op, Tensor
-from gdp.graph.unique_names import UniqueNames
-from gdp.graph.write_after_read import write_after_read
+from gdp.graph.builder import UniqueNames, write_after_read
 from gdp.models.pytorch.op_records import OpRecord, ValueRecord
 from gdp.models.pytorch.program import Program, StepSource
 from gdp.models.pytorch.recorded_calls import Ref

@@ -28,8 +28,7 @@ from gdp.search.ops.annealing import is_too_wide
 from gdp.search.ops.auto import auto, run_classical
 from gdp.search.ops.good_order import in_good_order, in_program_order
 from gdp.search.ops.local_search import LocalSearch
-from gdp.search.question import BatchQuestion
-from gdp.search.solution import Solution, plan_of, search_record
+from gdp.search.question import BatchQuestion, Solution, plan_of, search_record
 from gdp.simulator.plan import Baseline, Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER

@@ -16,8 +16,7 @@ from gdp.cluster import WORD_DEVICES
 from gdp.graph.excerpts import Excerpt
 from gdp.placers.replicated import ReplicatedChain, replicated_stages
 from gdp.search.candidate import Candidate
-from gdp.search.question import Question
-from gdp.search.solution import Solution
+from gdp.search.question import Question, Solution
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.reduction import reduce
 from gdp.units.units import Units

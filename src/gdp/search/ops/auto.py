@@ -22,8 +22,7 @@ from gdp.search.ops.fewer_microbatches import Few, best_of_few
 from gdp.search.ops.local_search import LocalSearch, diverse_starts
 from gdp.search.ops.over_64_devices import search_on_many
 from gdp.search.ops.zero_shot import draw_near
-from gdp.search.question import Question
-from gdp.search.solution import Solution
+from gdp.search.question import Question, Solution
 from gdp.search.streaming.stream_weights import stream_weights
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER, Simulation, simulate

@@ -20,8 +20,7 @@ from gdp.policy.pretrained import shipped
 from gdp.policy.scheduler import SchedulerPolicy
 from gdp.policy.training.ppo import PPOConfig, Trials, draw_trials, improve
 from gdp.search.ops.zero_shot import Evaluator, Refiner, ZeroShotConfig, draw_at_once
-from gdp.search.question import Question
-from gdp.search.solution import Solution
+from gdp.search.question import Question, Solution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

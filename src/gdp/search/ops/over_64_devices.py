@@ -18,8 +18,7 @@ from gdp.placers.base import devices_by_speed
 from gdp.search.candidate import Candidate
 from gdp.search.ops.annealing import is_too_wide
 from gdp.search.ops.local_search import LocalSearch
-from gdp.search.question import Question
-from gdp.search.solution import Solution
+from gdp.search.question import Question, Solution
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
 from gdp.units.reduction import reduce

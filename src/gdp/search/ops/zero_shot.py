@@ -22,9 +22,8 @@ from gdp.policy.pretrained import read_policy
 from gdp.policy.sampling import Style, draw_refinement, draw_styles, vary
 from gdp.policy.style_scorer import StyleScores, style_numbers
 from gdp.search.candidate import Candidate, Figures
-from gdp.search.question import Question
+from gdp.search.question import Question, Solution
 from gdp.search.settings import DEFAULTS, PolicySettings
-from gdp.search.solution import Solution
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import NEVER, evaluate_many
 

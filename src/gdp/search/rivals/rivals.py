@@ -29,9 +29,8 @@ from gdp.parallel.ring_order import ring_over
 from gdp.parallel.step import Step
 from gdp.search.candidate import UNKNOWN, Arrangement, BatchCut, Candidate
 from gdp.search.layouts.dispatch import levels_of, simulate_1f1b
-from gdp.search.question import BatchQuestion
+from gdp.search.question import BatchQuestion, Solution
 from gdp.search.rivals.equal_stages import equal_stages
-from gdp.search.solution import Solution
 from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.costs import op_times
 from gdp.simulator.problem import Problem
