@@ -19,7 +19,9 @@ from gdp import files
 from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
-from gdp.placers import CLASSICAL, metis_blind
+from gdp.placers import CLASSICAL
+from gdp.placers.metis import Partitioner
+from gdp.placers.settings import METIS
 from gdp.planning.warm_up import warm_up as compile_search
 from gdp.policy.base import one_thread
 from gdp.policy.checkpoint import load_checkpoint, new_policy
@@ -32,7 +34,7 @@ from gdp.search.question import Question, Solution
 from gdp.search.settings import DEFAULTS
 from gdp.search.solvers import solve
 from gdp.simulator.plan import Baseline
-from gdp.simulator.problem import Problem
+from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import simulate
 from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
@@ -155,13 +157,20 @@ def classical_baselines(runs: WorkloadRuns, seeds: int) -> dict[str, Baseline]:
     return best_baselines([runs.run(classical(), seed).baselines for seed in range(seeds)])
 
 
+def metis_blind(problem: Problem, seed: int) -> Placement:
+    """Partitions as the placement papers do: once, k-way, with the default imbalance, blind to memory."""
+    if problem.num_devices == 1:
+        return np.zeros(problem.num_ops, np.int64)
+    return Partitioner(problem).partition(np.arange(problem.num_devices), METIS.imbalances[0], False, seed)
+
+
 def blind_metis() -> Method:
     """Returns METIS as the placement papers use it."""
 
     def run(question: Question, clock: Clock) -> Solution:
         placement = metis_blind(question.problem, question.seed)
         clock.spend(1)
-        return Solution(None if placement is None else question.judge(simulate(question.problem, placement)))
+        return Solution(question.judge(simulate(question.problem, placement)))
 
     return Method("metis-blind", run, Budget(simulations=1))
 

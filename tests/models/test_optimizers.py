@@ -14,7 +14,6 @@ from gdp.cli import main
 from gdp.graph.held_memory import HeldMemory
 from gdp.models.pytorch import capture, capture_fn
 from gdp.models.source import ModelSource
-from gdp.planning.options import reading_of
 
 # a weight of 64 x 80 = 5,120 elements and a bias of 64; bytes of float32
 WEIGHT, BIAS = 5120, 64
@@ -159,7 +158,7 @@ def _module(workplace: Path) -> None:
 @pytest.mark.usefixtures("_module")
 def test_place_names_the_state(capsys: pytest.CaptureFixture[str]) -> None:
     """256 x 256 + 256 parameters of 2 bytes, 131,584; 12 bytes of state for each, 789,504; the next command works."""
-    options = ["--devices", "2xcpu-16core", "--optimizer", "adamw", "--master-weights"]
+    options = ["--devices", "2xcpu-16core", "--optimizer", "adamw", "--precision", "mixed"]
     place = ["place", "optimized_models:half", *options, "--budget", "9sims", "--no-advice"]
     assert main([*place, "--json"]) == 0
     graph = json.loads(capsys.readouterr().out)["graph"]
@@ -182,11 +181,6 @@ def test_a_model_that_is_too_large_in_all(capsys: pytest.CaptureFixture[str]) ->
     assert line.endswith("; add devices or memory, or take --precision pure-bf16 or --optimizer adam-8bit")
 
 
-def test_plans_of_before_have_their_precision() -> None:
-    """A plan that was asked with --master-weights is read in mixed precision."""
-    assert reading_of({"optimizer": "adamw", "master_weights": True}).precision == "mixed"
-
-
 @pytest.mark.usefixtures("_module")
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -197,7 +191,6 @@ def test_plans_of_before_have_their_precision() -> None:
         (["--precision", "mixed"], "all is in other types; leave it out, or give the model in bfloat16"),
         (["--precision", "half"], "--precision is 'half'; one of mixed, pure-bf16, float32 is expected"),
         (["--precision", "float32", "--dtype", "bfloat16"], "has weights in float32, and the dtype is bfloat16"),
-        (["--master-weights", "--precision", "float32"], "--master-weights: is --precision mixed, and"),
     ],
     ids=str,
 )

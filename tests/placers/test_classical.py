@@ -1,8 +1,6 @@
 """The classical placers: what all of them promise on any problem, and what each of them is known for, by hand."""
 
 import ctypes
-from collections.abc import Mapping
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +9,7 @@ from hypothesis import given, settings
 
 from gdp.cluster import Cluster, Device, Route
 from gdp.graph import Graph, Op, Tensor
-from gdp.placers import CLASSICAL, Placer, fit_memory, metis_blind
+from gdp.placers import CLASSICAL, fit_memory
 from gdp.placers.contiguous import module_chain, stages, topological_chain
 from gdp.placers.expert import layer_ranges
 from gdp.placers.list_scheduling import _transfers, favourite_children
@@ -25,7 +23,6 @@ from gdp.units.units import Units
 from hand_cases import make_cluster
 from strategies import Instance, instances
 
-ALL: Mapping[str, Placer] = {**CLASSICAL, "metis-blind": metis_blind}
 MS = 1_000_000
 MIB = 2**20
 
@@ -89,8 +86,8 @@ def unequal_problem() -> Problem:
 
 
 def check_contract(problem: Problem, name: str) -> None:
-    placement = ALL[name](problem, 0)
-    again = ALL[name](problem, 0)
+    placement = CLASSICAL[name](problem, 0)
+    again = CLASSICAL[name](problem, 0)
     if placement is None:
         assert name == "single"
         assert not problem.allowed.all(axis=0).any()
@@ -101,7 +98,7 @@ def check_contract(problem: Problem, name: str) -> None:
     np.testing.assert_array_equal(placement, again)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", CLASSICAL)
 @given(instance=instances())
 @settings(max_examples=25)
 def test_placements_obey_and_repeat(name: str, instance: Instance) -> None:
@@ -109,7 +106,7 @@ def test_placements_obey_and_repeat(name: str, instance: Instance) -> None:
     check_contract(Problem.build(instance.graph, instance.cluster), name)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", CLASSICAL)
 @pytest.mark.parametrize(
     "problem", [Problem.build(training_graph(), cluster_of(4)), unequal_problem()], ids=["equal", "unequal"]
 )
@@ -126,8 +123,6 @@ def test_steps_are_made_to_fit(name: str) -> None:
     placement = CLASSICAL[name](problem, 0)
     assert placement is not None
     assert simulate(problem, placement).reasons == []
-    blind = metis_blind(replace(problem, memory_limit_bytes=np.full(4, 2**50)), 0)
-    np.testing.assert_array_equal(metis_blind(problem, 0), blind)
 
 
 @pytest.mark.parametrize("name", ["contiguous", "metis", "m-etf", "m-sct", "heft"])

@@ -55,7 +55,6 @@ OptimizerOption = Annotated[
 PrecisionOption = Annotated[
     str, typer.Option(metavar="NAME", help="Of training: mixed (default of hf:DIR), pure-bf16 or float32.")
 ]
-MasterWeightsOption = Annotated[bool, typer.Option("--master-weights", hidden=True)]  # --precision mixed, once
 DtypeOption = Annotated[
     str, typer.Option(metavar="DTYPE", help="Convert MODEL to bfloat16, float16, float32 or float64.")
 ]
@@ -78,7 +77,6 @@ class ReadingOptions:
     inference: InferenceOption = False
     optimizer: OptimizerOption = "adam"
     precision: PrecisionOption = ""
-    master_weights: MasterWeightsOption = False
     dtype: DtypeOption = ""
     phase: Annotated[
         str, typer.Option(help="Of hf:DIR: step, or prefill or decode with a cache of keys and values (inference).")

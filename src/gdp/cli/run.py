@@ -14,7 +14,6 @@ from gdp.cli.options import (
     Given,
     InferenceOption,
     JsonOption,
-    MasterWeightsOption,
     OptimizerOption,
     PlacedDevicesOption,
     PlanOption,
@@ -59,7 +58,6 @@ def run(
     dtype: DtypeOption = "",
     optimizer: OptimizerOption = "adam",
     precision: PrecisionOption = "",
-    master_weights: MasterWeightsOption = False,
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Seed of the model's initial parameters and inputs.")
     ] = 0,

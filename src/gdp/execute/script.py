@@ -9,6 +9,7 @@ dependencies; they are sent and awaited like all others, without content.
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from itertools import chain, pairwise, permutations
 
 import numpy as np
@@ -75,28 +76,19 @@ def scripts(
 
 
 def _check_order(program: Program, lists: Sequence[Sequence[int]]) -> None:
-    """InputError if ops would wait for each other for ever: no op of a cycle ever becomes free (A. Kahn, 1962)."""
-    graph = program.graph
-    followers: dict[int, list[int]] = defaultdict(list)
-    for ops in lists:
-        for op, following in pairwise(ops):
-            followers[op].append(following)
-    for tensor, producer in enumerate(graph.producers.tolist()):
-        followers[producer].extend(graph.consumers_of(tensor).tolist())
-    missing = [0] * graph.num_ops
-    for op in chain.from_iterable(followers.values()):
-        missing[op] += 1
-    free = [op for op in range(graph.num_ops) if not missing[op]]
-    for op in free:  # grows meanwhile
-        for following in followers[op]:
-            missing[following] -= 1
-            if not missing[following]:
-                free.append(following)
-    if len(free) < graph.num_ops:
-        stuck = next(op for op in range(graph.num_ops) if missing[op])
+    """InputError if ops would wait for each other for ever."""
+    graph, waits = program.graph, TopologicalSorter[int]()
+    for before, op in chain.from_iterable(map(pairwise, lists)):
+        waits.add(op, before)
+    for producer, consumer in zip(graph.producers[graph.edge_tensors].tolist(), graph.consumers.tolist(), strict=True):
+        waits.add(consumer, producer)
+    try:
+        waits.prepare()
+    except CycleError as error:
+        stuck = graph.op_names[error.args[1][0]]
         raise InputError(
-            f"order: deadlock, op {graph.op_names[stuck]!r} waits for one that comes after it; place the graph anew"
-        )
+            f"order: deadlock, op {stuck!r} waits for one that comes after it; place the graph anew"
+        ) from None
 
 
 def traffic_of(all_scripts: Sequence[Script]) -> Traffic:

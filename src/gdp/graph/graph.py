@@ -218,12 +218,6 @@ class Graph:
         """[N] the op of the model that each op is a copy of, or made for."""
         return roots(self.origins)
 
-    @cached_property
-    def sorts(self) -> I64:
-        """[N] a number for each pair of a kind and a phase."""
-        kinds, phases = numbered(self.kinds)[1], numbered(self.phases)[1]
-        return kinds * (int(phases.max(initial=0)) + 1) + phases
-
     def is_in_phase(self, name: str) -> Bool:
         """Returns [N] the ops of the phase "forward", "backward" or "update"."""
         is_it = {phase: phase == name for phase in set(self.phases)}

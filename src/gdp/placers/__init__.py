@@ -9,10 +9,10 @@ from gdp.placers.dp_stages import dp_stages
 from gdp.placers.expert import expert
 from gdp.placers.list_scheduling import heft, m_etf, m_sct, m_topo
 from gdp.placers.memory_repair import fit_memory
-from gdp.placers.metis import metis, metis_blind
+from gdp.placers.metis import metis
 from gdp.placers.single import single
 
-__all__ = ["CLASSICAL", "NoTimeError", "Placer", "fit_memory", "metis_blind"]
+__all__ = ["CLASSICAL", "NoTimeError", "Placer", "fit_memory"]
 
 CLASSICAL: Mapping[str, Placer] = MappingProxyType(
     {

@@ -46,14 +46,6 @@ def metis(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placem
     return best_of(problem, (parts.partition(*setting) for setting in settings), balanced_in_memory, clock)
 
 
-def metis_blind(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
-    """Partitions as the placement papers do: once, k-way, with the default imbalance, blind to memory."""
-    if problem.num_devices == 1:
-        return np.zeros(problem.num_ops, np.int64)
-    everywhere = np.arange(problem.num_devices)
-    return Partitioner(problem).partition(everywhere, METIS.imbalances[0], False, seed)
-
-
 def partition_s(problem: Problem, num_parts: int) -> float:
     """Returns about how many seconds it takes to prepare METIS for `problem` and to run it once, without a pause."""
     num_units = int(problem.graph.group_index.max()) + 1

@@ -11,7 +11,7 @@ from typing import Any
 from gdp.cluster import Cluster
 from gdp.cluster.quantities import parse_fraction, parse_size
 from gdp.errors import InputError
-from gdp.models.model import MIXED, Microbatching, Reading, check_dtype, check_precision
+from gdp.models.model import Microbatching, Reading, check_dtype, check_precision
 from gdp.models.op_costs import OpCosts
 from gdp.models.serving import Serving
 from gdp.simulator.constraints import Constraints
@@ -21,7 +21,6 @@ READING = (
     "free_replicas",
     "inference",
     "optimizer",
-    "master_weights",
     "precision",
     "dtype",
     "phase",
@@ -47,10 +46,6 @@ def reading_of(options: Mapping[str, Any]) -> Reading:
         option = "--phase" if serving.has_cache else "--inference"
         raise InputError(f"--microbatches: gradients are accumulated in training; leave out {option}")
     dtype, precision = options.get("dtype", ""), options.get("precision", "")
-    if options.get("master_weights"):  # the name that it had
-        if precision not in ("", MIXED):
-            raise InputError(f"--master-weights: is --precision mixed, and {precision} is given; leave one of them out")
-        precision = MIXED
     try:
         check_dtype(dtype)
         check_precision(precision, dtype)

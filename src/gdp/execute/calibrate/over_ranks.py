@@ -57,7 +57,7 @@ def calibrate_ranks(ranks: Ranks, device: LocalDevice, *, quick: bool, on_progre
     Figures are those of all devices at work at once; none was alone. A route has a channel of its own. None on all
     ranks but the first.
     """
-    ranks.meet("begin")
+    ranks.check_alike("begin", "", "")  # waits for all
     own = calibrate([device], quick=quick, on_progress=on_progress)
     ranks.store.set(f"device/{ranks.rank}", json.dumps(own.cluster.to_document()["devices"][0]))
     documents = [json.loads(ranks.store.get(f"device/{rank}")) for rank in range(len(ranks.names))]

@@ -190,12 +190,6 @@ class Ranks:
                 raise ExecutionError(self.target.name, "could not join the others")
             time.sleep(_POLL_SECONDS)
 
-    def meet(self, what: str) -> None:
-        """Waits until all ranks are here. ExecutionError if one does not come."""
-        with reaching_others(self.target.name):
-            self.store.set(f"{what}/{self.rank}", "")
-            self.store.wait([f"{what}/{rank}" for rank in range(len(self.targets))])
-
     def store_lost(self) -> Failure:
         """Makes the failure of a store that is gone, and its owner with it."""
         if _is_store_torchruns():
