@@ -26,9 +26,8 @@ from gdp.cluster import Cluster
 from gdp.placers import CLASSICAL
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER, evaluate_many, run_batch, simulate
-from gdp.units.grouping import group_units
 from gdp.units.reduction import reduce
-from gdp.units.units import Pairs, Units
+from gdp.units.units import Pairs, Units, group_units
 
 NUM_GROUPS = (60, 200, 800)  # the levels of the local search
 

@@ -14,8 +14,7 @@ from fake_cuda import FakeCuda, RaceError
 from gdp import Cluster, Problem, simulate
 from gdp.execute import backends
 from gdp.execute.calibrate.measured_routes import routes_between
-from gdp.execute.calibrate.tiny_ops import launches
-from gdp.execute.calibrate.work import QUICK
+from gdp.execute.calibrate.work import QUICK, launches
 from gdp.execute.host_executor import ThreadExecutor
 from gdp.execute.targets import CPU, Target
 from gdp.execute.worker import ExecutionError

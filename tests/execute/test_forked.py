@@ -14,7 +14,7 @@ from torch import Tensor
 
 from execute.placed_steps import assert_same, cpus, randomly_placed, tower
 from execute.rank_processes import fork_server
-from gdp.execute.exchanged_rows import ExchangedRows
+from gdp.execute.backends import ExchangedRows
 from gdp.execute.forked import forked_executor
 from gdp.execute.forked.forked_executor import ForkedExecutor, SharedMemory, await_other_threads, may_fork
 from gdp.execute.host_executor import ThreadExecutor, host_executor

@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gdp.execute.backends import CpuBackend, SentTensor
-from gdp.execute.exchanged_rows import Content, as_tensor
+from gdp.execute.backends import Content, CpuBackend, SentTensor, as_tensor
 from gdp.execute.host_executor import ThreadExecutor
 from gdp.execute.layouts.batch import split_inputs
 from gdp.execute.layouts.step_program import step_program

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from execute.random_layouts import OPTIMIZERS
 from execute.test_layouts import MODELS, assert_equal, assert_near, captured, cpus, drawn
 from gdp.errors import InputError
-from gdp.execute.exchanged_rows import ExchangedRows
+from gdp.execute.backends import ExchangedRows
 from gdp.execute.host_executor import ThreadExecutor
 from gdp.execute.layouts.cut import Cut, RingPlaces
 from gdp.execute.layouts.exchange_routines import Member, RowExchange, RowProgress

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gdp.graph.calls import NO_CALL, calls_of
+from gdp.graph.layers import NO_CALL, calls_of
 from gdp.models.pytorch import capture
 from problems import heavy_layers
 

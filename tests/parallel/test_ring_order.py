@@ -5,7 +5,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from gdp.parallel.ring_order import ring_order
+from gdp.parallel.rings import ring_order
 
 
 def slowest(seconds: np.ndarray, order: np.ndarray) -> float:

@@ -15,8 +15,7 @@ from gdp.policy.construction import Constructor
 from gdp.policy.features import INITIAL_WEIGHTS
 from gdp.policy.problem_features import NUM_PROBLEM_FEATURES, problem_features
 from gdp.policy.sampling import draw_styles
-from gdp.policy.scheduler import SchedulerPolicy
-from gdp.policy.style_network import StyleNetwork
+from gdp.policy.scheduler import SchedulerPolicy, StyleNetwork
 from gdp.policy.style_scorer import StyleScores, in_grouping, style_numbers
 from gdp.policy.training import style_training
 from gdp.policy.training.pretrain import TrainingProgress, TrainingRun

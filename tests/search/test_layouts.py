@@ -17,7 +17,7 @@ from gdp.graph import Graph, Op, Tensor
 from gdp.models.pytorch import capture_fn
 from gdp.parallel.interpolation import have_same_ops, interpolated
 from gdp.parallel.layout import Layout
-from gdp.parallel.ring_order import ring_over
+from gdp.parallel.rings import ring_over
 from gdp.parallel.step import Step
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import DOES_NOT_FIT, NOT_ALLOWED, OK, Arrangement

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
 from gdp.simulator.problem import Problem
-from gdp.units.grouping import group_units, move_arrays
-from gdp.units.units import Units
+from gdp.units.units import Units, group_units, move_arrays
 from strategies import Instance, instances
 
 

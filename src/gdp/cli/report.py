@@ -89,7 +89,7 @@ def report(
 
 def _content(option: str, path: Path, data: "PageData") -> bytes:
     """Returns the content of `path`."""
-    from gdp.report.figure import figure_bytes
     from gdp.report.page import render
+    from gdp.report.timeline import figure_bytes
 
     return render(data).encode() if option == "--out" else figure_bytes(data.simulation, path.suffix[1:])

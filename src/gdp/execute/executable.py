@@ -1,4 +1,4 @@
-"""Executable: a model with parameters and inputs, and its captured step."""
+"""Executable: a model with parameters and inputs, and its captured step, as a plan cuts it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +13,13 @@ from gdp.execute.layouts.step_program import StepProgram, step_program, stream_p
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
 from gdp.graph.accumulation import accumulated
+from gdp.graph.difference import difference
+from gdp.models.op_costs import without_costs
 from gdp.models.pytorch import Capture, Program, capture
 from gdp.models.pytorch.capture_step import OptimizerChoice, StepOptions, rule_choice
 from gdp.models.pytorch.loss import Loss
 from gdp.models.pytorch.program import named_inputs
+from gdp.models.pytorch.recorded_calls import Call
 from gdp.models.pytorch.signature import signatures
 from gdp.models.source import ModelSource
 from gdp.models.user_function import printing_to_stderr
@@ -189,3 +192,83 @@ def check_choice(options: CaptureOptions, model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; gdp.placed takes a module, and its optimizer")
     rule_choice(StepOptions(**options), model, type(model).__name__)
+
+
+def check_belongs(plan: Plan, placed: Graph | None, captured: Graph) -> None:
+    """Raises InputError, with what differs, unless `plan` is one of `captured` but for its costs.
+
+    `placed` is the graph of the plan; None: `captured` itself.
+    """
+    if placed is None and plan.problem is not None:
+        placed = plan.problem.graph
+    if plan.graph == (placed or captured).fingerprint and not (
+        what := "" if placed is None else difference(without_costs(captured), without_costs(placed))
+    ):
+        return
+    if placed is None or plan.graph != placed.fingerprint:
+        what = "costs, names or edges differ"
+        if captured.num_ops != len(plan.placement):
+            what = f"it has {captured.num_ops:,} ops, not {len(plan.placement):,}"
+    raise InputError(
+        f"the plan is not one of the step of {captured.name!r}: {what}; the model, its sizes, inference or training, "
+        "the optimizer, the dtype or the version of gdp or PyTorch differ; place it anew"
+    )
+
+
+def placed_program(
+    model: nn.Module,
+    plan: Plan,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    graph: Graph | None,
+    learning_rate: float | None,
+    options: CaptureOptions,
+) -> Program:
+    """Captures the step of `model` on a whole batch, and cuts it as the plan does.
+
+    `graph` is the placed one, where it has measured times. InputError unless it is the step that was placed, and can be
+    executed.
+    """
+    if in_flight(plan.layout):
+        raise InputError("the plan serves batches in flight, and gdp.placed runs one; place without --batches")
+
+    def captured(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Capture:
+        part = capture(model, args, kwargs, name=type(model).__name__, **options)
+        check_executable(part.program)
+        program = part.program
+        return part if learning_rate is None else replace(part, program=_with_learning_rate(program, learning_rate))
+
+    cut = PlannedCut.of(plan, graph)
+    program = captured(args, kwargs).program if cut is None else cut.program(captured, args, kwargs)
+    check_belongs(plan, graph, program.graph)
+    return program
+
+
+def bound_inputs(program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Tensor]:
+    """Copies the inputs. InputError names the remedy where a batch is smaller than the captured one."""
+    try:
+        return program.bind_inputs(args, kwargs)
+    except InputError:
+        if isinstance(program, StepProgram):  # its parts have sizes of their own
+            raise
+        views = [source.views for source in program.sources.values() if source.kind == "input"]
+        captured = {name: view.size[0] for named in views for name, view in named.items() if view.size}
+        for name, tensor in named_inputs(args, kwargs):
+            if tensor.dim() and tensor.shape[0] < captured.get(name, 0):
+                raise InputError(
+                    f"{name!r} has {tensor.shape[0]} samples, and steps of {captured[name]} are placed: give the "
+                    "DataLoader drop_last=True, or skip or pad the last batch"
+                ) from None
+        raise
+
+
+def _with_learning_rate(program: Program, learning_rate: float) -> Program:
+    def changed(call: Call) -> Call:
+        return replace(call, kwargs={**call.kwargs, "lr": learning_rate}) if "lr" in call.kwargs else call
+
+    calls = [
+        tuple(map(changed, calls)) if phase == "update" else calls
+        for calls, phase in zip(program.calls, program.graph.phases, strict=True)
+    ]
+    return replace(program, calls=tuple(calls))

@@ -8,8 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gdp.execute.backends import Backend, SentTensor, backend_of
-from gdp.execute.exchanged_rows import Content
+from gdp.execute.backends import Backend, Content, SentTensor, backend_of
 from gdp.execute.forked.forked_executor import ForkedExecutor, may_fork
 from gdp.execute.plan_executor import HostExecutor, StepRecord, held_tensors
 from gdp.execute.targets import Target, find_targets

@@ -16,7 +16,6 @@ from gdp.arrays import I64
 from gdp.cluster import Cluster
 from gdp.cluster.catalogue import KINDS
 from gdp.cluster.detect import host
-from gdp.errors import InputError
 from gdp.execute.equality import (
     Equality,
     compare,
@@ -28,7 +27,7 @@ from gdp.execute.equality import (
     updated_outputs,
     without_parameters,
 )
-from gdp.execute.executable import CaptureOptions, Executable, PlannedCut, as_planned, check_executable
+from gdp.execute.executable import CaptureOptions, Executable, PlannedCut, as_planned, check_belongs, check_executable
 from gdp.execute.host_executor import host_executor
 from gdp.execute.layouts.step_program import StepProgram
 from gdp.execute.measurement import Measurement, Order, PlacedProgram, measure_programs, one_device_order
@@ -38,9 +37,7 @@ from gdp.execute.ranks.ranks import Ranks
 from gdp.execute.targets import CPU, Target, find_targets
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
-from gdp.graph.difference import difference
 from gdp.models.measured_times import OpTime
-from gdp.models.op_costs import without_costs
 from gdp.models.pytorch import Program, Replay, capture
 from gdp.parallel.batches import layout_in_flight
 from gdp.parallel.layout import Layout
@@ -138,27 +135,6 @@ def run(
         placed=graph,
     )
     return run_on_host(executable, plan, find_targets(plan.devices, on), graph=graph, cluster=cluster, steps=steps)
-
-
-def check_belongs(plan: Plan, placed: Graph | None, captured: Graph) -> None:
-    """Raises InputError, with what differs, unless `plan` is one of `captured` but for its costs.
-
-    `placed` is the graph of the plan; None: `captured` itself.
-    """
-    if placed is None and plan.problem is not None:
-        placed = plan.problem.graph
-    if plan.graph == (placed or captured).fingerprint and not (
-        what := "" if placed is None else difference(without_costs(captured), without_costs(placed))
-    ):
-        return
-    if placed is None or plan.graph != placed.fingerprint:
-        what = "costs, names or edges differ"
-        if captured.num_ops != len(plan.placement):
-            what = f"it has {captured.num_ops:,} ops, not {len(plan.placement):,}"
-    raise InputError(
-        f"the plan is not one of the step of {captured.name!r}: {what}; the model, its sizes, inference or training, "
-        "the optimizer, the dtype or the version of gdp or PyTorch differ; place it anew"
-    )
 
 
 def run_on_host(

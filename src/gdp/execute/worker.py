@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gdp.execute.backends import Backend
-from gdp.execute.exchanged_rows import Content
+from gdp.execute.backends import Backend, Content
 from gdp.execute.script import Script
 from gdp.models.pytorch import Program
 

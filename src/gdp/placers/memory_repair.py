@@ -1,6 +1,6 @@
 """Memory repair: the groups that free most memory per added time move to devices with room.
 
-Units join into groups within each device (`units/grouping.py`), so that connected ops move together; when groups
+Units join into groups within each device (`units/units.py`), so that connected ops move together; when groups
 are too coarse, smaller ones are tried. N ops, T tensors, G groups, D devices.
 """
 
@@ -15,8 +15,7 @@ from gdp.placers.settings import REPAIR
 from gdp.simulator.allocations import Allocations
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, evaluate, simulate
-from gdp.units.grouping import group_units
-from gdp.units.units import Pairs, Units
+from gdp.units.units import Pairs, Units, group_units
 
 
 def excess_bytes(problem: Problem, peak_memory_bytes: I64) -> I64:

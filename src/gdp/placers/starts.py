@@ -22,7 +22,7 @@ N ops, U units, D devices.
 import numpy as np
 
 from gdp.arrays import F64, I64
-from gdp.graph.calls import NO_CALL
+from gdp.graph.layers import NO_CALL
 from gdp.placers.base import allowed_work, device_subsets, inherit
 from gdp.placers.contiguous import module_chain, stages
 from gdp.placers.settings import INTERLEAVED

@@ -11,8 +11,8 @@ from gdp.models.serving import ServedStep, serving_entry
 from gdp.notebook import digits, format_gib
 from gdp.planning.advice import AS_FAST
 from gdp.planning.sweep import BATCH, DEVICES, MACHINES, MICROBATCHES, SweepRow
-from gdp.report.figure import drawn, line_colour
 from gdp.report.tables import format_ms, new_table
+from gdp.report.timeline import drawn, line_colour
 
 _MOST_LAYOUT = 48  # characters
 

@@ -31,8 +31,8 @@ import numpy as np
 from gdp.arrays import I64, Bool
 from gdp.compiled import kernel
 from gdp.graph import Graph
-from gdp.graph.calls import calls_of
 from gdp.graph.copies import ACCUMULATE, RECOMPUTED
+from gdp.graph.layers import calls_of
 from gdp.graph.microbatches import SHARED
 
 GPIPE, ONE_F_ONE_B, ZERO_BUBBLE, B_LEVEL = "GPipe", "1F1B", "zero-bubble", "b-level"

@@ -13,7 +13,7 @@ from gdp.arrays import I64, Bool, by_first, narrow
 from gdp.compiled import inner, kernel
 from gdp.graph.copies import RECOMPUTED
 from gdp.simulator.problem import Problem
-from gdp.units.grouping import roots_of
+from gdp.units.units import roots_of
 
 
 def forward_units(problem: Problem) -> I64:

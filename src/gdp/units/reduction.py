@@ -24,7 +24,7 @@ import numpy.typing as npt
 from gdp.arrays import I64, narrow, rows_of, wide
 from gdp.graph import Graph
 from gdp.simulator.problem import Placement, Problem
-from gdp.units.grouping import roots_of
+from gdp.units.units import roots_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from gdp.cluster import Cluster, Device
 from gdp.execute.calibrate.measured_routes import routes_between
-from gdp.execute.calibrate.tiny_ops import launches
 from gdp.execute.calibrate.work import (
     FULL,
     MIB,
@@ -41,6 +40,7 @@ from gdp.execute.calibrate.work import (
     Work,
     cache_bytes,
     job_of,
+    launches,
     per_second,
     time_alone,
     together,

@@ -11,9 +11,9 @@ from torch import Tensor
 from gdp.cluster import Route
 from gdp.cluster.catalogue import BY_REFERENCE_BYTES_PER_SECOND
 from gdp.execute.backends import backend_of
-from gdp.execute.calibrate.tiny_ops import Chains, chain_program, hop_ns, timed_steps
 from gdp.execute.calibrate.work import (
     MIB,
+    Chains,
     Extent,
     Job,
     Log,
@@ -21,10 +21,13 @@ from gdp.execute.calibrate.work import (
     Pair,
     Work,
     cache_bytes,
+    chain_program,
     copy_memory,
+    hop_ns,
     job_of,
     line_through,
     time_alone,
+    timed_steps,
     together,
     whole,
 )

@@ -16,7 +16,7 @@ from multiprocessing.synchronize import Semaphore
 
 from torch import Tensor
 
-from gdp.execute.exchanged_rows import Content, ExchangedRows
+from gdp.execute.backends import Content, ExchangedRows
 from gdp.execute.script import Traffic
 from gdp.models.pytorch.strides import fill
 

@@ -17,7 +17,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from gdp.execute.exchanged_rows import Chunk
+from gdp.execute.backends import Chunk
 from gdp.models.pytorch.strides import StridedLayout
 from gdp.parallel.rings import Rings
 

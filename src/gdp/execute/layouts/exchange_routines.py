@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdp.execute.exchanged_rows import Chunk, ExchangedRows
+from gdp.execute.backends import Chunk, ExchangedRows
 from gdp.execute.layouts.cut import Cut
 from gdp.models.pytorch.strides import StridedLayout, as_recorded, empty, is_dense, memory_order, part_view, view_of
 

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gdp.execute.backends import Backend, CpuBackend, SentTensor
-from gdp.execute.exchanged_rows import Content, as_tensor
+from gdp.execute.backends import Backend, Content, CpuBackend, SentTensor, as_tensor
 from gdp.execute.ranks.connections import Groups, IncomingMessage, Receiver, Sender, TransferState, bytes_of
 from gdp.execute.ranks.ranks import Failure, HeartbeatMonitor, Ranks
 from gdp.execute.script import Traffic

@@ -29,8 +29,7 @@ from gdp.policy.construction import Constructor
 from gdp.policy.features import INITIAL_WEIGHTS
 from gdp.policy.problem_features import problem_features
 from gdp.policy.sampling import draw_styles, widen
-from gdp.policy.scheduler import SchedulerPolicy
-from gdp.policy.style_network import StyleNetwork
+from gdp.policy.scheduler import SchedulerPolicy, StyleNetwork
 from gdp.policy.style_scorer import StyleScores, style_numbers, target
 from gdp.policy.training.pretrain import Provenance, TrainingProgress, TrainingRun, manifest_of
 from gdp.policy.training.tasks import Tasks, TrainingTask

@@ -12,7 +12,7 @@ from gdp.arrays import I64
 from gdp.budget import Clock
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.parallel.ring_order import ring_over
+from gdp.parallel.rings import ring_over
 from gdp.parallel.step import Step
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import Arrangement, BatchCut, Candidate

@@ -17,8 +17,7 @@ from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
 from gdp.parallel.buckets import BUCKET_BYTES, MANY_REPLICAS, bucket_bytes_over
 from gdp.parallel.layout import Layout
-from gdp.parallel.ring_order import ring_over
-from gdp.parallel.rings import Rings
+from gdp.parallel.rings import Rings, ring_over
 from gdp.parallel.step import Step
 from gdp.search.candidate import Arrangement
 from gdp.search.layouts.arrangement import DeviceSpeeds

@@ -17,8 +17,7 @@ from gdp.placers.starts import call_grids, interleaved_stages
 from gdp.search.candidate import Candidate
 from gdp.search.ops.alike_replicas import placed_by_replicas
 from gdp.search.ops.classical import ClassicalRuns
-from gdp.search.ops.fewer_devices import search_without
-from gdp.search.ops.fewer_microbatches import Few, best_of_few
+from gdp.search.ops.fewer import Few, best_of_few, search_without
 from gdp.search.ops.local_search import LocalSearch, diverse_starts
 from gdp.search.ops.over_64_devices import search_on_many
 from gdp.search.ops.zero_shot import draw_near

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from gdp.budget import PLACERS_LATE_S, Clock
 from gdp.placers import CLASSICAL, NoTimeError
 from gdp.search.candidate import Candidate
-from gdp.search.ops.fewer_microbatches import Few
+from gdp.search.ops.fewer import Few
 from gdp.search.question import Question
 from gdp.simulator.orders import B_LEVEL
 from gdp.simulator.plan import Baseline

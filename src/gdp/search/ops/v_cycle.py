@@ -22,8 +22,7 @@ from gdp.simulator.levels import communication_levels
 from gdp.simulator.longest_paths import longest_paths
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import NEVER, run_batch
-from gdp.units.grouping import group_units, move_arrays
-from gdp.units.units import Pairs, Units
+from gdp.units.units import Pairs, Units, group_units, move_arrays
 
 
 @dataclass(frozen=True, eq=False)

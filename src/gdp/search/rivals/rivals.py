@@ -25,7 +25,7 @@ from gdp.graph import Graph
 from gdp.graph.copies import RECOMPUTED
 from gdp.graph.microbatches import shared_ops
 from gdp.parallel.layout import BLOCKS, NONE, Layout
-from gdp.parallel.ring_order import ring_over
+from gdp.parallel.rings import ring_over
 from gdp.parallel.step import Step
 from gdp.search.candidate import UNKNOWN, Arrangement, BatchCut, Candidate
 from gdp.search.layouts.dispatch import levels_of, simulate_1f1b
