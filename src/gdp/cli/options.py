@@ -55,6 +55,10 @@ OptimizerOption = Annotated[
 PrecisionOption = Annotated[
     str, typer.Option(metavar="NAME", help="Of training: mixed (default of hf:DIR), pure-bf16 or float32.")
 ]
+LoraOption = Annotated[
+    str,
+    typer.Option(metavar="rank=R", help="Train adapters of rank R: rank=16[,weights=nf4][,alpha=..][,targets=REGEX]."),
+]
 DtypeOption = Annotated[
     str, typer.Option(metavar="DTYPE", help="Convert MODEL to bfloat16, float16, float32 or float64.")
 ]
@@ -77,6 +81,7 @@ class ReadingOptions:
     inference: InferenceOption = False
     optimizer: OptimizerOption = "adam"
     precision: PrecisionOption = ""
+    lora: LoraOption = ""
     dtype: DtypeOption = ""
     phase: Annotated[
         str, typer.Option(help="Of hf:DIR: step, or prefill or decode with a cache of keys and values (inference).")

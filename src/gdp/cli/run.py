@@ -165,12 +165,9 @@ def _execute(
 
 def _check_kind(source: "ModelSource") -> None:
     """Raises InputError if MODEL is no PyTorch model, which is known once its function was called."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from gdp.models.pytorch.capture_step import Built
 
-    from gdp.models.pytorch.capture_step import copies_allowed
-
-    with copies_allowed(), FakeTensorMode():
-        source.build()
+    Built.by(source.build, source.text)
 
 
 def _live(text: str) -> "AbstractContextManager[None]":

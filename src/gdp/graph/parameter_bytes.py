@@ -27,6 +27,7 @@ class ParameterBytes:
     master_weights: float
     optimizer_state: float
     types: str  # such as "bf16 weights and gradients, float32 master weights and moments"
+    has_frozen: bool = False  # others than those that are trained are held as well
 
     @property
     def total(self) -> float:
@@ -34,7 +35,7 @@ class ParameterBytes:
 
     def __str__(self) -> str:
         """Returns `16 bytes a parameter: bf16 weights and gradients, float32 master weights and moments`."""
-        return f"{self.total:.3g} bytes a parameter: {self.types}"
+        return f"{self.total:.3g} bytes a {'trained ' if self.has_frozen else ''}parameter: {self.types}"
 
     @classmethod
     def of(cls, graph: Graph) -> "ParameterBytes | None":
@@ -66,7 +67,8 @@ class ParameterBytes:
             parts.append((label, "" if is_mute else "float32" if masters else parts[0][1]))
         totals = (float(own.sum()), float(gradient_bytes.sum()), masters, rest)
         weights, summed, copies, others = (round(total / float(elements.sum()), 3) for total in totals)
-        return cls(weights, summed, copies, others, _sentence(parts))
+        is_frozen = HeldMemory.by_op(graph)[0][graph.replicas == 0].sum() > (1 + _SHOWN_SHARE) * totals[0]
+        return cls(weights, summed, copies, others, _sentence(parts), bool(is_frozen))
 
 
 def gradients_of_updates(graph: Graph) -> I64:

@@ -9,6 +9,7 @@ from gdp.errors import InputError, UnevenBatchError
 from gdp.graph import Graph
 from gdp.graph.accumulation import accumulated
 from gdp.graph.microbatches import check_count
+from gdp.models.lora import Lora
 from gdp.models.serving import ServedStep, Serving
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Reading:
     serving: Serving = field(default_factory=Serving)
     batch_dim: int | None = None  # of the inputs of a user's function; None: the first, if nothing says otherwise
     batch: int | None = None  # samples, in place of those that MODEL has
+    lora: Lora | None = None  # adapters that are trained in place of the weights
 
     def __post_init__(self) -> None:
         if self.batch is not None and not 0 < self.batch < 2**31:
@@ -86,12 +88,13 @@ class Reading:
     @property
     def changes_update(self) -> bool:
         """Returns whether the update of parameters is another than the default."""
-        return self.optimizer != OPTIMIZERS[0] or bool(self.precision)
+        return self.optimizer != OPTIMIZERS[0] or bool(self.precision) or self.lora is not None
 
     @property
     def optimizer_option(self) -> str:
         """Returns the option that changes the update, for a message."""
-        return "--optimizer" if self.optimizer != OPTIMIZERS[0] else "--precision"
+        named = {"--lora": self.lora is not None, "--optimizer": self.optimizer != OPTIMIZERS[0]}
+        return next((option for option, is_given in named.items() if is_given), "--precision")
 
     @property
     def weight_dtype(self) -> str:

@@ -48,6 +48,8 @@ class ModelSource:
             self.text = sizes.with_batch(self.text, self.reading.batch)
         if self._is_published and self.reading.training and not self.reading.serving.has_cache:
             self.reading = sizes.as_published(self.text, self.reading)
+        if self.reading.lora is not None:
+            self.text, self.reading = sizes.with_adapters(self.text, self.reading)
         if directory is not None and directory.resolve() != Path.cwd():
             self.text = in_directory(self.text, directory)
         self._directory = directory
@@ -63,7 +65,7 @@ class ModelSource:
         if isinstance(answer, JaxFunction):
             raise InputError(f"{name}: is a JAX function; give gdp.capture_jax(function, ...) instead")
         source = cls(f"{name}:inputs", reading)
-        source._named, source._built = answer[0], Built.by(lambda: answer, name).copied()
+        source._named, source._built = answer[0], Built.by(lambda: answer, name).copied().changed(source._changed)
         return source
 
     def whole(self) -> Model:
@@ -116,6 +118,10 @@ class ModelSource:
         for a file, which has no model, and for a JAX function.
         """
         answer = self._no_jax(self._builder(num_parts)())
+        if self.reading.lora is not None:
+            from gdp.models.pytorch.adapters import adapted
+
+            adapted(answer[0], self.reading.lora, self.text)
         if num_parts == 1 or self._is_workload:
             return answer
         from gdp.models.example import first_part
@@ -197,6 +203,8 @@ class ModelSource:
             raise InputError(
                 f"{self.text}: an ONNX file is placed, not {verb}; name the PyTorch model as module:function"
             )
+        if self.reading.lora is not None and self.reading.lora.is_quantised:
+            raise InputError(f"--lora: NF4 weights are placed, not {verb}; leave weights=nf4 out")
         if self._is_published:
             from gdp.models.hugging_face import build
 
@@ -272,7 +280,7 @@ class ModelSource:
         from gdp.models.pytorch.capture_step import Built, StepOptions
 
         reading = self.reading
-        options = StepOptions(reading.training, reading.optimizer, precision=reading.precision)
+        options = StepOptions(reading.training, reading.optimizer, precision=reading.precision, lora=reading.lora)
         with user_function.printing_to_stderr():
             built = self._unused if self._is_function else Built.by(self._builder(num_parts), self.text)
             if num_parts > 1 and not self._is_workload:
@@ -376,23 +384,26 @@ class ModelSource:
             sized = f"{text}{'&' if '?' in text else '?'}dtype={dtype}" if dtype else text
             return build.builder(sized, training=self.reading.training, precision=self.reading.precision)
         make: Callable[[], Example | JaxFunction]
-        samples = self.reading.batch
         if self._is_function:
             make = UserFunction(text, self._directory)
         else:
-            make = partial(self._workload.build, even_part(samples or self._workload.batch_size, num_parts, text))
-        dtype = self.reading.weight_dtype
-        if not dtype and not (samples and self._is_function):
-            return make
-        from gdp.models.example import converted, with_batch
+            make = partial(
+                self._workload.build, even_part(self.reading.batch or self._workload.batch_size, num_parts, text)
+            )
+        return lambda: self._changed(make())
 
-        def changed() -> Example | JaxFunction:
-            answer = make()
-            if samples and self._is_function:
-                answer = with_batch(answer, samples, text, self.reading.batch_dim or 0)
-            return converted(answer, dtype) if dtype else answer
+    def _changed(self, answer: Any) -> Any:
+        """Returns the answer of a workload or function with the batch and the type of the reading."""
+        reading = self.reading
+        if reading.batch and self._is_function:
+            from gdp.models.example import with_batch
 
-        return changed
+            answer = with_batch(answer, reading.batch, self.text, reading.batch_dim or 0)
+        if dtype := reading.weight_dtype:
+            from gdp.models.example import converted
+
+            answer = converted(answer, dtype)
+        return answer
 
     # Checks
 

@@ -11,6 +11,7 @@ from typing import Any
 from gdp.cluster import Cluster
 from gdp.cluster.quantities import parse_fraction, parse_size
 from gdp.errors import InputError
+from gdp.models.lora import Lora
 from gdp.models.model import Microbatching, Reading, check_dtype, check_precision
 from gdp.models.op_costs import OpCosts
 from gdp.models.serving import Serving
@@ -29,6 +30,7 @@ READING = (
     "op_costs",
     "batch_dim",
     "batch",
+    "lora",
 )
 """The options that say how MODEL is read."""
 LIMITS = ("pin", "forbid", "max_memory", "reserve")
@@ -64,6 +66,7 @@ def reading_of(options: Mapping[str, Any]) -> Reading:
         serving,
         options.get("batch_dim"),
         options.get("batch"),
+        Lora.parse(options.get("lora", "")),
     )
 
 

@@ -80,10 +80,10 @@ class Parts:
         if source.is_file:
             return cls.of_graph(source.whole().graph if whole is None else whole)
         samples = source.batch_size
-        if samples is None or samples < 2:
+        if not samples:
             raise InputError(
-                f"--parallel: {source.text} has no batch that can be split: it has one sample, or is a step of JAX or "
-                "of your own; gdp capture the step of one micro-batch, and give that file with --microbatches M"
+                f"--parallel: {source.text} has no batch that can be split: it is a step of JAX or of your own; gdp "
+                "capture the step of one micro-batch, and give that file with --microbatches M"
             )
 
         def read(num_parts: int) -> Graph:

@@ -19,6 +19,7 @@ from gdp.budget import REPLAYS_LATE_S, Budget, Clock
 from gdp.cluster import Cluster
 from gdp.cluster.quantities import parse_fraction
 from gdp.errors import InputError
+from gdp.models.lora import Lora
 from gdp.models.model import Reading
 from gdp.models.source import ModelSource
 from gdp.parallel.layout import AUTO, NONE, Layout
@@ -59,7 +60,10 @@ def place(
     *,
     parallel: Layout | str | None = None,
     batches: int | None = None,
+    batch: int | None = None,
     batch_dim: int | None = None,
+    precision: str = "",
+    lora: str = "",
     placer: str = AUTO,
     budget: Clock | Budget | str | float = "30s",
     seed: int = 0,
@@ -81,8 +85,9 @@ def place(
 
     `parallel` is how the batch of a training step is cut: None chooses where it can be cut, "auto" insists on that,
     "none" places the ops of the whole step, and "data=4,zero=1" is one layout. `batches` is the number of batches of a
-    forward pass in flight: the plan has the layout that serves them fastest. `batch_dim` is the dimension of the inputs
-    that is the batch; None: the first, unless two sizes of it say otherwise.
+    forward pass in flight: the plan has the layout that serves them fastest. `batch` is the number of samples in place
+    of the model's, and `batch_dim` the dimension of the inputs that is the batch; None: the first, unless two sizes of
+    it say otherwise. `precision` and `lora` are those of `gdp.capture`.
 
     `auto` runs the classical placers, slow ones if there is time, asks the policy where the time is short, and
     searches in the time left; it never answers worse than the best of them, and never with a plan that does not fit
@@ -113,10 +118,12 @@ def place(
         raise InputError(f"stop is {stop!r}; a threading.Event is expected")
     cluster, limits = Cluster.of(cluster), Constraints.of(constraints, keywords, place)
     layout = Layout.parse(parallel) if isinstance(parallel, str) and parallel not in (AUTO, NONE) else parallel
-    if batch_dim is not None:
+    own = {"batch": batch, "batch_dim": batch_dim, "precision": precision or None, "lora": Lora.parse(lora)}
+    own = {name: value for name, value in own.items() if value is not None}
+    if own:
         if not isinstance(model, str | tuple):
-            raise InputError("batch_dim: it is that of a MODEL or of (module, inputs); leave it out")
-        reading = Reading(batch_dim=batch_dim)
+            raise InputError(f"{next(iter(own))}: it is that of a MODEL or of (module, inputs); leave it out")
+        reading = Reading(**own)  # type: ignore[arg-type]
         model = ModelSource(model, reading) if isinstance(model, str) else ModelSource.of_example(model, reading)
     question = PlaceQuestion.of(model, cluster, limits, layout, batches, options)
     if not isinstance(budget, Clock):

@@ -118,7 +118,9 @@ class PlaceQuestion:
         may_be_cut = parallel is None and not is_for_ops and _may_be_cut(model, read)
         if may_be_cut and (cluster.num_devices > 1 or not _fits_alone(asked.problem)):
             with contextlib.suppress(InputError):  # the batch cannot be split
-                return replace(asked, parts=_parts(model, read))
+                parts = _parts(model, read)
+                if parts.batch_size > 1 or cluster.num_devices == 1:  # one sample is recomputed, not cut
+                    return replace(asked, parts=parts)
         return asked
 
     @property

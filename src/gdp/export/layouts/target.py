@@ -101,7 +101,9 @@ def ranks_of(step: CutStep, target: str, *, by_replica: bool = False) -> RankOrd
 
 
 def check_even(step: CutStep, target: str) -> None:
-    """Raises InputError for replicas with unequal micro-batches."""
+    """Raises InputError for replicas with unequal micro-batches, and for adapters: these tools train all weights."""
+    if any(name.endswith(".lora_A") for name in step.problem.graph.op_names):
+        raise InputError(f"{target}: trains all weights, and the plan adapters (--lora); export to torch-fsdp")
     if not step.layout.is_even:
         counts = ":".join(map(str, step.microbatches))
         raise InputError(

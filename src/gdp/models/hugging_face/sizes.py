@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from gdp.errors import InputError
+from gdp.models.lora import NF4
 from gdp.models.model import HUGGING_FACE, MIXED, PRECISIONS, Reading, check_precision
 
 
@@ -61,6 +62,19 @@ def as_published(text: str, reading: Reading) -> Reading:
     check_precision(reading.precision, dtype)
     is_mixed = not reading.precision and (not dtype or dtype in PRECISIONS[MIXED])
     return replace(reading, precision=MIXED) if is_mixed else reading
+
+
+def with_adapters(text: str, reading: Reading) -> tuple[str, Reading]:
+    """Returns a MODEL and its reading with adapters beside frozen weights: of `hf:DIR?weights=nf4` those of QLoRA.
+
+    Other models are converted to bfloat16, unless the reading says otherwise.
+    """
+    if text.startswith(HUGGING_FACE):
+        if reading.lora is not None and (parse(text)[1].weights or "").lower() == NF4:
+            return _without("weights", text), replace(reading, lora=replace(reading.lora, weights=NF4))
+    elif reading.precision in ("", MIXED) and reading.dtype in ("", *PRECISIONS[MIXED]):
+        return text, replace(reading, precision=MIXED, dtype=reading.dtype or PRECISIONS[MIXED][0])
+    return text, reading
 
 
 def without_context(text: str) -> str:

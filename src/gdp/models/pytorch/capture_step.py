@@ -17,7 +17,9 @@ from torch.utils._pytree import tree_map
 
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.models.lora import Lora
 from gdp.models.model import FLOAT32, MIXED, PRECISIONS, PURE_BF16, check_precision
+from gdp.models.pytorch.adapters import adapted
 from gdp.models.pytorch.assemble import assemble
 from gdp.models.pytorch.cards import NO_GRADIENT, OnCpu, as_if_on_a_card
 from gdp.models.pytorch.explained import explained
@@ -49,9 +51,21 @@ class StepOptions:
     optimizer: OptimizerChoice = "adam"
     loss: Loss | None = None
     precision: str = ""
+    lora: Lora | None = None
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
+        if self.lora and not self.training:
+            raise InputError("--lora: adapters are trained; leave --inference (training=False) or it out")
+
+    def adapted(self, model: nn.Module, name: str) -> nn.Module:
+        """Returns `model` with adapters, in place, if some are trained. InputError if its weights are quantised."""
+        if self.training and (stored_weights(model)):
+            raise InputError(
+                f"{name}: has quantised weights, which are for inference; give --inference, or add ?weights=none, "
+                "and --lora rank=16,weights=nf4 to train adapters beside quantised weights"
+            )
+        return model if self.lora is None else adapted(model, self.lora, name)
 
 
 @dataclass(frozen=True)
@@ -94,6 +108,7 @@ def capture(
     training: bool = True,
     optimizer: OptimizerChoice = "adam",
     precision: str = "",
+    lora: str | Lora = "",
     loss: Loss | None = None,
 ) -> Capture:
     """Records one step of `model(*args, **kwargs)`: forward, backward and update, or with `training=False` inference.
@@ -106,7 +121,8 @@ def capture(
     outputs; else the sum of the means of the float outputs. In training the graph keeps the loss alone, in inference
     the outputs. `optimizer`, a name of `gdp.models.pytorch.optimizers.OPTIMIZERS` or an optimizer over the model's
     parameters, updates one parameter per op. The precision "mixed" keeps float32 copies of bfloat16 and float16
-    parameters; "pure-bf16" and "float32" are checked. `name` is by default that of the module's class.
+    parameters; "pure-bf16" and "float32" are checked. `lora`, such as "rank=16,weights=nf4", freezes the model and
+    trains adapters of its linear layers. `name` is by default that of the module's class.
 
     Gradients are ordinary tensors, from the op that makes them to the update, as with `zero_grad(set_to_none=True)`;
     `resident_bytes` of a parameter are its own and its optimizer state's (Adam: two moments; the step count, one
@@ -128,12 +144,14 @@ def capture(
         raise InputError(f"{name}: args is a {type(args).__name__}; give inputs by name as kwargs")
     with _isolated():
         mode = FakeTensorMode()
-        options = StepOptions(training, optimizer, loss, precision)
+        options = StepOptions(training, optimizer, loss, precision, Lora.parse(lora))
         if not isinstance(model, nn.Module) or is_own_step(model, options):
             return _record_own(model, args, kwargs or {}, mode, name, options)
         choice = rule_choice(options, model, name)
         with explained(name):
             step = _fake_copies(model, args, kwargs or {}, mode)
+            with mode:
+                step = options.adapted(step[0], name), *step[1:]
         return _noted(_record(*step, mode, name, options, choice), model, options)
 
 
@@ -144,6 +162,7 @@ def capture_fn(
     training: bool = True,
     optimizer: str = "adam",
     precision: str = "",
+    lora: str | Lora = "",
     loss: Loss | None = None,
 ) -> Capture:
     """Records one step of the model that `build()` returns: (module, args) or (module, args, kwargs); see `capture`.
@@ -154,7 +173,7 @@ def capture_fn(
     if not callable(build):
         raise InputError(f"build is a {type(build).__name__}; a function that returns (module, args) is expected")
     name = getattr(build, "__name__", type(build).__name__) if name is None else name
-    captured = Built.by(build, name).capture(name, StepOptions(training, optimizer, loss, precision))
+    captured = Built.by(build, name).capture(name, StepOptions(training, optimizer, loss, precision, Lora.parse(lora)))
     if not isinstance(captured, Capture):
         kind = type(captured).__name__
         raise InputError(f"{name}: build() returned {kind}; (module, args) or (module, args, kwargs) is expected")
@@ -205,6 +224,8 @@ class Built:
             if not all(isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode for _, tensor in tensors):
                 with explained(name):
                     model, args, kwargs = _fake_copies(model, args, kwargs, self.mode)
+            with self.mode:
+                model = options.adapted(model, name)
             began = time.monotonic()
             recorded = _record(model, args, kwargs, self.mode, name, options, rule_choice(options, model, name))
             return _noted(replace(recorded, seconds=time.monotonic() - began), built, options, self.notes)
@@ -218,8 +239,12 @@ class Built:
     def with_inputs(self, change: Callable[[Any], Any]) -> "Built":
         """Returns the same model with other inputs: `change` makes each from the one that is there."""
         model, args, kwargs = self._example()
+        return self.changed(lambda _: (model, tree_map(change, args), tree_map(change, kwargs)))
+
+    def changed(self, change: Callable[[Any], Any]) -> "Built":
+        """Returns what `change` makes of the answer, under the same fake tensors."""
         with _isolated(), self.mode:
-            return replace(self, answer=(model, tree_map(change, args), tree_map(change, kwargs)))
+            return replace(self, answer=change(self.answer))
 
 
 def _noted(captured: Capture, model: nn.Module, options: StepOptions, more: Sequence[str] = ()) -> Capture:
@@ -256,8 +281,6 @@ def _record(
     choice: RuleChoice,
 ) -> Capture:
     stored = stored_weights(model)
-    if stored and options.training:
-        raise InputError(f"{name}: has quantised weights, which are for inference; give --inference (training=False)")
     recorder = Recorder(mode, stored)
     parameters = dict(model.named_parameters())
     recorder.memories.add_module(model)
@@ -356,7 +379,7 @@ def _record_own(
     """Captures a user's own step."""
     if not options.training:
         raise InputError(f"{name}: is a training step of your own; give its module for inference")
-    if options.optimizer != "adam" or options.precision or options.loss is not None:
+    if options.optimizer != "adam" or options.precision or options.lora or options.loss is not None:
         raise InputError(f"{name}: is a training step of your own, which has its optimizers in it; leave options out")
     explain = partial(explained, name)
     try:

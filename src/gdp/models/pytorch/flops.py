@@ -342,7 +342,7 @@ _POINTWISE = names(
     normal random exponential geometric rand randn randint rand_like randn_like randperm arange linspace
     nll_loss_backward nll_loss2d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
     adaptive_max_pool2d_backward celu selu gelu silu clamp_min clamp_max _conj_physical
-    floor_divide polar
+    floor_divide polar gdp::dequantize_blockwise gdp::dequantize_4bit
     """
 )
 
