@@ -28,7 +28,7 @@ _SEARCH = (
     "placers.schedule",
     "search.ops.annealing",
     "units.forward_units",
-    "units.grouping",
+    "units.units",
 )
 _EXACT = ("placers.exact",)
 _POLICY = ("policy.rollout",)
