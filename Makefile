@@ -53,6 +53,7 @@ $(PLACING): pyproject.toml constraints.txt
 
 $(TESTING): $(PLACING)
 	$(PIP) -e '.[dev]'
+	$(PIP) --no-deps timm  # without torchvision, which brings gigabytes of CUDA; tests stand in for it
 	@touch $@
 
 clean:

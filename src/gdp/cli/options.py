@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 ModelArgument = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A built-in workload, a gdp-graph or .onnx file, hf:DIR, or package.module:function."
+        metavar="MODEL",
+        help="A built-in workload, a gdp-graph or .onnx file, hf:DIR, timm:NAME, or package.module:function.",
     ),
 ]
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A gdp-plan file, as `gdp place` writes it.")]

@@ -48,10 +48,10 @@ def module_of(source: ModelSource) -> "nn.Module":
             "accelerate is not installed, so its device maps are not known; pip install 'gdp-placement[hf]'"
         )
     from torch import nn
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode():
-        module = source.build()[0]
+    from gdp.models.pytorch.capture_step import Built
+
+    module = Built.by(source.build, source.text).answer[0]
     if not isinstance(module, nn.Module):
         raise InputError(f"{source.text}: is a training step of your own; accelerate maps modules, name the module")
     return module

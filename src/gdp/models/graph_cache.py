@@ -14,7 +14,7 @@ from pathlib import Path
 from gdp import cache, files
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.models.model import GGUF, HUGGING_FACE, Model, Reading
+from gdp.models.model import GGUF, HUGGING_FACE, TIMM, Model, Reading
 from gdp.models.serving import ServedStep
 
 FORMAT, VERSION = "gdp-captured", 4
@@ -24,7 +24,7 @@ _GRAPH = _MODELS.parent / "graph"
 
 
 def model_entry(text: str, reading: Reading, num_microbatches: int) -> Path | None:
-    """Returns the file that keeps the graph of a workload or a Transformers directory.
+    """Returns the file that keeps the graph of a workload, a Transformers directory or a model of timm.
 
     None for a user's function, which may have changed, and where the caller has registered FLOPs, which are functions.
     """
@@ -41,6 +41,8 @@ def model_entry(text: str, reading: Reading, num_microbatches: int) -> Path | No
         stat = os.stat(config)
         content = files.read_bytes(config) if config != path else (str(path.resolve()), stat.st_size, stat.st_mtime_ns)
         source = (content, *map(_installed, ("transformers", "diffusers", "gguf")))
+    elif text.startswith(TIMM):
+        source = (_installed("timm"),)
     elif ":" in text:
         return None
     update = (reading.optimizer, reading.precision, str(reading.lora))

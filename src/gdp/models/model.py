@@ -22,6 +22,8 @@ PRECISIONS = MappingProxyType({MIXED: ("bfloat16", "float16"), PURE_BF16: ("bflo
 """The values of `--precision`, each with the types that weights may have beside it."""
 GGUF = ".gguf"  # suffix of llama.cpp's files, which are read as `hf:FILE.gguf`
 HUGGING_FACE = "hf:"  # prefix of the name of a Transformers or Diffusers directory
+TIMM = "timm:"  # prefix of the name of a model of timm
+PUBLISHED = (HUGGING_FACE, TIMM)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """START HERE: MODEL as one object, with its whole step, the steps of parts of its batch, and its module.
 
-MODEL is a built-in workload, a `gdp-graph` or ONNX file, a Transformers directory, a user's function or `Workload`.
+MODEL is a built-in workload, a `gdp-graph` or ONNX file, a Transformers directory, a model of timm, a user's function
+or `Workload`.
 """
 
 import os
@@ -17,7 +18,7 @@ from gdp.graph import Graph
 from gdp.models import graph_cache, user_function
 from gdp.models.batch_dimension import other_count, other_dimension
 from gdp.models.hugging_face import sizes
-from gdp.models.model import HUGGING_FACE, Microbatching, Model, Reading, even_part
+from gdp.models.model import HUGGING_FACE, PUBLISHED, Microbatching, Model, Reading, even_part
 from gdp.models.model_text import check_no_python_file, in_directory, is_graph_file, is_onnx, with_prefix
 from gdp.models.papers import PAPERS, Workload
 from gdp.models.serving import ServedStep
@@ -36,9 +37,9 @@ _Answer = TypeVar("_Answer")
 class ModelSource:
     """A MODEL and how it is read. Its methods raise InputError, with the remedy, for what cannot be read.
 
-    A built-in workload, a `gdp-graph` or `.onnx` file, `hf:DIR`, or `package.module:function`. The function, imported
-    from the current directory on, returns (module, example_inputs) or (module, args, kwargs). It is called once, under
-    fake tensors, so nothing is allocated. A function of JAX arrays in place of the module is captured as it is.
+    A built-in workload, a `gdp-graph` or `.onnx` file, `hf:DIR`, `timm:NAME`, or `package.module:function`. The
+    function, imported from the current directory on, returns (module, example_inputs) or (module, args, kwargs). It is
+    called once, under fake tensors, so nothing is allocated. A function of JAX arrays is captured as it is.
     """
 
     def __init__(self, text: str, reading: Reading | None = None, directory: Path | None = None) -> None:
@@ -46,7 +47,7 @@ class ModelSource:
         self.text, self.reading = with_prefix(text), reading or Reading()
         if self.reading.batch is not None and self._is_published:
             self.text = sizes.with_batch(self.text, self.reading.batch)
-        if self._is_published and self.reading.training and not self.reading.serving.has_cache:
+        if self.text.startswith(HUGGING_FACE) and self.reading.training and not self.reading.serving.has_cache:
             self.reading = sizes.as_published(self.text, self.reading)
         if self.reading.lora is not None:
             self.text, self.reading = sizes.with_adapters(self.text, self.reading)
@@ -136,8 +137,9 @@ class ModelSource:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         from gdp.models.pytorch.program import named_inputs
+        from gdp.models.pytorch.step_calls import building
 
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+        with building([]), FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
             _, args, *kwargs = self.build(num_parts)
         return {name: tensor.shape for name, tensor in named_inputs(args, kwargs[0] if kwargs else {})}
 
@@ -317,7 +319,7 @@ class ModelSource:
 
     @property
     def _is_published(self) -> bool:
-        return self.text.startswith(HUGGING_FACE)
+        return self.text.startswith(PUBLISHED)
 
     @property
     def _is_function(self) -> bool:
@@ -378,7 +380,7 @@ class ModelSource:
         text, dtype = self.text, self.reading.dtype
         if self.is_file:
             self.check_runnable("executed")
-        if text.startswith(HUGGING_FACE):
+        if self._is_published:
             from gdp.models.hugging_face import build
 
             sized = f"{text}{'&' if '?' in text else '?'}dtype={dtype}" if dtype else text
@@ -434,7 +436,7 @@ class ModelSource:
         return answer
 
     def _check_phase(self) -> None:
-        if self.reading.serving.has_cache and not self._is_published:
+        if self.reading.serving.has_cache and not self.text.startswith(HUGGING_FACE):
             raise InputError(
                 f"--phase: {self.text} is read as it is; prefill and decode are steps of hf:DIR, a Transformers config"
             )

@@ -1,4 +1,4 @@
-"""`hf:DIR`: the model of a Transformers or Diffusers `config.json`, with inputs made from it.
+"""`hf:DIR`: the model of a Transformers or Diffusers `config.json`, with inputs made from it; and `timm:NAME`.
 
 Weights are not read, code in the directory is not run, and nothing is downloaded: the class is one of the installed
 library's own. The query of `hf:DIR?batch=8&sequence=512` sets sizes that a config does not have; see `Sizes`.
@@ -35,10 +35,11 @@ from gdp.models.hugging_face.example_inputs import (
     serving_inputs,
     transformers_inputs,
 )
-from gdp.models.hugging_face.patches import KnownRates, capturable, quiet
+from gdp.models.hugging_face.patches import HostNumbers, capturable, default_dtype, quiet
 from gdp.models.hugging_face.quantisation import FLOAT8, QUANTISATION, WeightFormat, weight_format
 from gdp.models.hugging_face.sizes import Sizes, parse
-from gdp.models.model import DTYPES, GGUF, PRECISIONS, even_part
+from gdp.models.hugging_face.timm_models import timm_builder
+from gdp.models.model import DTYPES, GGUF, PRECISIONS, TIMM, even_part
 from gdp.models.serving import Serving
 from gdp.models.stored_weights import ATTRIBUTE
 from gdp.models.user_function import Build
@@ -71,7 +72,7 @@ _OFF = {
 
 
 def builder(text: str, *, training: bool = True, precision: str = "") -> Build:
-    """Returns a function that builds (module, args, kwargs) of `hf:DIR?SIZES`, for training with labels.
+    """Returns a function that builds (module, args, kwargs) of `hf:DIR?SIZES` or `timm:NAME?SIZES`, labelled to train.
 
     Weights have a type of `precision`: that of the config, if it is one.
 
@@ -79,6 +80,9 @@ def builder(text: str, *, training: bool = True, precision: str = "") -> Build:
     a directory without a readable `config.json` and for a config that this version cannot build.
     """
     config, sizes = _read(text)
+    if text.startswith(TIMM):
+        dtype = _dtype(sizes.dtype or "float32", text, precision)
+        return timm_builder(parse(text)[0], sizes, text, dtype, training=training)
     if sizes.context is not None:
         raise InputError(f"{text}: context is the size of a cache; add --phase prefill or --phase decode")
     if "_class_name" in config:
@@ -126,9 +130,9 @@ class ServedBuild:
 
 
 def _read(text: str) -> tuple[dict[str, Any], Sizes]:
-    """Returns the config and the sizes of `hf:DIR?SIZES`."""
+    """Returns the config and the sizes of `hf:DIR?SIZES`; `timm:NAME` has no config."""
     directory, sizes = parse(text)
-    return _read_config(Path(directory)), sizes
+    return {} if text.startswith(TIMM) else _read_config(Path(directory)), sizes
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -221,7 +225,7 @@ def _transformers_maker(config: dict[str, Any], sizes: Sizes, text: str, precisi
         with contextlib.ExitStack() as stack:
             if is_fake:
                 stack.enter_context(no_init_weights())
-                stack.enter_context(KnownRates())
+                stack.enter_context(HostNumbers())
             model = model_class._from_config(copy.deepcopy(parsed_config), **options)
         if is_fake:
             model.tie_weights()
@@ -320,12 +324,8 @@ def _diffusers_builder(config: dict[str, Any], sizes: Sizes, text: str, training
 
     def build() -> tuple[Any, ...]:
         with _explained(text), quiet():
-            before = torch.get_default_dtype()
-            torch.set_default_dtype(dtype)
-            try:
+            with default_dtype(dtype):
                 model = model_class.from_config(dict(config))
-            finally:
-                torch.set_default_dtype(before)
             model.train(training)
             inputs = diffusers_inputs[name](model, sizes, text)
             check_use(inputs, sizes, text)

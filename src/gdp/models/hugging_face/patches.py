@@ -5,15 +5,15 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _NO_CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"  # of `transformers.utils.import_utils.torch_compilable_check`
 
@@ -37,6 +37,12 @@ def run_inside(model: Any, contexts: Callable[[], contextlib.AbstractContextMana
             return kind.forward(self, *args, **kwargs)
 
     forward.__wrapped__ = kind.forward  # type: ignore[attr-defined]
+    return with_forward(model, forward)
+
+
+def with_forward(model: Any, forward: Callable[..., Any]) -> Any:
+    """Returns `model` as an instance of a subclass of the same name with another forward pass; it can be copied."""
+    kind = type(model)
     model.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     return model
 
@@ -70,30 +76,41 @@ def _replaced(module_name: str, name: str, value: Any) -> contextlib.AbstractCon
     return patch.object(module, name, value) if hasattr(module, name) else contextlib.nullcontext()
 
 
-class KnownRates(TorchFunctionMode):
-    """Makes `torch.linspace(..., device="cpu")` return numbers in place of a fake tensor, while a model is built.
+class HostNumbers(TorchFunctionMode):
+    """Computes real numbers where a model that is built under fake tensors asks for them with `device="cpu"`.
 
-    Models compute the rate of each layer's stochastic depth with it, and read the content.
+    Models compute rates of stochastic depth and widths of layers so, and read the content.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.linspace and (kwargs or {}).get("device") == "cpu":
+        options = kwargs or {}
+        is_made = func in (torch.linspace, torch.arange, torch.tensor) and str(options.get("device")) == "cpu"
+        tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, torch.Tensor)]
+        fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+        if is_made or (tensors and not fakes):
             with unset_fake_temporarily():
-                return np.array(func(*args, **(kwargs or {})).tolist()).view(_Rates)
-        return func(*args, **(kwargs or {}))
+                return func(*args, **options)
+        if len(fakes) < len(tensors):  # a copy to a buffer
+            with unset_fake_temporarily():
+                args, options = tree_map_only(torch.Tensor, fakes[0].fake_mode.from_tensor, (args, options))
+        return func(*args, **options)
 
 
-class _Rates(np.ndarray[Any, Any]):
-    """Numbers with the methods of a one-dimensional tensor that models call."""
-
-    def split(self, sizes: Sequence[int]) -> list[Any]:
-        return np.split(self, np.cumsum(sizes)[:-1])
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Makes float tensors of this type inside."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silences the libraries and disables downloads and kernels from the hub."""
-    levels = {logger: logger.level for logger in map(logging.getLogger, ("transformers", "diffusers"))}
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("transformers", "diffusers", "timm"))}
     try:
         for logger in levels:
             logger.setLevel(logging.ERROR)

@@ -5,14 +5,14 @@ from typing import Any
 
 from gdp.errors import InputError
 from gdp.models.lora import NF4
-from gdp.models.model import HUGGING_FACE, MIXED, PRECISIONS, Reading, check_precision
+from gdp.models.model import HUGGING_FACE, MIXED, PRECISIONS, TIMM, Reading, check_precision
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes that a config leaves open: `batch`, `sequence` (tokens), `image` (pixels of a side), `dtype`, and `context`
-    (tokens of the cache in prefill and decode); None: default. `weights` is the format of quantised weights, in place
-    of that of the config.
+    """Sizes that a config leaves open: `batch`, `sequence` (tokens), `image` (pixels of a side), `frames` of a video,
+    `dtype`, and `context` (tokens of the cache in prefill and decode); None: default. `weights` is the format of
+    quantised weights, in place of that of the config.
 
     Defaults: a batch of 8; as many tokens as the model has positions, at most 512; the config's image size, else 800
     for detection and 224 for other tasks; the config's type, else float32. The cache of a prefill has room for its
@@ -25,6 +25,7 @@ class Sizes:
     dtype: str | None = None
     context: int | None = None
     weights: str | None = None
+    frames: int | None = None
 
     @classmethod
     def parse(cls, query: str, text: str) -> "Sizes":
@@ -47,8 +48,13 @@ class Sizes:
 
 
 def parse(text: str) -> tuple[str, Sizes]:
-    """Returns (DIR, sizes) of `hf:DIR?batch=8&sequence=512`. InputError for an unknown size or value."""
-    directory, mark, query = text.removeprefix(HUGGING_FACE).partition("?")
+    """Returns (DIR, sizes) of `hf:DIR?batch=8&sequence=512`, or (NAME, sizes) of `timm:NAME?batch=64`.
+
+    InputError for an unknown size or value.
+    """
+    directory, mark, query = text.removeprefix(HUGGING_FACE).removeprefix(TIMM).partition("?")
+    if not directory and text.startswith(TIMM):
+        raise InputError(f"{text!r}: names no model; timm:NAME is expected, such as timm:resnet50?batch=64")
     if not directory:
         raise InputError(f"{text!r}: names no directory; hf:DIR with a config.json in it is expected")
     return directory, Sizes.parse(query, text) if mark else Sizes()

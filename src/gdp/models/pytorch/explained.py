@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from gdp.errors import InputError, first_line, user_line
+from gdp.models.model import HUGGING_FACE, TIMM
 from gdp.models.pytorch.recorder import Recorder
 from gdp.models.unsupported import unsupported
 
@@ -51,7 +52,9 @@ def _failures_explained(name: str, recorder: Recorder | None) -> Iterator[None]:
 
 
 def _remedy(name: str) -> str:
-    if name.startswith("hf:"):  # its inputs are not the user's
+    if name.startswith(TIMM):
+        return "leave image out, or give the model with inputs of yours as package.module:function"
+    if name.startswith(HUGGING_FACE):  # its inputs are not the user's
         return "correct config.json, try ?batch=1, or give the model with inputs of yours as package.module:function"
     return "check its arguments, and that it uses tensors' shapes only, not their content"
 

@@ -200,6 +200,40 @@ def _fourier(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> in
     return int(flops) if all(side.is_complex() for side in sides) else int(flops) // 2
 
 
+def _search(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """Sorted places and elements, in either order: a comparison for each halving of the places, for each element."""
+    length = min(tensor.shape[-1] if tensor.dim() else 1 for tensor in args[:2] if isinstance(tensor, Tensor))
+    return int(outputs[0].numel()) * max(1, math.ceil(math.log2(max(2, length))))
+
+
+def _smoothed(taps: int, *, is_backward: bool = False) -> Formula:
+    """Returns the formula of a resized image [.., height, width], with `taps` inputs in a dimension for an output.
+
+    As many more as it shrinks, for it is smoothed; a product and a sum for each (`UpSampleBilinear2d.cu`).
+    """
+
+    def formula(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+        before, after = (outputs[0], args[0]) if is_backward else (args[0], outputs[0])
+        shrinks = (max(1.0, x / y) for x, y in zip(before.shape[-2:], after.shape[-2:], strict=True))
+        return int(2 * after.numel() * math.prod(math.ceil(taps * shrink) for shrink in shrinks))
+
+    return formula
+
+
+def _ctc(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """Logarithms of shares [time, batch, classes], labels: of each of 2 S + 1 states and each time three exponentials,
+    two sums, a logarithm, a maximum of three and a sum.
+    """
+    shares, labels = args[0], args[1]
+    longest = labels.shape[-1] if labels.dim() == 2 else max(args[3]) if isinstance(args[3], (list, tuple)) else 1
+    return int(shares.shape[0] * shares[0].numel() // shares.shape[-1] * (2 * int(longest) + 1) * 9)
+
+
+def _ctc_backward(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """The states from the end, and of each class at each time an exponential, a difference and two products."""
+    return _ctc(args[1:], kwargs, outputs) + 4 * int(args[1].numel())
+
+
 def _read(count: int, argument: int = 0) -> Formula:
     """Counts per element of an argument."""
     return lambda args, kwargs, outputs: count * int(args[argument].numel())
@@ -224,7 +258,8 @@ def _pool(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
 
 _REDUCTIONS = """
     sum mean amax amin max min aminmax argmax argmin prod any all nansum cumsum cumprod cummax topk
-    count_nonzero bincount histc _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d
+    count_nonzero bincount histc cummin _cummax_helper _cummin_helper median nanmedian kthvalue nonzero
+    _is_all_true _is_any_true _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d
 """
 
 # by name without namespace `aten` and final underscore
@@ -324,7 +359,36 @@ _FORMULAS: dict[str, Formula] = linear_algebra.FORMULAS | by_name(
         "avg_pool2d_backward avg_pool3d_backward upsample_nearest2d_backward": _read(1),
         "max_pool2d_with_indices_backward max_pool3d_with_indices_backward embedding_dense_backward": _read(1),
         "_adaptive_avg_pool2d_backward": _out(1),
-        "dot vdot": _read(2),
+        "dot vdot trace": _read(2),
+        # gradients: as many sums as elements are read
+        "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward": _read(1),
+        "replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward": _read(1),
+        "upsample_nearest1d_backward upsample_nearest3d_backward _upsample_nearest_exact1d_backward": _read(1),
+        "_upsample_nearest_exact2d_backward _upsample_nearest_exact3d_backward col2im": _read(1),
+        "adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d": _read(1),
+        "adaptive_max_pool3d_backward fractional_max_pool2d_backward fractional_max_pool3d_backward": _read(1),
+        "_upsample_bilinear2d_aa": _smoothed(2),
+        "_upsample_bicubic2d_aa": _smoothed(4),
+        "_upsample_bilinear2d_aa_backward": _smoothed(2, is_backward=True),
+        "_upsample_bicubic2d_aa_backward": _smoothed(4, is_backward=True),
+        "bucketize searchsorted isin": _search,
+        "_unique _unique2 unique_dim unique_consecutive unique_dim_consecutive mode": _sort,
+        "segment_reduce _segment_reduce_backward _unsafe_masked_index_put_accumulate multinomial": _read(1),
+        "_unsafe_index_put": _scatter,
+        "_ctc_loss": _ctc,
+        "_ctc_loss_backward": _ctc_backward,
+        "logcumsumexp _logcumsumexp": _read(4),  # maximum, exponential, sum, logarithm
+        "dist renorm": _read(3),  # subtract, or scale; power, sum
+        "linalg__powsum": _read(2),
+        "soft_margin_loss multi_margin_loss multilabel_margin_loss_forward": _read(4),
+        "_masked_softmax": _out(6),
+        "_masked_softmax_backward": _out(5),
+        "linalg_cross": _out(3),
+        "_batch_norm_no_update _native_batch_norm_legit_no_training batch_norm_elemt": _out(4),
+        # theta [.., dims, dims + 1]: a product and a sum for each column and coordinate
+        "affine_grid_generator": lambda args, kwargs, outputs: int(2 * args[0].shape[-1] * outputs[0].numel()),
+        # [time, batch, in], [width, in, out]
+        "conv_tbc": lambda args, kwargs, outputs: int(2 * outputs[0].numel() * args[1].numel() // args[1].shape[-1]),
         # square, sum, times g / norm; backward: times v, sum, v times that, subtract, scale
         "_weight_norm_interface": _read(3),
         "_weight_norm_interface_backward": _read(5),
@@ -342,7 +406,14 @@ _POINTWISE = names(
     normal random exponential geometric rand randn randint rand_like randn_like randperm arange linspace
     nll_loss_backward nll_loss2d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
     adaptive_max_pool2d_backward celu selu gelu silu clamp_min clamp_max _conj_physical
-    floor_divide polar gdp::dequantize_blockwise gdp::dequantize_4bit
+    floor_divide polar hardswish mish threshold rsub complex log_normal cauchy poisson binomial randint_like
+    _standard_gamma _standard_gamma_grad _sample_dirichlet _dirichlet_grad logspace range hann_window hamming_window
+    blackman_window bartlett_window kaiser_window fft_fftfreq fft_rfftfreq soft_margin_loss_backward
+    multi_margin_loss_backward multilabel_margin_loss_backward fake_quantize_per_tensor_affine_cachemask
+    fake_quantize_per_channel_affine_cachemask _fake_quantize_per_tensor_affine_cachemask_tensor_qparams
+    _fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_channel_affine
+    quantize_per_tensor quantize_per_channel dequantize _masked_scale gdp::dequantize_blockwise gdp::dequantize_4bit
+    adaptive_avg_pool3d_backward
     """
 )
 
@@ -356,5 +427,10 @@ _MOVEMENT = names(
     upsample_nearest1d upsample_nearest2d upsample_nearest3d pixel_shuffle pixel_unshuffle channel_shuffle im2col
     _reshape_copy split_with_sizes_copy view_copy expand_copy permute_copy tril_indices triu_indices set resize
     nonzero_static index_fill masked_scatter masked_scatter_backward contiguous _foreach_copy _foreach_zero
+    reflection_pad3d replication_pad3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+    diag_embed diagonal_scatter _stack _chunk_cat block_diag rot90 _unsafe_index _unsafe_masked_index _conj_copy
+    max_unpool2d max_unpool3d lu_unpack narrow_copy slice_copy select_copy diagonal_copy unfold_copy transpose_copy
+    t_copy as_strided_copy squeeze_copy unsqueeze_copy unbind_copy split_copy alias_copy detach_copy lift_fresh_copy
+    _pack_padded_sequence _jagged_to_padded_dense_forward _padded_dense_to_jagged_forward resize_as _pin_memory
     """
 )

@@ -194,7 +194,10 @@ def intercepted(calls: StepCalls) -> Iterator[None]:
 
 @contextlib.contextmanager
 def building(optimizers: list[Optimizer]) -> Iterator[None]:
-    """Collects the optimizers that are made, and lets a GradScaler for CUDA be enabled without a GPU."""
+    """Collects the optimizers that are made, and lets a GradScaler for CUDA be enabled without a GPU.
+
+    Numbers of a truncated normal distribution are drawn once: PyTorch looks at them, and draws some again.
+    """
     original = Optimizer.__init__
 
     def made(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -204,8 +207,14 @@ def building(optimizers: list[Optimizer]) -> Iterator[None]:
     with (
         patch.object(Optimizer, "__init__", made),
         patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        patch.object(torch.nn.init, "_no_grad_trunc_normal_", _trunc_normal),
     ):
         yield
+
+
+def _trunc_normal(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
+    with torch.no_grad():
+        return tensor.normal_(mean, std, generator=generator)
 
 
 def _step_of(calls: StepCalls, optimizer: Optimizer) -> Callable[..., Any]:
