@@ -469,6 +469,7 @@ def test_network_cards_of_machines() -> None:
     spelled = Cluster.parse("2x(2x(8xa100-sxm-80g)@8x200gbit)@6400gbit")
     assert spelled.fingerprint == Cluster.parse("2x(2xdgx-a100)@6400gbit").fingerprint
     assert Cluster.parse("16x8xH100-SXM-80g").fingerprint == Cluster.parse("16xdgx-h100").fingerprint
+    assert Cluster.parse("2x4xl4-24g@2x25gbit").fingerprint == Cluster.parse("2x(4xl4-24g)@2x25gbit").fingerprint
 
 
 def test_link_suffixes() -> None:

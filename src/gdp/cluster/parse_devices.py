@@ -15,7 +15,7 @@ from gdp.errors import InputError, suggest
 _GROUP = re.compile(r"(?:([0-9]+)x)?([^:]*)(?::(.*))?")
 _TOGETHER = re.compile(r"([0-9]+)x\((.*)\)@(?:([0-9]{1,3})x)?([0-9]{1,6})gbit")
 _MACHINES = re.compile(rf"([0-9]+)x({'|'.join(map(re.escape, MACHINES))})")
-_HOSTS = re.compile(r"([0-9]+)x([0-9]+x([^():+]+))")
+_HOSTS = re.compile(r"([0-9]+)x([0-9]+x([^():+@]+))(?:@([0-9x]+gbit))?")
 _NUM_SHOWN = 100_000  # numbers from here on may be cut off by `_count`; messages do not show them
 
 
@@ -52,7 +52,7 @@ def preset(text: str) -> tuple[list[Device], dict[tuple[int, int], Route]]:
 
     preset = local | hosts | pods
     pods   = COUNT "x(" hosts ")@" RATE "gbit"       each with uplinks of RATE in each direction, which its hosts share
-    hosts  = COUNT "x" MACHINE | COUNT "x" COUNT "x" KIND | COUNT "x(" local ")@" [ COUNT "x" ] RATE "gbit"
+    hosts  = COUNT "x" MACHINE | COUNT "x" COUNT "x" KIND [ "@" ... ] | COUNT "x(" local ")@" [ COUNT "x" ] RATE "gbit"
                                                       RATE: of one of its network cards
     local  = group { "+" group }
     group  = [ COUNT "x" ] KIND [ ":" LINK ]         LINK: pcie3-5 or nvlink1-5 instead of the kind's own
@@ -138,7 +138,8 @@ def _spelled(text: str) -> str:
         return f"{match[1]}x({MACHINES[match[2]].local})@{MACHINES[match[2]].network}"
     if (match := _HOSTS.fullmatch(name)) is None or match[3] not in KINDS:
         return text
-    network = next((machine.network for machine in MACHINES.values() if machine.local == match[2]), None)
+    known = (machine.network for machine in MACHINES.values() if machine.local == match[2])
+    network = match[4] or next(known, None)
     hosts = f"{match[1]}x({match[2]})"
     if network is None:
         raise InputError(f"devices {text!r}: add the rate of a network card between the hosts: {hosts}@100gbit")

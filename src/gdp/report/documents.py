@@ -115,14 +115,14 @@ def compare_document(
                 "step_time_ns_by_seed": list(row.step_time_ns_by_seed),
                 "seconds": row.seconds,
                 "simulations": row.simulations,
+                "lower_bound_ns": comparison.bound_of(row),
                 "layout": None if row.layout is None else row.layout.document(),
                 "reason": row.reason or None,
             }
             | serving_entry(served, row.step_time_ns)
             for row in comparison.rows
         ],
-        "lower_bound_ns": comparison.lower_bound_ns,
-        "layout_bound_ns": comparison.layout_bound_ns,
+        "lower_bound_ns": min(map(comparison.bound_of, comparison.rows), default=comparison.lower_bound_ns),
     }
 
 
