@@ -57,7 +57,7 @@ def check(advice: Advice, plan: Plan) -> None:
         assert each.change != ONE_FEWER or time_ns >= advice.plan.step_time_ns, each
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 27))])
 def test_ops(seed: int) -> None:
     """Placements of ops: a row is no slower than the rows before it, and a machine that has more no slower than now."""
     rng = np.random.default_rng(seed)
@@ -76,7 +76,20 @@ def test_ops(seed: int) -> None:
     check(advice, plan)
 
 
-@pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (1.0, 0.6, 0.2), (1.0, 0.9, 0.3, 0.3)])
+def drawn_speeds(seed: int) -> tuple[float, ...]:
+    rng = np.random.default_rng(seed)
+    return tuple(rng.choice([0.1, 0.3, 0.6, 1.0], int(rng.integers(2, 5))).tolist())
+
+
+@pytest.mark.parametrize(
+    "speeds",
+    [
+        (1.0, 1.0, 1.0),
+        (1.0, 0.6, 0.2),
+        (1.0, 0.9, 0.3, 0.3),
+        *(pytest.param(drawn_speeds(seed), marks=pytest.mark.long) for seed in range(20)),
+    ],
+)
 def test_layouts(speeds: tuple[float, ...]) -> None:
     """Layouts of a batch: the same, bounds belong to their rows, and a device that slows the step down is left idle."""
     cluster = machine_of(list(speeds))
