@@ -121,7 +121,6 @@ def test_files_and_functions_of_jax_are_served_too(capsys: pytest.CaptureFixture
         (["--inference", "--batches", "2", "--parallel", "data=2"], "--parallel"),
         (["--inference", "--batches", "2", "--placer", "metis"], "--placer"),
         (["--inference", "--batches", "2", "--sweep", "devices=1..2"], "--sweep"),
-        (["--phase", "decode", "--batches", "2"], "a cache of its own"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(

@@ -66,10 +66,14 @@ def test_modules_go_where_most_time_was() -> None:
     problem = Problem.build(three_modules(1), cluster)
     plan = plan_with(problem.graph, cluster, [0, 1, 0, 1, 0, 1, 0, 1, 1])
     adapted = adapt(problem, plan, find_target("hf_device_map"))
-    assert adapted.simulation.placement.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 1]
-    assert json.loads(adapted.content) == {"a": 0, "b": 1, "c": 1}
+    assert adapted.near is not None
+    assert adapted.near.placement.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 1]
     latency = cluster.route(0, 1).latency_ns
-    assert plan.step_time_ns - adapted.step_time_ns == 6 * (1 + latency)
+    assert plan.step_time_ns - adapted.near.step_time_ns == 6 * (1 + latency)
+    # one device crosses never
+    assert plan.step_time_ns - adapted.step_time_ns == 7 * (1 + latency)
+    assert json.loads(adapted.content) == {"": 0}
+    assert adapted.notes == ["All of the model is on gpu0: what hf-device-map makes of the plan takes 9.055 ms."]
     assert adapted.loss == adapted.step_time_ns / plan.step_time_ns - 1 < 0
 
 

@@ -172,7 +172,9 @@ def test_losses_of_node_plans(problem: Problem, target: Any) -> None:
 
     for placement, is_equal in (([2, 0, 0, 0, 1, 1, 1], False), ([0, 0, 0, 0, 1, 1, 2], True)):
         plan = plan_of(simulate(problem, placement), 0, "by hand", 0)
-        adapted = adapt(problem, plan, target)
+        allowed = problem.allowed.copy()
+        allowed[[1, -1]] = np.arange(3) == [[0], [placement[-1]]]  # no device alone may have all
+        adapted = adapt(problem.with_allowed(allowed), plan, target)
         assert adapted.simulation.placement.tolist() == [placement[2], *placement[1:]]
         assert (adapted.step_time_ns == plan.step_time_ns) == is_equal
         devices = read_devices(target.name, adapted.content, problem, adapted.units)

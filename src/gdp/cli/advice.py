@@ -10,6 +10,7 @@ from gdp.cli.request import PlaceRequest
 
 if TYPE_CHECKING:
     from gdp.budget import Budget, Clock
+    from gdp.export.exportable_plan import ExportablePlan
     from gdp.planning.advice import Advice, WhatIf
     from gdp.planning.remedies import Remedy
     from gdp.search.question import Solution
@@ -90,6 +91,23 @@ def _advice_on_ops(opened: OpenRequest, plan: "Plan", budget: "Budget", stop: Ev
             stop=stop,
         )
     return advice if layout is None else replace(advice, what_ifs=(*advice.what_ifs, layout))
+
+
+def advise_on_units(opened: OpenRequest, placed: "ExportablePlan", stop: Event) -> "tuple[Plan, Advice]":
+    """Returns the plan of a target, or one of its on fewer devices, and what it would take on other machines."""
+    from gdp.export.adapt import can_run
+
+    plan, units = placed.plan, placed.adapted.units
+    assert plan.search is not None
+    coarse = units.coarse(opened.question.problem)
+    own = replace(plan, graph=coarse.graph.fingerprint, problem=coarse)
+    in_units = replace(opened, question=replace(opened.question, step=coarse))
+    advice = _advice_on_ops(in_units, own, _budget(opened.request, plan.search.seconds), stop)
+    devices = units.devices_of(advice.plan.placement)
+    if advice.plan is own or devices is None or not can_run(units, devices):
+        return plan, replace(advice, plan=plan)
+    better = replace(advice.plan, graph=plan.graph, problem=placed.problem)
+    return better, replace(advice, plan=better)
 
 
 def _best_layout(opened: OpenRequest, clock: "Clock") -> "WhatIf | None":

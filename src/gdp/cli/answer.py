@@ -146,11 +146,12 @@ def _document(opened: OpenRequest, answer: Answer) -> dict[str, Any]:
         advice=found.advice,
         remedies=answer.remedies,
         held_bytes=int(opened.question.graph.resident_bytes.sum()),
-        served=opened.model.served,
+        served=None if found.batches else opened.model.served,
         amounts=opened.amounts,
     )
     if found.batches is not None:
-        return document | batches_answer.batches_document(found.batches, opened.request.source.batch_size)
+        samples = opened.request.source.batch_size
+        return document | batches_answer.batches_document(found.batches, samples, opened.model.served)
     return document if found.layouts is None else document | layouts.choice_document(found.layouts)
 
 
@@ -162,7 +163,7 @@ def _report(opened: OpenRequest, answer: Answer) -> "Iterable[RenderableType]":
     next_command = answer.files.next_command(opened.request, answer.plan) if answer.plan_path else ""
     if found.batches is not None:
         samples = opened.request.source.batch_size
-        return batches_answer.batches_report(found.batches, samples, answer.shown_paths, next_command)
+        return batches_answer.batches_report(found.batches, samples, answer.shown_paths, next_command, served)
     report = console.place_report(
         answer.plan,
         answer.simulation,

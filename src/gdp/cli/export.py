@@ -68,6 +68,7 @@ def export(
     path = _path(out, plan, target.file_name)
     _, problem = read_planned(source)
     if isinstance(target, ExportTarget):
+        problem = problem if "reserve" in source.options else target.within_share(problem)
         target.read_units(problem)  # a plan that cannot be exported is better known now
     warm_up(())
     with live(f"writing {path}"):

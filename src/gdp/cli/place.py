@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -124,6 +125,10 @@ def place(
         known_prices = Prices() if prices is None else Prices.load(prices)
         devices = devices or str(table.values[0] if table is not None else "")
         cluster = Cluster.parse(devices)
+        tool = _target(target, target_options, placer, sweep, checkpoint)
+        if tool is not None and tool.reserve and "reserve" not in given:
+            given["reserve"] = f"{tool.reserve:.0%}"
+            limits = replace(limits, reserve=given["reserve"])
         constraints = limits.constraints(cluster)
         options = SearchOptions(
             placer=placer,
@@ -142,7 +147,7 @@ def place(
             budget=limit,
             options=options,
             times=times,
-            target=_target(target, target_options, placer, sweep, checkpoint),
+            target=tool,
             with_cache=with_cache,
             with_advice=advice and placer == AUTO and target is None and batches is None,
             out=out,

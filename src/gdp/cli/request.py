@@ -40,6 +40,7 @@ class PlaceRequest:
     options: "SearchOptions"
     times: Path | None
     target: "ExportTarget | None"
+    is_for_servers: bool = False  # the target is one that servers run, which nobody asked for
     with_cache: bool
     with_advice: bool
     out: Path | None
@@ -99,6 +100,20 @@ class PlaceRequest:
             if self.target is not None:
                 self.target.read_units(problem)
         return question
+
+    def for_servers(self, question: "PlaceQuestion") -> "tuple[PlaceRequest, PlaceQuestion]":
+        """Returns the request and its question for what servers run, layers in order, unless it asks for else."""
+        from gdp.export.targets_by_name import serving_target
+
+        asks_else = self.target is not None or self.parallel is not None or self.times is not None
+        if not self.reading.serving.has_cache or asks_else or self.options.placer != "auto" or self.options.checkpoint:
+            return self, question
+        target = serving_target(question.problem)
+        if target is None:
+            return self, question
+        if question.num_batches:
+            return self, replace(question, groups=target.read_units(question.problem).index)
+        return replace(self, target=target, is_for_servers=True), question
 
     def under_measured_noise(self, noise: float | None) -> "PlaceRequest":
         """Returns the request with the noise of measured op times, unless --robust gives another."""
@@ -173,11 +188,6 @@ class PlaceRequest:
 
 
 def _check_reading_for_batches(reading: "Reading") -> None:
-    if reading.serving.has_cache:
-        raise InputError(
-            "--batches: in prefill and decode each batch has a cache of its own, and a token waits for the one before; "
-            "leave --phase out, or place one step with more sequences (hf:DIR?batch=N)"
-        )
     if reading.microbatching.count > 1:
         raise InputError("--microbatches: accumulates gradients, and --batches serves; leave one of them out")
 

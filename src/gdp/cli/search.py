@@ -2,11 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from gdp.cli.advice import find_advice, search_budget
+from gdp.cli.advice import advise_on_units, find_advice, search_budget
 from gdp.cli.open_request import OpenRequest
 from gdp.cli.shared import log
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from gdp.export.export_target import ExportTarget
     from gdp.export.exportable_plan import ExportablePlan
     from gdp.planning.plan_cache import KeptAnswer
@@ -89,18 +91,37 @@ def _plan_for(target: "ExportTarget", opened: OpenRequest, stop: "Stop") -> "Kep
             question.graph,
             request.cluster,
             request.constraints,
-            budget=request.budget,
+            budget=search_budget(request),
             seed=options.seed,
             stop=stop,
             robust=options.robust,
             num_threads=options.num_threads,
             on_progress=tell,
         )
-        is_as_fast = placed.ordinary.step_time_ns == placed.plan.step_time_ns
-        for note in (*(() if is_as_fast else (_comparison(placed),)), *placed.notes):
-            log(f"gdp: note: {note}")
+    for note in _notes(placed, is_for_servers=request.is_for_servers):
+        log(f"gdp: note: {note}")
     stop.has_answer = True
-    return KeptAnswer(placed.plan, None, tuple(progress.improvements(line.history)))
+    plan, advice = placed.plan, None
+    if request.with_advice and plan.status == "ok" and not stop.is_set():
+        plan, advice = advise_on_units(opened, placed, stop)
+    return KeptAnswer(plan, advice, tuple(progress.improvements(line.history)))
+
+
+def _notes(placed: "ExportablePlan", *, is_for_servers: bool) -> "Iterator[str]":
+    """Yields what the target costs against a plan of single ops, and, where it was asked for, what is assumed of it."""
+    from gdp.report.tables import format_ms
+
+    adapted, ordinary, time_ns = placed.adapted, placed.ordinary, placed.plan.step_time_ns
+    if is_for_servers:
+        if ordinary.status == "ok" and ordinary.step_time_ns < time_ns:
+            yield (
+                f"an op-by-op placement would take {format_ms(ordinary.step_time_ns)}, and no server runs it "
+                f"(--parallel none has it); this plan takes {adapted.target.level}, as {adapted.target.name} does"
+            )
+        return
+    if ordinary.step_time_ns != time_ns:
+        yield _comparison(placed)
+    yield from placed.notes
 
 
 def _comparison(placed: "ExportablePlan") -> str:

@@ -3,7 +3,7 @@
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -76,8 +76,7 @@ def simulate(
     if costs is not None:
         _write_costs(costs, simulation.problem)
     if json:
-        figures: dict[str, Any] = {} if throughput is None else {"throughput": throughput.document()}
-        print_json(documents.simulate_document(answer.plan, simulation, bound_ns, model.served) | figures)
+        print_json(documents.simulate_document(answer.plan, simulation, bound_ns, model.served, throughput))
     else:
         show(console.simulate_report(answer.headline, simulation, bound_ns, model.served, throughput))
     if throughput is not None and simulation.feasible and throughput.missing_bytes.any():

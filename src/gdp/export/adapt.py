@@ -1,7 +1,9 @@
 """`adapt`: turns a plan into one that a target can express, with each unit on one device, within memory."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import permutations
 
 import numpy as np
 
@@ -36,6 +38,7 @@ class AdaptedPlan:
     devices: I64  # [U]
     simulation: Simulation  # of the units on their devices; of the same ops in another order where some are offloaded
     plan_step_time_ns: int
+    near: Simulation | None = None  # of units near to the plan, where one device alone is faster and is written
 
     @property
     def step_time_ns(self) -> int:
@@ -55,6 +58,10 @@ class AdaptedPlan:
     def notes(self) -> list[str]:
         """Returns sentences on assumptions about the target, and on costs that the figures lack."""
         notes = self.target.notes(self.problem, self.units, self.devices)
+        if self.near is not None:
+            name, near_ms = self.problem.cluster.devices[int(self.devices[0])].name, self.near.step_time_ns / 1e6
+            does = "does not fit" if self.near.missing_bytes.any() else f"takes {near_ms:.4g} ms"
+            notes.append(f"All of the model is on {name}: what {self.target.name} makes of the plan {does}.")
         if self.is_offloaded and (unused := self._unused_memory()):
             notes.append(unused)
         return notes
@@ -117,7 +124,21 @@ def adapt_within(
         if may_offload and simulation.missing_bytes.any() and target.offload is not None:
             devices, simulation = target.offload(problem, units, devices) or (devices, simulation)
     devices, simulation = arranged(problem, target, units, devices, simulation, plan)
-    return AdaptedPlan(target, graph, problem, units, devices, simulation, plan.step_time_ns)
+    near, (alone, device) = simulation, _alone(problem, units)
+    if alone is None or Figures.of(near) <= Figures.of(alone):
+        return AdaptedPlan(target, graph, problem, units, devices, near, plan.step_time_ns)
+    devices = np.full(units.num_units, device)
+    return AdaptedPlan(target, graph, problem, units, devices, alone, plan.step_time_ns, near)
+
+
+def _alone(problem: Problem, units: ExportUnits) -> tuple[Simulation | None, int]:
+    """Returns the fastest step on one device that fits, and the device; (None, -1) where none fits."""
+    kinds = _kinds(problem)
+    allowed = units.allowed.all(axis=0)
+    first = {kind: device for device, kind in reversed(list(enumerate(kinds))) if allowed[device]}
+    steps = [(simulated(problem, np.full(problem.num_ops, device)), device) for device in sorted(first.values())]
+    fitting = [(step, device) for step, device in steps if not step.missing_bytes.any()]
+    return min(fitting, key=lambda item: item[0].step_time_ns, default=(None, -1))
 
 
 def arranged(
@@ -128,14 +149,50 @@ def arranged(
     simulation: Simulation,
     plan: Plan | None = None,
 ) -> tuple[I64, Simulation]:
-    """Returns the devices [U] that the target's `arrange` makes of these, if they fit as well, and their step."""
-    if target.arrange is None:
-        return devices, simulation
-    better = target.arrange(problem, units, devices)
-    if np.array_equal(better, devices) or not can_run(units, better):
-        return devices, simulation
-    other = simulated(problem, units.place(better), plan)
-    return (better, other) if other.missing_bytes.sum() <= simulation.missing_bytes.sum() else (devices, simulation)
+    """Returns the devices [U] that the target's `arrange` makes of these, if they fit as well, and their step.
+
+    Devices of one kind then hold as much of its layers, where that takes no longer.
+    """
+    if target.arrange is not None:
+        better = target.arrange(problem, units, devices)
+        if not np.array_equal(better, devices) and can_run(units, better):
+            other = simulated(problem, units.place(better), plan)
+            if other.missing_bytes.sum() <= simulation.missing_bytes.sum():
+                devices, simulation = better, other
+    even = _evened(problem, units, devices, target.layers(units))
+    if not np.array_equal(even, devices) and can_run(units, even):
+        other = simulated(problem, units.place(even), plan)
+        if Figures.of(other) <= Figures.of(simulation):
+            return even, other
+    return devices, simulation
+
+
+def _evened(problem: Problem, units: ExportUnits, devices: I64, layers: Sequence[int]) -> I64:
+    """[U] Hands `layers`, of which each device has one run, from the fuller to the emptier device of its kind."""
+    here = devices[list(layers)]
+    order = [int(here[start]) for start in stage_starts(here)] if len(here) else []
+    if len(set(order)) < len(order) or len(order) < 2:
+        return devices
+    sizes = np.bincount(units.index, problem.graph.resident_bytes, units.num_units)
+    held, size, kinds = np.bincount(devices, sizes, problem.num_devices), sizes[list(layers)].mean(), _kinds(problem)
+    counts = {device: int((here == device).sum()) for device in order}
+    pairs = [pair for pair in permutations(order, 2) if kinds[pair[0]] == kinds[pair[1]]]
+    while pairs:
+        full, free = max(pairs, key=lambda pair: held[pair[0]] - held[pair[1]])
+        if held[full] - held[free] <= max(size, 0) or counts[full] == 1:
+            break
+        for device, change in ((full, -1), (free, 1)):
+            counts[device] += change
+            held[device] += change * size
+    even = devices.copy()
+    even[list(layers)] = np.repeat(order, list(counts.values()))
+    return even
+
+
+def _kinds(problem: Problem) -> list[tuple[str, int]]:
+    """[D] Returns the kind of each device, with its memory limit."""
+    kinds = [device.kind for device in problem.cluster.devices]
+    return list(zip(kinds, problem.memory_limit_bytes.tolist(), strict=True))
 
 
 def simulated(problem: Problem, placement: Placement, plan: Plan | None = None) -> Simulation:

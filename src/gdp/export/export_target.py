@@ -1,7 +1,7 @@
 """ExportTarget: a tool that plans are exported for, with the placements that it can express and its file."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
 import numpy as np
@@ -33,6 +33,13 @@ class ExportTarget:
     with_room: Callable[[Problem], Problem] = lambda problem: problem
     arrange: Callable[[Problem, ExportUnits, I64], I64] | None = None
     notes: Callable[[Problem, ExportUnits, I64], list[str]] = lambda *_: []  # sentences on what is assumed
+    reserve: float = 0.0  # share of each device's memory that the tool leaves free, unless it is told otherwise
+    layers: Callable[[ExportUnits], Sequence[int]] = lambda _: ()  # units that any device may have more or fewer of
+
+    def within_share(self, problem: Problem) -> Problem:
+        """Returns `problem` with the memory that the tool takes of each device by default."""
+        limits = [int((1 - self.reserve) * device.memory_bytes) for device in problem.cluster.devices]
+        return replace(problem, memory_limit_bytes=np.minimum(problem.memory_limit_bytes, limits))
 
 
 def stage_starts(devices: I64) -> list[int]:

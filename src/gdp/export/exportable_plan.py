@@ -74,6 +74,7 @@ def place_for(
         pass
     elif units.is_chain:
         best = _best_stages(problem, adapted, clock, seed)
+        baselines = {name: each for name, each in baselines.items() if name == "single"}  # others cut layers
     else:
         coarse = replace(problem.graph, groups=units.index.copy())
         unused = np.flatnonzero(~units.allowed.any(axis=0)).tolist()
@@ -83,10 +84,10 @@ def place_for(
         assert answer.search is not None
         best = simulate(problem, answer.placement, order=answer.order)
         clock.spend(answer.search.simulations)
-        devices = units.devices_of(best.placement)
-        assert devices is not None, "units are groups there"
-        best = arranged(problem, target, units, devices, best)[1]
         baselines, under_noise = answer.search.baselines, answer.search.under_noise
+    devices = units.devices_of(best.placement)
+    assert devices is not None, "units are groups there"
+    best = arranged(problem, target, units, devices, best)[1]
     if Figures.of(adapted.simulation) < Figures.of(best):
         best, under_noise = adapted.simulation, None
     is_offloaded = False

@@ -54,7 +54,8 @@ class LlamaCpp:
             self.write,
             options=(*words, *(["--split-layers"] * self.split_layers)),
             with_room=self.with_room,
-            arrange=None if self.split_layers else in_stretches,
+            arrange=in_stretches,
+            layers=whole_layers,
             notes=self.notes,
         )
 
@@ -141,17 +142,38 @@ class LlamaCpp:
 
 
 def in_stretches(problem: Problem, units: ExportUnits, devices: I64) -> I64:
-    """[U] Gives each device as many layers as in `devices` [U], in one stretch: CPUs first, then GPUs as they come."""
-    numbers = {int(name[4:]): unit for unit, (name, *_) in enumerate(units.members) if name.startswith("blk.")}
-    if sum(name.startswith("blk.") for members in units.members for name in members) > len(numbers):
-        return devices  # layers that share weights
-    layers = [numbers[number] for number in sorted(numbers)]
-    here = devices[layers]
+    """[U] Gives each device as many layers as in `devices` [U], in one stretch: CPUs first, then GPUs as they come.
+
+    A layer in parts is where its attention is; all of it moves.
+    """
+    layers = _layer_parts(units)
+    if not layers or len({len(parts) for parts in layers}) > 1:
+        return devices  # layers that share weights, or lack a part
+    here = devices[[parts[0] for parts in layers]]
     cpus = is_cpu(problem)
-    order = sorted(set(here.tolist()), key=lambda device: (not cpus[device], np.flatnonzero(here == device).mean()))
+    rank = {device: (not cpus[device], np.flatnonzero(here == device).mean()) for device in set(here.tolist())}
     arranged = devices.copy()
-    arranged[layers] = np.repeat(order, [int((here == device).sum()) for device in order])
+    for parts, source in zip(layers, sorted(layers, key=lambda parts: rank[int(devices[parts[0]])]), strict=True):
+        arranged[parts] = devices[source]
     return arranged
+
+
+def _layer_parts(units: ExportUnits) -> list[list[int]]:
+    """Returns the units of each layer in order, attention before feed-forward; [] where a unit has several layers."""
+    layers: dict[int, list[int]] = defaultdict(list)
+    for unit, members in sorted(enumerate(units.members), key=lambda item: item[1]):
+        numbers = [int(name.split(".")[1]) for name in members if name.startswith("blk.")]
+        if len(numbers) > 1:
+            return []
+        if numbers:
+            layers[numbers[0]].append(unit)
+    return [layers[number] for number in sorted(layers)]
+
+
+def whole_layers(units: ExportUnits) -> list[int]:
+    """Returns the units that are layers, in order; [] where layers are in parts, or share weights."""
+    layers = _layer_parts(units)
+    return [parts[0] for parts in layers] if all(len(parts) == 1 for parts in layers) else []
 
 
 def _tensors(graph: Graph) -> dict[str, str]:

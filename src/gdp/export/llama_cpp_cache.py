@@ -17,6 +17,7 @@ from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.export.modules import is_source
 from gdp.graph import Graph
+from gdp.graph.held_memory import is_cache
 from gdp.simulator.problem import Problem
 
 DEFAULT_TOKENS = 4096  # n_ctx of llama.cpp's common/common.h until 2025; since then it is the model's maximum
@@ -52,7 +53,7 @@ def find_cache(graph: Graph, tensors: Mapping[str, str], tokens: int | None) -> 
     or one whose size cannot be read.
     """
     op_bytes = np.zeros(graph.num_ops, np.int64)
-    if _has_cache(graph):
+    if is_cache(graph).any():
         if tokens is not None:
             raise InputError(
                 f"--ctx {tokens}: graph {graph.name!r} has its cache already, of the context that MODEL says; leave "
@@ -83,11 +84,6 @@ def find_cache(graph: Graph, tensors: Mapping[str, str], tokens: int | None) -> 
             )
         op_bytes[:] = 0
     return Cache(count if is_known else 0, op_bytes, is_known=is_known)
-
-
-def _has_cache(graph: Graph) -> bool:
-    sources = np.flatnonzero(is_source(graph)).tolist()
-    return any(graph.op_names[op].rpartition(".")[2].endswith("cache") for op in sources)  # such as key_cache
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,13 @@
 """The targets by name."""
 
+import contextlib
+
 from gdp.errors import InputError, suggest
 from gdp.export import hf_device_map, llama_cpp, megatron, onnxruntime, openvino, torch_pipelining, vllm
-from gdp.export.export_target import ExportTarget
+from gdp.export.export_target import ExportTarget, is_cpu
 from gdp.export.layouts import megatron_lm, torch_fsdp, torchtitan
 from gdp.export.layouts.target import LayoutTarget
+from gdp.simulator.problem import Problem
 
 _MODULES = (hf_device_map, torch_pipelining, onnxruntime, openvino, llama_cpp, vllm, megatron)
 TARGETS: dict[str, ExportTarget] = {module.NAME: module.TARGET for module in _MODULES}
@@ -33,6 +36,20 @@ def find_target(name: str, *, context: int | None = None, split_layers: bool = F
         option = "--split-layers" if context is None else "--ctx"
         raise InputError(f"{option}: is for {llama_cpp.NAME}, not for {target.name}; leave it out")
     return llama_cpp.LlamaCpp(context, split_layers).target()
+
+
+def serving_target(problem: Problem) -> ExportTarget | None:
+    """Returns the tool for servers that can express the best plans of a decoder; None where none can run it.
+
+    vLLM computes on GPUs alone; llama.cpp may leave feed-forward parts, experts above all, to a CPU.
+    """
+    parts = llama_cpp.LlamaCpp(split_layers=True).target()
+    on_cards = (vllm.TARGET, llama_cpp.TARGET)
+    for target in (*((parts,) if is_cpu(problem).any() else on_cards), hf_device_map.TARGET):
+        with contextlib.suppress(InputError):
+            target.read_units(problem)
+            return target
+    return None
 
 
 def find_layout_target(name: str, *, is_cut: bool) -> LayoutTarget | None:

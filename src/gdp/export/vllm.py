@@ -1,7 +1,8 @@
 """`vllm`: decoder layers by pipeline rank, as environment variables.
 
 `VLLM_PP_LAYER_PARTITION` gives the number of layers of each rank (vllm/distributed/utils.py, get_pp_indices); the
-embedding is on the first rank, the last norm and the head are on the last.
+embedding is on the first rank, the last norm and the head are on the last. vLLM uses a share of each GPU's memory for
+weights, activations and its cache.
 """
 
 import numpy as np
@@ -15,6 +16,7 @@ from gdp.simulator.problem import Problem
 
 NAME = "vllm"
 _VARIABLE = "VLLM_PP_LAYER_PARTITION"
+_RESERVE = 0.08  # gpu_memory_utilization is 0.92 by default (vllm/config/cache.py; 0.9 in earlier versions)
 
 
 def read_units(problem: Problem) -> ExportUnits:
@@ -31,8 +33,18 @@ def read_units(problem: Problem) -> ExportUnits:
 def write(problem: Problem, units: ExportUnits, devices: I64) -> str:
     """Writes `VLLM_PP_LAYER_PARTITION=10,11,11` and the GPUs in the order of ranks."""
     sizes = list(map(len, stage_members(units, devices)))
-    command = f"vllm serve MODEL --pipeline-parallel-size {len(sizes)}"
+    memory = [problem.cluster.devices[device].memory_bytes for device in np.unique(devices)]
+    share = float((problem.memory_limit_bytes[np.unique(devices)] / memory).max())
+    command = f"vllm serve MODEL --pipeline-parallel-size {len(sizes)} --gpu-memory-utilization {share:.4g}"
     return write_ranks(problem, devices, command, f"{_VARIABLE}={','.join(map(str, sizes))}")
 
 
-TARGET = ExportTarget(NAME, "whole decoder layers by rank", "vllm.env", read_units, write)
+TARGET = ExportTarget(
+    NAME,
+    "whole decoder layers by rank",
+    "vllm.env",
+    read_units,
+    write,
+    reserve=_RESERVE,
+    layers=lambda units: range(units.num_units),
+)

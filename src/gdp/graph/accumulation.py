@@ -23,6 +23,7 @@ from gdp.graph.builder import GraphBuilder, UniqueNames
 from gdp.graph.copies import ACCUMULATE, label_end
 from gdp.graph.document import Tensor
 from gdp.graph.graph import Graph
+from gdp.graph.held_memory import is_cache
 from gdp.graph.microbatches import SHARED, check_count, count_microbatches, microbatch_of, shared_ops
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of gradients
@@ -213,10 +214,14 @@ def _ignores_buffers(kind: str) -> bool:
 
 
 def _buffer_writers(graph: Graph, is_repeated: Bool) -> dict[int, list[int]]:
-    """Maps each group to its ops of a micro-batch that overwrite memory which outlives the micro-batch."""
+    """Maps each group to its ops of a micro-batch that overwrite memory which outlives the micro-batch.
+
+    A cache is not among that: each batch in flight has its own.
+    """
     writers = defaultdict[int, list[int]](list)
+    own = set(graph.groups[is_cache(graph)].tolist())
     for op in np.unique(graph.producers[graph.is_resident]).tolist():
-        if is_repeated[op] and graph.groups[op] >= 0 and graph.resident_bytes[op] == 0:
+        if is_repeated[op] and graph.groups[op] >= 0 and graph.resident_bytes[op] == 0 and graph.groups[op] not in own:
             writers[int(graph.groups[op])].append(op)
     return dict(writers)
 

@@ -1,13 +1,21 @@
 """Memory that a step holds from its beginning to its end, by what it is for."""
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
 
-from gdp.arrays import I64
+from gdp.arrays import I64, Bool
 from gdp.graph.graph import Graph
 
 _PARAMETER = "parameter"
+_CACHE = re.compile(r"(?:^|[._])(?:key|value|latent|state)_cache(?:_\d+)?$")  # as a capture names them
+
+
+def is_cache(graph: Graph) -> Bool:
+    """Returns [N] the buffers that keep keys, values and states of sequences from one token to the next."""
+    names = zip(graph.op_names, graph.kinds, strict=True)
+    return np.array([kind == "buffer" and _CACHE.search(name) is not None for name, kind in names], np.bool_)
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,31 @@ class ServedStep:
             "time_to_first_token_ns": None if is_decode else step_time_ns,
             "prompt_tokens_per_second": None if is_decode else per_second,
             "tokens_per_second": per_second if is_decode else None,
+            "time_per_token_ns": step_time_ns if is_decode else None,
         }
+
+    def in_flight(self, groups: int, time_ns: int, latency_ns: int, alone_ns: int | None = None) -> dict[str, Any]:
+        """Returns the figures with so many such steps in flight, one done every `time_ns`; each has its own cache.
+
+        A step takes `latency_ns` among the others, and `alone_ns` where there are none.
+        """
+        together, alone = (self.figures(ns) if ns else {} for ns in (time_ns, alone_ns))
+        name = "time_per_token_ns" if self.phase == "decode" else "time_to_first_token_ns"
+        one = {"one_group": {**alone, name: alone_ns}} if alone_ns else {}
+        return together | {"groups": groups, "cache_bytes": groups * self.cache_bytes, name: latency_ns} | one
+
+    def sentence_in_flight(self, groups: int, time_ns: int, latency_ns: int, alone_ns: int | None = None) -> str:
+        """Returns the figures of `in_flight` in words."""
+        what = "sequence" if self.phase == "decode" else "prompt"
+        plural, every = "" if self.num_sequences == 1 else "s", "a token each" if self.phase == "decode" else "done"
+        alone = ""
+        if alone_ns:
+            alone = f"; one group alone: {self.rate_text(alone_ns)} tokens per second, in {_digits(alone_ns / 1e6)} ms"
+        return (
+            f"{self.rate_text(time_ns)} tokens per second: {groups} groups of {self.num_sequences:,} {what}{plural} in "
+            f"flight, {every} in {_digits(latency_ns / 1e6)} ms at a context of {self.context:,}{alone}; "
+            f"caches {_digits(groups * self.cache_bytes / 1e9)} GB"
+        )
 
     def sentence(self, step_time_ns: int) -> str:
         """Returns the answer in words."""

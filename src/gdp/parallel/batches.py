@@ -5,8 +5,9 @@
     batch 2                  entry <---'  |  --> ... --> done      2 in flight: one enters where one is done
     batch 3                     entry <---'  --> ... --> done
 
-All batches of a replica share its parameters. An op `batch.done` waits for all results of a batch. The first batches
-fill the replica; its speed is that of the later ones, so that each place in flight takes `ROUNDS` batches in turn.
+All batches of a replica share its parameters; each place in flight has a cache of its own. An op `batch.done` waits
+for all results of a batch. The first batches fill the replica; its speed
+is that of the later ones, so that each place in flight takes `ROUNDS` batches in turn.
 N ops of one batch, M ops of the stream, R replicas.
 """
 
@@ -22,6 +23,7 @@ from gdp.graph import Graph
 from gdp.graph.accumulation import Accumulation
 from gdp.graph.builder import GraphBuilder, with_controls
 from gdp.graph.copies import BATCH_END, numbers_in
+from gdp.graph.held_memory import is_cache
 from gdp.graph.microbatches import MAX_MICROBATCHES, shared_ops
 from gdp.parallel.layout import Layout
 from gdp.parallel.replicas import joined
@@ -109,6 +111,11 @@ def check_batches(graph: Graph, num_batches: int) -> None:
         raise InputError(f"--batches: {num_batches} in flight of {graph.name!r} are {count:,} ops; take up to {most}")
 
 
+def with_caches(graph: Graph, count: int) -> Graph:
+    """Returns the graph with the memory of `count` caches of keys, values and states in place of each."""
+    return replace(graph, resident_bytes=graph.resident_bytes * np.where(is_cache(graph), count, 1))
+
+
 def _with_end(graph: Graph) -> Graph:
     """Returns the graph with one more op, the last, that waits for all results; these leave when they are made."""
     name = DONE
@@ -127,7 +134,7 @@ def _with_end(graph: Graph) -> Graph:
 
 def _stream(ended: Graph, count: int) -> Graph:
     """Returns the batches of one replica, `count` in flight."""
-    many = Accumulation.of(ended, count * ROUNDS)
+    many = Accumulation.of(with_caches(ended, count), count * ROUNDS)
     entries = many.number[:, _entries(ended)]  # by batch
     done = np.repeat(many.number[:, -1], entries.shape[1]).reshape(entries.shape)
     return with_controls(many.graph, done[:-count].ravel(), entries[count:].ravel())

@@ -7,12 +7,15 @@ import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
 
+from gdp.graph.copies import BATCH_END
+from gdp.models.serving import ServedStep
 from gdp.notebook import digits, format_gib
 from gdp.report.layouts import copies_in_words
 from gdp.report.tables import format_ms, new_table
-from gdp.search.batches.place_batches import USUAL, is_pipeline, throughput_of
+from gdp.search.batches.place_batches import USUAL, alone, is_pipeline, throughput_of
 from gdp.search.candidate import Candidate
 from gdp.search.question import Solution
+from gdp.simulator.simulate import Simulation
 from gdp.simulator.throughput import Throughput
 
 _MOST_ROWS = 12  # of the table; all are in --json
@@ -34,13 +37,28 @@ def of_throughput(figures: Throughput, samples: int | None = None) -> str:
     )
 
 
+def in_flight_of(figures: Throughput, simulation: Simulation) -> tuple[int, int, int, int | None]:
+    """Returns the batches in flight, the time per batch, the latency, and the time of a batch alone.
+
+    The last is that of `simulation`; None where that is of the stream of batches.
+    """
+    alone_ns = None if simulation.problem.graph.is_in_role(BATCH_END).any() else simulation.step_time_ns
+    return figures.num_batches, figures.time_per_batch_ns, figures.latency_ns, alone_ns
+
+
+def _in_flight(candidate: Candidate) -> tuple[int, int, int, int | None]:
+    return in_flight_of(throughput_of(candidate), alone(candidate))
+
+
 def usual_of(solution: Solution) -> list[Candidate]:
     """Returns what users run: one device, stages with as many layers each, replicas."""
     named = {each.name: each for each in solution.looked_at if each.name}
     return [named[name] for name in USUAL if name in named]
 
 
-def batches_report(solution: Solution, samples: int | None, written: str, command: str) -> Iterator[RenderableType]:
+def batches_report(
+    solution: Solution, samples: int | None, written: str, command: str, served: ServedStep | None = None
+) -> Iterator[RenderableType]:
     """Yields the answer of `gdp place --batches`, from the headline to the next command."""
     best, plan = solution.best, solution.plan
     assert best is not None
@@ -51,6 +69,8 @@ def batches_report(solution: Solution, samples: int | None, written: str, comman
     yield Text(f"{best.problem.graph.name} on {cluster.name}, {count} batches in flight: {searched}")
     yield Text(f"Best layout: {layout_in_words(best)}", style="bold")
     yield Text(of_throughput(throughput_of(best), samples), style="bold")
+    if served is not None:
+        yield Text(served.sentence_in_flight(*_in_flight(best)), style="bold")
     usual = [each for each in usual_of(solution) if each.fits]
     against = [f"{digits(each.step_time_ns / best.step_time_ns, 3)} times as {each.name}" for each in usual]
     if against:
@@ -99,11 +119,12 @@ def _devices(candidate: Candidate) -> RenderableType:
     return new_table("device", "kind", "replica", ">busy", ">peak memory", ">limit", rows=rows)
 
 
-def batches_document(solution: Solution, samples: int | None) -> dict[str, Any]:
+def batches_document(solution: Solution, samples: int | None, served: ServedStep | None = None) -> dict[str, Any]:
     """Returns the keys of `--json` beside those of every plan."""
     best = solution.best
     assert best is not None
-    return {
+    serving = {} if served is None else {"serving": served.in_flight(*_in_flight(best))}
+    return serving | {
         "batches": best.layout.num_parts,
         "samples_per_batch": samples,
         "throughput": throughput_of(best).document(),

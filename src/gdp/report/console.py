@@ -21,7 +21,7 @@ from gdp.planning.compare import Comparison
 from gdp.planning.remedies import Remedy, held_bytes
 from gdp.report import sentences
 from gdp.report.advice_answer import advice_report
-from gdp.report.batches_answer import of_throughput
+from gdp.report.batches_answer import in_flight_of, of_throughput
 from gdp.report.limits import Limits
 from gdp.report.tables import MOST_DEVICES, SHOWN_OF_MANY, format_ms, new_table
 from gdp.report.timeline_text import TimelineText
@@ -125,7 +125,9 @@ def simulate_report(
     if throughput is not None:
         yield Text(of_throughput(throughput), style="bold")
     if served is not None:
-        yield Text(served.sentence(simulation.step_time_ns), style="bold")
+        flight = None if throughput is None else in_flight_of(throughput, simulation)
+        speed = served.sentence(simulation.step_time_ns) if flight is None else served.sentence_in_flight(*flight)
+        yield Text(speed, style="bold")
     yield from map(Text, sentences.of_speed(simulation))
     counts = sentences.num_microbatches(simulation), sentences.num_replicas(simulation)
     yield Text(sentences.of_bound(simulation.step_time_ns, bound_ns, *counts))

@@ -15,10 +15,12 @@ from gdp.planning.advice import Advice
 from gdp.planning.compare import Comparison
 from gdp.planning.remedies import Remedy
 from gdp.report.advice_answer import advice_document
+from gdp.report.batches_answer import in_flight_of
 from gdp.report.sentences import per_second
 from gdp.simulator.costs import count_time_sources
 from gdp.simulator.plan import Plan
 from gdp.simulator.simulate import Simulation
+from gdp.simulator.throughput import Throughput
 
 
 def graph_document(graph: Graph) -> dict[str, Any]:
@@ -127,12 +129,20 @@ def compare_document(
 
 
 def simulate_document(
-    plan: Plan | None, simulation: Simulation, bound_ns: int, served: ServedStep | None = None
+    plan: Plan | None,
+    simulation: Simulation,
+    bound_ns: int,
+    served: ServedStep | None = None,
+    throughput: Throughput | None = None,
 ) -> dict[str, Any]:
     """Returns the answer of `gdp simulate --json`: figures of the replay, and the bound derived anew.
 
-    `plan` is None for a bare placement.
+    `plan` is None for a bare placement, and `throughput` without batches in flight.
     """
+    serving = serving_entry(served, simulation.step_time_ns)
+    if throughput is not None:
+        serving = {} if served is None else {"serving": served.in_flight(*in_flight_of(throughput, simulation))}
+        serving["throughput"] = throughput.document()
     problem = simulation.problem
     made = {} if plan is None else {"placer": plan.placer, "seed": plan.seed, "gdp_version": plan.gdp_version}
     return {
@@ -147,4 +157,4 @@ def simulate_document(
         "mfu": simulation.mfu and simulation.mfu[0],
         "feasible": simulation.feasible,
         "reasons": simulation.reasons,
-    } | serving_entry(served, simulation.step_time_ns)
+    } | serving

@@ -38,6 +38,7 @@ def write_export(plan: Plan, to: str, path: str | Path | None = None, graph: Gra
         target = find_target(to)
         with prefixed(plan.path or "plan"):
             check_takes_layout(plan, target)
+        problem = problem if "reserve" in plan.question.options else target.within_share(problem)
     answer = exported(problem, plan, target)
     if path is not None:
         answer.save(path)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from gdp.arrays import I64
 from gdp.bounds.layout_bound import layout_bound
 from gdp.bounds.lower_bound import lower_bound
 from gdp.cluster import Cluster
@@ -77,6 +78,7 @@ class PlaceQuestion:
     parts: Parts | None = None  # of the batch, which may be cut; None: the ops of the whole step are placed
     layout: Layout | None = None  # of the batch; None: any
     num_batches: int = 0  # in flight of a forward pass; 0: one step is placed
+    groups: I64 | None = None  # [N] of the ops of a batch in flight, as in `BatchQuestion`
 
     @classmethod
     def of(
@@ -171,6 +173,7 @@ class PlaceQuestion:
             self.constraints,
             self.layout,
             self.num_batches,
+            self.groups,
             options.seed,
             options.checkpoint,
             options.num_threads,

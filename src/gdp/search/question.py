@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gdp.arrays import I64
 from gdp.budget import Clock, has_time
 from gdp.cluster import Cluster
 from gdp.parallel.layout import Layout
@@ -139,6 +140,7 @@ class BatchQuestion:
     constraints: Constraints = field(default_factory=Constraints)
     layout: Layout | None = None  # None: any
     num_batches: int = 0  # in flight of a forward pass; 0: one training step is cut
+    groups: I64 | None = None  # [N] of the ops of a batch: a server has those of one on one device, in order
     seed: int = 0
     checkpoint: str | None = None  # the file of a policy for op placement; None: the one that comes with gdp
     num_threads: int | None = None  # None: as many as there are processors

@@ -37,6 +37,7 @@ class Throughput:
     time_per_batch_ns: int
     latency_ns: int  # of the slowest batch, from where it enters: one before it is done
     busy_fraction: F64  # [D] share of the time in which the device computes
+    num_batches: int  # in flight
     missing_bytes: I64  # [D] by how much the batches in flight pass the memory limit; 0 where they fit
 
     @classmethod
@@ -63,7 +64,7 @@ class Throughput:
             rate += 1 / per_batch_ns
             latency_ns = max(latency_ns, int(np.diff(ends[_FILL - 1 :], axis=0).max()))
             busy += work_ns / (ROUNDS * in_flight) / float(per_batch_ns)
-        return cls(math.ceil(1 / rate), latency_ns, busy, simulation.missing_bytes)
+        return cls(math.ceil(1 / rate), latency_ns, busy, layout.num_parts, simulation.missing_bytes)
 
     @property
     def batches_per_second(self) -> float:

@@ -22,7 +22,7 @@ from gdp.budget import Clock
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.parallel.batches import ROUNDS, BatchStream, check_batches
+from gdp.parallel.batches import ROUNDS, BatchStream, check_batches, with_caches
 from gdp.parallel.layout import Layout
 from gdp.search.candidate import Arrangement, BatchCut, Candidate, Figures
 from gdp.search.layouts.arrangement import MOST_PLACES, DeviceSpeeds, forced, shared_out
@@ -66,6 +66,11 @@ class _BatchSearch:
         asked = self.question
         return Estimator(asked.parts, asked.cluster, asked.constraints, asked.settings)
 
+    def grouped(self, num_caches: int = 1) -> Graph:
+        """Returns the graph of one batch in the groups of the question, with so many caches."""
+        groups = self.question.groups
+        return with_caches(self.graph if groups is None else replace(self.graph, groups=groups), num_caches)
+
     def alone(self, graph: Graph, devices: Sequence[int]) -> Problem:
         """Returns the problem of placing `graph` on `devices`, with the memory that constraints leave there."""
         return self._estimator.replicas.alone(graph, devices)
@@ -105,6 +110,15 @@ def _figures(simulation: Simulation, arrangement: Arrangement) -> Figures:
 def throughput_of(candidate: Candidate) -> Throughput:
     """Returns the figures of batches in flight in steady state."""
     return Throughput.of(candidate.replay, candidate.layout)
+
+
+def alone(candidate: Candidate) -> Simulation:
+    """Returns the step of one batch in the first replica, with no other in flight."""
+    assert isinstance(candidate.step, BatchStream)
+    problem = Problem.build(candidate.step.batch, candidate.problem.cluster)
+    placement = np.array(candidate.devices[0])[candidate.places]
+    levels = problem.b_level_ns, communication_levels(problem, placement)
+    return min((simulate(problem, placement, priority=level) for level in levels), key=Figures.of)
 
 
 def is_pipeline(candidate: Candidate) -> bool:
@@ -151,7 +165,7 @@ def _simulate_equal_stages(search: _BatchSearch) -> None:
     usable = search.machine.usable
     for count in range(min(len(usable), MOST_PLACES), 1, -1):
         devices = sorted(usable[:count])
-        if (places := equal_stages(search.alone(search.graph, devices), count)) is not None:
+        if (places := equal_stages(search.alone(search.grouped(), devices), count)) is not None:
             search.simulate(_dealt(search, (tuple(devices),)), places, EQUAL_STAGES)
             return
 
@@ -177,7 +191,7 @@ def _screen(search: _BatchSearch) -> None:
 
 def _place_as_constrained(search: _BatchSearch) -> None:
     """Simulates one copy of the model on all devices, its ops where they are allowed and one batch is fast."""
-    problem = Problem.build(search.graph, search.question.cluster, search.question.constraints)
+    problem = Problem.build(search.grouped(), search.question.cluster, search.question.constraints)
     question = search.question.about(problem)
     best = auto(question, search.clock.part(0.5)).best
     if best is not None:
@@ -200,7 +214,8 @@ def _best_places(search: _BatchSearch, arrangement: Arrangement) -> I64:
         served = Throughput.of(simulation, layout)
         return Figures(int(served.missing_bytes.sum()), served.time_per_batch_ns)
 
-    return min(staged_places(search.alone(search.graph, group), search.settings.large), key=figures)
+    one = search.alone(search.grouped(layout.num_parts), group)
+    return min(staged_places(one, search.settings.large), key=figures)
 
 
 def _dealt(search: _BatchSearch, devices: tuple[tuple[int, ...], ...]) -> Arrangement:
@@ -235,13 +250,13 @@ def _search_places(search: _BatchSearch, arrangement: Arrangement, clock: Clock)
     """Looks for better places of one replica: those that are best for one batch, then for the batches in flight."""
     group, count = arrangement.devices[0], arrangement.layout.microbatches[0]
     if count < len(group):  # too few for a pipeline: ops of one batch have to run side by side
-        solution = auto(search.question.about(search.alone(search.graph, group)), clock.part(0.5))
-        if solution.best is not None:
+        solution = auto(search.question.about(search.alone(search.grouped(count), group)), clock.part(0.5))
+        if solution.best is not None and _is_in_order(search, solution.best.replay.placement):
             search.simulate(arrangement, solution.best.replay.placement)
     if clock.is_up or search.graph.num_ops * count * ROUNDS > search.settings.large.searched_ops:
         return
     start = min(each for each in search.found if each.way == arrangement)
-    stream = BatchStream.of(search.graph, Layout((count,)))
+    stream = BatchStream.of(search.grouped(), Layout((count,)))
     problem = search.alone(stream.graph, group).in_order(GPIPE)
     question = search.question.about(problem)
     reduction = question.reduction
@@ -252,8 +267,16 @@ def _search_places(search: _BatchSearch, arrangement: Arrangement, clock: Clock)
     found = question.replay(local.best).placement
     places = np.empty(search.graph.num_ops + 1, np.int64)
     places[stream.origin[::-1]] = found[::-1]
-    if not np.array_equal(places[:-1], start.places):
+    if not np.array_equal(places[:-1], start.places) and _is_in_order(search, places[:-1]):
         search.simulate(arrangement, places[:-1])
+
+
+def _is_in_order(search: _BatchSearch, places: I64) -> bool:
+    """Returns whether each place has one run of the groups of the question, in the order of the ops."""
+    if search.question.groups is None:
+        return True
+    of_groups = places[np.unique(search.question.groups, return_index=True)[1]]
+    return np.count_nonzero(np.diff(of_groups)) < len(np.unique(of_groups))
 
 
 def _answer(search: _BatchSearch) -> Solution:
