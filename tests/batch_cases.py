@@ -41,7 +41,7 @@ def machine(speeds: list[float], memory: str = "1GB") -> Cluster:
         }
         for number, speed in enumerate(speeds)
     ]
-    links = [{"from": "*", "to": "*", "bandwidth": "10GB/s", "latency": "10us"}]
+    links = [{"from": "*", "to": "*", "bandwidth": "10GB/s", "latency": "10us"}] if len(speeds) > 1 else []
     return Cluster.from_document(
         {"format": "gdp-cluster", "version": 1, "name": "some", "devices": devices, "links": links}
     )

@@ -35,6 +35,7 @@ OF_OTHER_TOOLS = {  # options of torchrun, vLLM, Megatron-LM, torchtitan and pip
     "--nproc-per-node",
     "--standalone",
     "--pipeline-parallel-size",
+    "--gpu-memory-utilization",
     "--pipeline-model-parallel-layout",
     "--global-batch-size",
     "--micro-batch-size",

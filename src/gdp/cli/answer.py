@@ -94,7 +94,8 @@ def _written(opened: OpenRequest, found: "KeptAnswer", stop: "Stop") -> Answer:
     simulation = replay(problem, found.plan)
     files = opened.files_of(found.plan, problem.graph).suited_to(problem)
     if found.plan.status == "ok":
-        failure = files.write(found, simulation, stop, opened.request.latest_s, opened.amounts)
+        served, latest_s = opened.model.served, opened.request.latest_s
+        failure = files.write(found, simulation, stop, latest_s, opened.amounts, served)
         return Answer(found, simulation, files, failure=failure)
     remedies = [] if stop.is_set() else find_remedies(opened, found.plan, stop)
     return Answer(found, simulation, files, remedies)

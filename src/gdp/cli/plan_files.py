@@ -22,6 +22,7 @@ from gdp.stop import skip_on_interrupt
 
 if TYPE_CHECKING:
     from gdp.graph import Graph
+    from gdp.models.serving import ServedStep
     from gdp.planning.plan_cache import KeptAnswer
     from gdp.simulator.plan import Plan
     from gdp.simulator.problem import Problem
@@ -107,11 +108,12 @@ class PlanFiles:
         stop: threading.Event | None = None,
         latest_s: float = math.inf,
         amounts: Mapping[str, int] = MappingProxyType({}),
+        served: "ServedStep | None" = None,
     ) -> InputError | None:
         """Writes all of them, the plan first; returns the error that ended it, if any.
 
         After `stop` no files are written that would take seconds, and no long report that would end after `latest_s`,
-        by `time.monotonic`; notes say which. `amounts` are the samples and tokens of a step.
+        by `time.monotonic`; notes say which. `amounts` are the samples and tokens of a step, or it is a `served` one.
         """
         from gdp.report.page import write_page
         from gdp.report.page_data import PageData
@@ -120,9 +122,7 @@ class PlanFiles:
         if self.note:
             log(self.note)
         problem = simulation.problem
-        data = PageData(
-            answer.plan, simulation, answer.progress, answer.advice, layouts=answer.layouts, amounts=amounts
-        )
+        data = PageData(answer.plan, simulation, answer.progress, answer.advice, None, answer.layouts, amounts, served)
         steps: list[tuple[Path | None, Callable[[Path], None]]] = [
             (self.plan, answer.plan.save),
             (self.graph, problem.graph.save),
@@ -182,6 +182,8 @@ def _likely_tool(request: PlaceRequest, plan: "Plan") -> str | None:
     from gdp.parallel.layout import NONE, Layout
 
     text, reading, cut = request.model, request.reading, plan.layout
+    if cut is not None and in_flight(cut) and cut["data"] > 1:  # a server for each replica
+        return None
     if cut is not None and not in_flight(cut):
         assert plan.problem is not None
         layout = Layout.of_document(cut)

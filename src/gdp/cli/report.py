@@ -65,7 +65,7 @@ def report(
     source = open_plan(plan, given, graph, devices)
     read = source.plan
     measured = None if run is None else read_run(run, read)
-    _, problem = read_planned(source)
+    model, problem = read_planned(source)
     warm_up(())
     from gdp.simulator.simulate import replay
 
@@ -76,7 +76,7 @@ def report(
     with live(f"writing {', '.join(map(str, written.values()))}"):
         from gdp.report.page_data import PageData
 
-        data = PageData(read, simulation, run=measured)
+        data = PageData(read, simulation, run=measured, served=model.served)
         contents = {path: _content(name, path, data) for name, path in written.items()}  # all, before one is written
         for path, content in contents.items():
             files.write_bytes(path, content)

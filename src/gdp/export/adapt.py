@@ -24,6 +24,7 @@ from gdp.units.units import Units
 
 _STAGE_SIMULATIONS, _STAGE_WORK = 2000, 20_000_000  # of the search among stages near a plan; ops simulated in all
 _GIB = 2**30
+_AS_FAST = 1.001  # of a step time: what the moved ends of stages may cost in transfers
 _REPAIR_BUDGET = "2000sims"  # of the search for units that fit, where repair finds none
 
 
@@ -134,7 +135,7 @@ def adapt_within(
 def _alone(problem: Problem, units: ExportUnits) -> tuple[Simulation | None, int]:
     """Returns the fastest step on one device that fits, and the device; (None, -1) where none fits."""
     kinds = _kinds(problem)
-    allowed = units.allowed.all(axis=0)
+    allowed = np.asarray(units.allowed.all(axis=0))
     first = {kind: device for device, kind in reversed(list(enumerate(kinds))) if allowed[device]}
     steps = [(simulated(problem, np.full(problem.num_ops, device)), device) for device in sorted(first.values())]
     fitting = [(step, device) for step, device in steps if not step.missing_bytes.any()]
@@ -151,7 +152,7 @@ def arranged(
 ) -> tuple[I64, Simulation]:
     """Returns the devices [U] that the target's `arrange` makes of these, if they fit as well, and their step.
 
-    Devices of one kind then hold as much of its layers, where that takes no longer.
+    Devices of one kind then hold as much of its layers, where that takes as long.
     """
     if target.arrange is not None:
         better = target.arrange(problem, units, devices)
@@ -162,7 +163,9 @@ def arranged(
     even = _evened(problem, units, devices, target.layers(units))
     if not np.array_equal(even, devices) and can_run(units, even):
         other = simulated(problem, units.place(even), plan)
-        if Figures.of(other) <= Figures.of(simulation):
+        if other.missing_bytes.sum() <= simulation.missing_bytes.sum() and (
+            other.step_time_ns <= _AS_FAST * simulation.step_time_ns
+        ):
             return even, other
     return devices, simulation
 

@@ -43,9 +43,9 @@ def serving_target(problem: Problem) -> ExportTarget | None:
 
     vLLM computes on GPUs alone; llama.cpp may leave feed-forward parts, experts above all, to a CPU.
     """
-    parts = llama_cpp.LlamaCpp(split_layers=True).target()
-    on_cards = (vllm.TARGET, llama_cpp.TARGET)
-    for target in (*((parts,) if is_cpu(problem).any() else on_cards), hf_device_map.TARGET):
+    in_parts, whole = (llama_cpp.LlamaCpp(split_layers=are_split).target() for are_split in (True, False))
+    tools: list[ExportTarget] = [in_parts] if is_cpu(problem).any() else [vllm.TARGET, whole]
+    for target in (*tools, hf_device_map.TARGET):
         with contextlib.suppress(InputError):
             target.read_units(problem)
             return target

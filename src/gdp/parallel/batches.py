@@ -113,7 +113,9 @@ def check_batches(graph: Graph, num_batches: int) -> None:
 
 def with_caches(graph: Graph, count: int) -> Graph:
     """Returns the graph with the memory of `count` caches of keys, values and states in place of each."""
-    return replace(graph, resident_bytes=graph.resident_bytes * np.where(is_cache(graph), count, 1))
+    if count == 1 or not (is_own := is_cache(graph)).any():
+        return graph
+    return replace(graph, resident_bytes=graph.resident_bytes * np.where(is_own, count, 1))
 
 
 def _with_end(graph: Graph) -> Graph:

@@ -4,6 +4,7 @@ They come from the files beside the plan, if those are its own, else from what w
 given in addition overrides what was asked.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -20,6 +21,7 @@ from gdp.graph.microbatches import count_microbatches
 from gdp.models.measured_times import MeasuredTimes
 from gdp.models.model import Model
 from gdp.models.op_costs import without_costs
+from gdp.models.serving import ServedStep
 from gdp.models.source import ModelSource
 from gdp.parallel.batches import BatchStream, in_flight
 from gdp.parallel.step import Step
@@ -117,7 +119,7 @@ class PlanSource:
         """Returns the graph whose ops the plan places, cut as its layout says."""
         is_asked = not self._model and not self._given.keys() & {*READING, "times"}
         if is_asked and self.placed is not None:
-            return Model(self.placed, {}, is_captured=False)
+            return Model(self.placed, {}, is_captured=False, served=self._served)
         try:
             model = self._cut()
         except InputError as error:
@@ -128,6 +130,14 @@ class PlanSource:
         if model.graph.fingerprint != self.plan.graph:
             raise InputError(self._differs(model.graph))
         return model
+
+    @property
+    def _served(self) -> ServedStep | None:
+        """The facts of a served step, where they are kept from its capture; a graph file does not have them."""
+        with contextlib.suppress(InputError):  # MODEL may be elsewhere
+            if self.plan.question.model and self.model.reading.serving.has_cache and self.model.is_kept(1):
+                return self.model.whole().served
+        return None
 
     def check_executes(self, captured: Graph) -> None:
         """Raises InputError, with what differs, unless the plan is one of the step `captured`, whatever its costs."""

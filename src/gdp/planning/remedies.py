@@ -24,6 +24,7 @@ from gdp.graph.held_memory import HeldMemory
 from gdp.graph.parameter_bytes import ParameterBytes
 from gdp.models.model import PURE_BF16, Model
 from gdp.models.source import ModelSource
+from gdp.parallel.batches import with_caches
 from gdp.parallel.layout import AUTO, NONE, Layout
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import Candidate
@@ -65,7 +66,8 @@ class _Try(NamedTuple):
 def held_bytes(question: PlaceQuestion) -> tuple[int, int]:
     """Returns the bytes that a step holds from its beginning to its end, whatever the batch, and all memory."""
     limits_bytes = memory_limits(question.cluster, question.constraints)
-    return int(question.graph.resident_bytes.sum()), int(limits_bytes.sum())
+    step = with_caches(question.graph, max(question.num_batches, 1))
+    return int(step.resident_bytes.sum()), int(limits_bytes.sum())
 
 
 def _can_hold(question: PlaceQuestion) -> bool:

@@ -1,6 +1,6 @@
 """Shows the layout of batches in flight: throughput and latency in words, as a table, as JSON."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from rich.text import Text
 from gdp.graph.copies import BATCH_END
 from gdp.models.serving import ServedStep
 from gdp.notebook import digits, format_gib
+from gdp.parallel.batches import in_flight, layout_in_flight
 from gdp.report.layouts import copies_in_words
 from gdp.report.tables import format_ms, new_table
 from gdp.search.batches.place_batches import USUAL, alone, is_pipeline, throughput_of
@@ -44,6 +45,13 @@ def in_flight_of(figures: Throughput, simulation: Simulation) -> tuple[int, int,
     """
     alone_ns = None if simulation.problem.graph.is_in_role(BATCH_END).any() else simulation.step_time_ns
     return figures.num_batches, figures.time_per_batch_ns, figures.latency_ns, alone_ns
+
+
+def serving_sentence(served: ServedStep, simulation: Simulation, layout: Mapping[str, Any] | None) -> str:
+    """Returns the speed of a served step in words, or of several in flight where that is its layout."""
+    if layout is None or not in_flight(layout):
+        return served.sentence(simulation.step_time_ns)
+    return served.sentence_in_flight(*in_flight_of(Throughput.of(simulation, layout_in_flight(layout)), simulation))
 
 
 def _in_flight(candidate: Candidate) -> tuple[int, int, int, int | None]:

@@ -13,7 +13,7 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.graph import Graph
 from gdp.graph.copies import ACCUMULATE, EXCHANGE_START, RECOMPUTED
-from gdp.graph.held_memory import HeldMemory
+from gdp.graph.held_memory import HeldMemory, is_cache
 from gdp.simulator.allocations import Allocations
 from gdp.simulator.simulate import NEVER, Simulation
 
@@ -78,8 +78,9 @@ def alive_at(allocations: Allocations, device: int, time_ns: int) -> I64:
     return rows[np.argsort(-allocations.sizes_bytes[rows], kind="stable")]
 
 
-PARAMETERS, STATE, GRADIENTS, GATHERED, KEPT, AGAIN, CHUNKS, OTHER = (
+PARAMETERS, CACHE, STATE, GRADIENTS, GATHERED, KEPT, AGAIN, CHUNKS, OTHER = (
     "parameters",
+    "cache",
     "optimizer state",
     "gradients",
     "gathered parameters",
@@ -88,7 +89,7 @@ PARAMETERS, STATE, GRADIENTS, GATHERED, KEPT, AGAIN, CHUNKS, OTHER = (
     "chunks of exchanges",
     "other",
 )
-PARTS = (PARAMETERS, STATE, GRADIENTS, GATHERED, KEPT, AGAIN, CHUNKS, OTHER)
+PARTS = (PARAMETERS, CACHE, STATE, GRADIENTS, GATHERED, KEPT, AGAIN, CHUNKS, OTHER)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,10 +106,11 @@ class MemoryParts:
         """Finds the uses by the kinds and phases of the ops that make and read each tensor."""
         graph, placement = simulation.problem.graph, simulation.placement
         parameters, state, other = HeldMemory.by_op(graph)
+        cache = other * is_cache(graph)
         count = simulation.problem.num_devices
         held = {
             name: np.bincount(placement, own, count).astype(np.int64)
-            for name, own in ((PARAMETERS, parameters), (STATE, state), (OTHER, other))
+            for name, own in ((PARAMETERS, parameters), (CACHE, cache), (STATE, state), (OTHER, other - cache))
         }
         use = _uses(graph)
         is_hop = graph.is_collective[graph.producers]

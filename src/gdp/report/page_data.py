@@ -16,10 +16,12 @@ import orjson
 
 from gdp.arrays import I64
 from gdp.graph.layers import LayerPaths
+from gdp.models.serving import ServedStep
 from gdp.planning.advice import Advice
 from gdp.planning.layout_answer import LayoutAnswer
 from gdp.report import sentences
 from gdp.report.advice_answer import advice_document, advice_sentences
+from gdp.report.batches_answer import serving_sentence
 from gdp.report.copies import Copies, exchanges_document
 from gdp.report.layouts import layout_document
 from gdp.report.limits import Limits
@@ -48,6 +50,7 @@ class PageData:
     run: Mapping[str, Any] | None = None  # the output of `gdp run --json`
     layouts: LayoutAnswer | None = None  # that were looked at, the plan's first
     amounts: Mapping[str, int] = field(default_factory=dict)  # the samples and tokens of a step
+    served: ServedStep | None = None
 
     @property
     def baselines(self) -> Mapping[str, Baseline]:
@@ -97,7 +100,8 @@ def summary(data: PageData) -> dict[str, Any]:
     ]
     num_microbatches = sentences.num_microbatches(simulation)
     told = (
-        *sentences.of_speed(simulation, data.amounts),
+        *([] if data.served is None else [serving_sentence(data.served, simulation, plan.layout)]),
+        *sentences.of_speed(simulation, data.amounts if data.served is None else {}),
         str(_shortened(Limits.of(simulation))),
         *sentences.of_held_memory(problem.graph),
         sentences.of_full_devices(simulation, short),

@@ -97,7 +97,7 @@ class MemoryChart {
 }
 
 // what memory is for, in colours of the palette
-const PARTS = { parameters: 0, "optimizer state": 1, gradients: 3, "gathered parameters": 4, activations: 2, "recomputed activations": 6, "chunks of exchanges": 5 };
+const PARTS = { parameters: 0, "optimizer state": 1, gradients: 3, "gathered parameters": 4, activations: 2, cache: 4, "recomputed activations": 6, "chunks of exchanges": 5 };
 const partColour = part => PARTS[part] === undefined ? OTHER : OKABE_ITO[PARTS[part]];
 
 function peakTables(data) {

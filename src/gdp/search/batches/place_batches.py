@@ -276,7 +276,7 @@ def _is_in_order(search: _BatchSearch, places: I64) -> bool:
     if search.question.groups is None:
         return True
     of_groups = places[np.unique(search.question.groups, return_index=True)[1]]
-    return np.count_nonzero(np.diff(of_groups)) < len(np.unique(of_groups))
+    return bool(np.count_nonzero(np.diff(of_groups)) < len(np.unique(of_groups)))
 
 
 def _answer(search: _BatchSearch) -> Solution:

@@ -1,0 +1,149 @@
+"""Answers on serving: layers in order by default, groups in flight, the share of memory that vLLM takes."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batch_cases import machine
+from gdp.cli import main
+from gdp.planning.plan_source import PlanSource
+from gdp.report import progress
+from gdp.simulator.plan import Plan
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 512,
+    "max_position_embeddings": 1024,
+    "torch_dtype": "float32",
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "head_dim": 64}
+# a token of a layer: keys and values of 2 heads of 64 in 4 bytes
+CACHE_BYTES = 4 * 2 * 2 * 64 * 4
+SEARCH = ["--budget", "60sims", "--threads", "1", "--no-cache"]
+Place = Callable[..., tuple[int, dict[str, Any], str]]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of captured graphs that all tests share, beside their models."""
+    directory = tmp_path_factory.mktemp("serving")
+    for name, architecture, more in (("llama", "LlamaForCausalLM", {}), ("qwen3_moe", "Qwen3MoeForCausalLM", EXPERTS)):
+        (directory / name).mkdir()
+        config = {"architectures": [architecture], "model_type": name, **SIZES, **more}
+        (directory / name / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture
+def place(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Place:
+    """Calls `gdp place --json`, decode by default: returns the status, the answer, and what it notes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "cache"))
+    monkeypatch.setattr(progress, "LOG_SECONDS", 1e6)
+
+    def run(model: str, *options: str, phase: str = "decode") -> tuple[int, dict[str, Any], str]:
+        capsys.readouterr()
+        asked = ["place", f"hf:{cache}/{model}", "--phase", phase, *SEARCH, "--json", *options]
+        status = main(asked)
+        out, err = capsys.readouterr()
+        return status, json.loads(out) if out else {}, err
+
+    return run
+
+
+def limits(size: str, count: int) -> list[str]:
+    return [word for gpu in range(count) for word in ("--max-memory", f"gpu{gpu}={size}")]
+
+
+def devices_of_layers() -> list[set[int]]:
+    """The devices of each layer in plan.json."""
+    plan = Plan.load("plan.json")
+    graph = PlanSource(plan).read().graph
+    layers: dict[int, set[int]] = {}
+    for module, device in zip(graph.modules, plan.placement.tolist(), strict=True):
+        if match := re.match(r"model\.layers\.(\d+)", module):
+            layers.setdefault(int(match[1]), set()).add(device)
+    return [layers[number] for number in sorted(layers)]
+
+
+def test_layers_are_whole_and_in_order_by_default(place: Place) -> None:
+    """A decode plan has each layer on one device, in order; what single ops would take is a note, or is asked for."""
+    options = ["llama?batch=64&context=1024", "--devices", "2xl4-24g", *limits("0.15GiB", 2)]
+    status, answer, notes = place(*options)
+    assert status == 0
+    assert answer["advice"]["what_ifs"]
+    layers = devices_of_layers()
+    assert all(len(devices) == 1 for devices in layers)
+    order = [min(devices) for devices in layers]
+    assert np.count_nonzero(np.diff(order)) == 1
+    assert main(["export", "plan.json", "--to", "vllm", "--json"]) == 0
+    _, free, _ = place(*options, "--parallel", "none")
+    assert free["step_time_ns"] <= answer["step_time_ns"]
+    if free["step_time_ns"] < answer["step_time_ns"]:
+        assert "no server runs it (--parallel none has it)" in notes
+
+
+def test_experts_may_be_on_a_cpu_by_default(place: Place) -> None:
+    """With one card and a CPU the default is what llama.cpp runs with experts apart: as good as asked for by name."""
+    options = ["qwen3_moe?batch=1&context=256", "--devices", "l4-24g+cpu-16core", "--max-memory", "gpu0=8MiB"]
+    _, answer, _ = place(*options)
+    _, named, _ = place(*options, "--for", "llama-cpp", "--split-layers")
+    _, whole, _ = place(*options, "--for", "llama-cpp")
+    assert answer["status"] == "ok"
+    assert answer["step_time_ns"] <= 1.001 * named["step_time_ns"]
+    assert answer["step_time_ns"] <= 1.01 * whole["step_time_ns"]
+
+
+def test_groups_in_flight_tell_the_rates_of_one_and_of_all(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two groups of 4 sequences have two caches; the machine has the rate of the stream, a group that of a step."""
+    model, devices = "llama?batch=4&context=512", ["--devices", "2xl4-24g", *limits("15MiB", 2)]
+    status, answer, _ = place(model, "--batches", "2", *devices)
+    assert status == 0
+    serving, throughput = answer["serving"], answer["throughput"]
+    assert serving["cache_bytes"] == 2 * 4 * 512 * CACHE_BYTES
+    assert serving["tokens_per_second"] == pytest.approx(4 * throughput["batches_per_second"])
+    assert serving["time_per_token_ns"] == throughput["latency_ns"]
+    one = serving["one_group"]
+    assert one["tokens_per_second"] == pytest.approx(4e9 / one["time_per_token_ns"])
+    assert one["tokens_per_second"] < serving["tokens_per_second"] <= 2 * one["tokens_per_second"] * 1.001
+    assert all(len(devices) == 1 for devices in devices_of_layers())
+    assert main(["simulate", "plan.json", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)["serving"]
+    assert {name: serving[name] for name in again} == again
+    assert main(["simulate", "plan.json"]) == 0
+    assert "2 groups of 4 sequences in flight, a token each in" in capsys.readouterr().out
+    assert main(["report", "plan.json"]) == 0
+    page = Path("report.html").read_text()
+    assert "tokens per second: 2 groups of 4 sequences" in page
+    assert re.search(r'"cache":[1-9]', page)
+
+
+def test_share_of_vllm(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM takes 0.92 of a card: what is beyond lacks bytes, unless --reserve says else; the file has the share."""
+    command = ["llama?batch=4&context=512", "--devices", "l4-24g"]
+    status, answer, _ = place(*command, "--for", "vllm")
+    assert status == 0
+    assert Plan.load("plan.json").question.options["reserve"] == "8%"
+    for options, share in (([], "0.92"), (["--reserve", "3%"], "0.97"), (["--reserve", "0%"], "1")):
+        assert main(["export", "plan.json", *options, "--to", "vllm"]) == 0
+        assert f"--gpu-memory-utilization {share}\n" in Path("vllm.env").read_text()
+    peak = answer["peak_memory_bytes"][0]
+    machine([1.0], f"{int(peak / 0.95)}B").save("card.yaml")
+    status, _, notes = place(command[0], "--devices", "card.yaml", "--for", "vllm")
+    assert status == 3
+    lacking = re.search(r"d0 lacks (\d+) bytes", notes)
+    assert lacking is not None
+    assert int(lacking[1]) == pytest.approx(peak - 0.92 / 0.95 * peak, abs=2)
+    assert place(command[0], "--devices", "card.yaml", "--for", "vllm", "--reserve", "0%")[0] == 0
+    assert place(command[0], "--devices", "card.yaml")[0] == 0  # nobody asked for vLLM
+    assert main(["export", "plan.json", "--to", "vllm"]) == 3
+    assert "lacks" in capsys.readouterr().err
