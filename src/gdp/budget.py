@@ -215,6 +215,13 @@ class Clock:
         """Returns a clock that ends with this one, but not before `seconds` from now; `stop` ends it, too."""
         return self if self._counts else self._between(self._begin, max(self._end, self._spent + seconds))
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stops the whole clock in the block: what it does comes on top."""
+        began = self.seconds
+        yield
+        self._meter.started += self.seconds - began
+
     def spend(self, num_simulations: int) -> None:
         """Counts simulations that were made."""
         self._meter.simulations += num_simulations

@@ -9,6 +9,7 @@ import pytest
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
+from gdp.models.lora import Lora
 from gdp.models.model import Reading
 from gdp.models.source import ModelSource
 from gdp.planning.remedies import Remedy, RemedySearch, held_bytes
@@ -91,3 +92,31 @@ def test_other_updates_of_parameters(is_quick: bool, tmp_path: Path, monkeypatch
     updates = [each for each in search.run() if each.option.startswith("--optimizer")]
     assert [each.option for each in updates] == ["--optimizer adam-8bit", "--optimizer sgd"]
     assert all((each.step_time_ns is None) != is_quick for each in updates)
+
+
+def test_adapters_beside_frozen_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four layers hold 12 bytes a parameter, 3 MiB; frozen in bf16 2, 0.5 MiB, in NF4 0.13 MiB.
+
+    Adapters of 4 x 16 x 512 parameters of 14 bytes are 0.44 MiB more: 1.25 MiB hold both, not SGD with its gradients.
+    """
+    (tmp_path / "adapted_stack.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    source, cluster = ModelSource("adapted_stack:stack", Reading()), Cluster.parse("l4-24g")
+    limit, model = Constraints(max_memory_bytes={"gpu0": 5 * MIB // 4}), source.whole()
+    question = PlaceQuestion.of(source, cluster, limit, None, None, OPTIONS, model)
+    found = RemedySearch(question, Clock(Budget(simulations=1000)), source, model, missing_bytes=2 * MIB).run()
+    assert [each.option for each in found][:2] == ["--lora rank=16,weights=nf4", "--lora rank=16"]
+    adapted = ModelSource("adapted_stack:stack", Reading(lora=Lora.parse("rank=16")))
+    question = PlaceQuestion.of(adapted, cluster, limit, None, None, OPTIONS, adapted.whole())
+    again = RemedySearch(question, Clock(Budget(simulations=1000)), adapted, model, missing_bytes=MIB).run()
+    assert not [each for each in again if "--lora" in each.option]
+
+
+def test_a_clock_is_paused() -> None:
+    """What is done in a pause comes on top, for all parts of a clock: the looks inside do not count."""
+    clock = Clock(Budget(seconds=10.0), timer=partial(next, count()))  # each look takes a second
+    part = clock.part()
+    with clock.paused():
+        assert [clock.seconds for _ in range(3)] == [5, 6, 7]
+    assert part.seconds == 5

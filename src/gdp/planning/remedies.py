@@ -1,6 +1,6 @@
 """Remedies: changes with which a step would fit, where nothing does.
 
-    same machine: more micro-batches | another optimizer or precision
+    same machine: more micro-batches | another optimizer or precision | adapters beside frozen weights
     other machine: a CPU beside it | more such devices | one larger card      smaller step: fewer samples
 
 Each is tried by a search that ends at the first step that fits. Of changes that differ in size the smallest
@@ -22,6 +22,7 @@ from gdp.cluster.catalogue import KINDS
 from gdp.errors import InputError
 from gdp.graph.held_memory import HeldMemory
 from gdp.graph.parameter_bytes import ParameterBytes
+from gdp.models.lora import Lora
 from gdp.models.model import PURE_BF16, Model
 from gdp.models.source import ModelSource
 from gdp.parallel.batches import with_caches
@@ -38,6 +39,7 @@ from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER
 
 _MOST_DEVICES = 16  # of a machine with more of the same
+_ROOMY = 0.6  # of the memory, held: with more a search takes long, and likely in vain
 _HOST = "cpu-16core"  # the CPU beside a machine that has none
 _FACTORS = (2, 4, 8, 16)  # fewer samples, more micro-batches
 _TRY_SHARE = 0.5  # of the time that is left for changes that differ in size, for each of them
@@ -45,6 +47,7 @@ _PREPARED = 6  # times the time to build a problem: what it takes to prepare a s
 _MOST_CAPTURED_S = 5.0  # a model that takes longer is not captured anew
 _CAPTURES = 3  # times that it takes: a capture, and its step
 _STATE_BYTES = {"adam-8bit": 2.0, "sgd": 0.0}  # of a parameter, by the optimizer
+_ADAPTERS = ("rank=16,weights=nf4", "rank=16")
 _UPDATES = (("adam-8bit", ""), ("", PURE_BF16), ("adam-8bit", PURE_BF16), ("sgd", ""), ("sgd", PURE_BF16))
 
 
@@ -61,6 +64,7 @@ class _Try(NamedTuple):
     change: str
     option: str
     question: Callable[[], PlaceQuestion]  # InputError where there is none
+    has_room: bool = True  # it likely fits, which is known soon
 
 
 def held_bytes(question: PlaceQuestion) -> tuple[int, int]:
@@ -99,6 +103,7 @@ class RemedySearch:
             asked = replace(asked, parts=Parts(parts.within(clock).rough, parts.batch_size, parts.exact(1)))
         least_s = _PREPARED * (clock.seconds - began)
         rows: list[Sequence[_Try | Remedy]] = [list(self._split()), *([each] for each in self._updated())]
+        rows += [[each] for each in self._adapted()]
         rows += [list(row) for row in (self._with_host(asked), _with_more(asked, self.devices), _on_one_card(asked))]
         rows += [list(self._of_fewer_samples(asked))]
         remedies: list[Remedy] = []
@@ -114,7 +119,8 @@ class RemedySearch:
         if source is None or not asked.graph.is_in_phase("update").any():
             return
         count = source.reading.microbatching.count
-        if self.parallel not in (None, AUTO) and count == 1:
+        is_one = asked.parts is None and source.batch_size == 1
+        if count == 1 and (is_one or self.parallel not in (None, AUTO)):
             own = source, asked.cluster, asked.constraints, AUTO, None, asked.options, self.model
             yield _Try("a layout of the batch", "--parallel auto", partial(PlaceQuestion.of, *own))
         elif asked.parts is None:
@@ -151,6 +157,21 @@ class RemedySearch:
                 yield _Try(option, option, partial(self._captured, ModelSource(source.text, reading)))
             elif self.missing_bytes <= saved // asked.cluster.num_devices:
                 yield Remedy(option, option)
+
+    def _adapted(self) -> Iterator[_Try]:
+        """Yields QLoRA and LoRA; that they are captured anew comes on top of the time."""
+        asked, source, model = self.question, self.source, self.model
+        is_trained = model is not None and model.is_captured and asked.graph.is_in_phase("update").any()
+        if source is None or not is_trained or source.reading.lora is not None:
+            return
+
+        def question(own: ModelSource) -> PlaceQuestion:
+            with self.clock.paused():
+                return self._captured(own)
+
+        for adapters in _ADAPTERS:
+            own = ModelSource(source.text, replace(source.reading, lora=Lora.parse(adapters)))
+            yield _Try(f"--lora {adapters}", f"--lora {adapters}", partial(question, own))
 
     def _captured(self, source: ModelSource) -> PlaceQuestion:
         asked = self.question
@@ -191,8 +212,9 @@ def _with_more(asked: PlaceQuestion, devices: str) -> Iterator[_Try]:
         is_plain = re.fullmatch(rf"(\d+x)?{re.escape(kind)}", devices)
         option = f"--devices {cluster.num_devices}x{kind}" if is_plain else ""
         question = replace(asked, cluster=cluster, constraints=constraints)
-        if _can_hold(question):
-            yield _Try(f"{count} more {kind}", option, partial(replace, question))
+        held, limits = held_bytes(question)
+        if held <= limits:
+            yield _Try(f"{count} more {kind}", option, partial(replace, question), held < _ROOMY * limits)
 
 
 def _on_one_card(asked: PlaceQuestion) -> Iterator[_Try]:
@@ -207,8 +229,12 @@ def _on_one_card(asked: PlaceQuestion) -> Iterator[_Try]:
 
 
 def _smallest(row: Sequence[_Try | Remedy], clock: Clock, least_s: float) -> list[Remedy]:
-    """Returns the first change of `row` with which a step fits, if any does: the row is doubled, then halved."""
-    low, turn, high, remedies = -1, 0, len(row), list[Remedy]()
+    """Returns the first change of `row` with which a step fits, if any does.
+
+    From the first that has room the row is doubled until one fits, then halved.
+    """
+    roomy = (place for place, each in enumerate(row) if isinstance(each, Remedy) or each.has_room)
+    low, turn, high, remedies = -1, next(roomy, 0), len(row), list[Remedy]()
     while low < turn < high and not clock.is_up:
         each, fitting = row[turn], None
         if isinstance(each, Remedy):

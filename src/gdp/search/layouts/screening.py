@@ -58,13 +58,23 @@ class Screening:
 
     def first_that_fits(self) -> Candidate | None:
         """Returns the first layout found that fits, which ends the screening; None where there is none."""
-        clock = self._clock
-        self._queue.add(_ways(self.search), clock)
-        while self._fitting_ns is None and self._queue.left and not clock.is_up:
-            if self._is_over(next_one := self._next()):
-                break
-            self._advance(next_one, is_needed=False)
+        clock, ways = self._clock, _ways(self.search)
+        tight = [] if self.search.question.layout else [*dict.fromkeys(map(self._tightest, ways))]
+        for some in (tight, ways):
+            self._queue.add(some, clock)
+            while self._fitting_ns is None and self._queue.left and not clock.is_up:
+                if self._is_over(next_one := self._next()):
+                    break
+                self._advance(next_one, is_needed=False)
         return min((each for each in self.simulated if each.fits), default=None)
+
+    def _tightest(self, way: Arrangement) -> Arrangement:
+        """Returns `way` with all that saves memory: what fits in any layout without a host, fits likely in this."""
+        layout = way.layout
+        counts, zero = self.search.parts.counts(layout.data), 3 if layout.data > 1 and layout.is_even else 0
+        if way.num_places == 1 and counts:  # stages hold several micro-batches
+            layout = replace(layout, microbatches=(counts[-1],) * layout.data)
+        return replace(way, layout=replace(layout, zero=zero, recompute=BLOCKS, offload=NONE))
 
     def _next(self) -> Candidate:
         """Returns the arrangement to look at next: the most promising one.
