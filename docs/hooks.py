@@ -1,19 +1,26 @@
-"""Hooks of MkDocs: write the reference of the command line from the commands, and find docstrings of public names."""
+"""Hooks of MkDocs: write the references of commands and of JSON keys, and find docstrings of public names."""
 
 import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import typer.main
 
-PLACE = "<!-- commands -->"
+PLACE, KEYS = "<!-- commands -->", "<!-- keys -->"
 _OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+(benchmarks/[^)#]*)(?:#[^)]*)?\)")  # a link to a file that is no page
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Puts in the commands for PLACE, paths for links to results, and the modules of names for `::: gdp.NAME`."""
+    """Puts in the commands for PLACE, tables for KEYS, paths for links to results, and modules for `::: gdp.NAME`."""
     if PLACE in markdown:
         markdown = markdown.replace(PLACE, "\n".join(_commands()))
+    if KEYS in markdown:
+        sys.path.append(str(Path(__file__).parent))
+        import json_documents
+
+        markdown = markdown.replace(KEYS, "\n".join(json_documents.tables()))
     markdown = _OUTSIDE.sub(r"\1 (`\2`)", markdown)
     return re.sub(r"^::: gdp\.(\w+)$", _public_name, markdown, flags=re.MULTILINE)
 

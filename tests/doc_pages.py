@@ -16,12 +16,15 @@ A comment on the line before a block has its options:
 
 `gdp` and Python are forks of one process (doc_server.py).
 
-python tests/doc_pages.py [--only-quick] docs/PAGE.md ...     runs pages and rewrites the output that they show
+<!-- gdp report PLAN --figure PATH -->    a command on a line of its own that makes the picture PATH, from the same run
+
+python tests/doc_pages.py [--only-quick] docs/PAGE.md ...     runs pages and rewrites the output and pictures they show
 """
 
 import ast
 import atexit
 import contextlib
+import io
 import json
 import os
 import re
@@ -37,6 +40,7 @@ from pathlib import Path
 from typing import Self
 
 from markdown_it import MarkdownIt
+from PIL import Image
 
 ANY = "..."
 INDENTED = "indented"
@@ -270,6 +274,26 @@ def check(page: Path, directory: Path, graphs: Path, *, with_long: bool = True) 
             for command, printed in session.run(block, page):
                 where = f"{page}:{command.line}: {command.text}"
                 compare(command.printed, printed, where, with_times=block.options.get("times") != "vary")
+        for path, content in _pictures(page, session):
+            if not _shows_same(path.read_bytes(), content):
+                raise PageError(f"{page}: {path.name} is no longer what its command makes; make pictures renews it")
+
+
+def _shows_same(one: bytes, other: bytes) -> bool:
+    """Returns whether two PNG files have the same pixels."""
+    pixels = [Image.open(io.BytesIO(content)).convert("RGBA") for content in (one, other)]
+    return pixels[0] == pixels[1]
+
+
+def _pictures(page: Path, session: Session) -> Iterator[tuple[Path, bytes]]:
+    """Yields the path of each picture with a command in `page`, and what the command makes now."""
+    for words, name in re.findall(r"^<!-- (gdp .*--figure) (\S+) -->$", page.read_text(), re.MULTILINE):
+        made = session.directory / f"picture{Path(name).suffix}"
+        command = ["bash", "-c", f"{words} {made}"]
+        subprocess.run(
+            command, cwd=session.directory, env=session.environment, timeout=_TIMEOUT, capture_output=True, check=True
+        )
+        yield page.parent / name, made.read_bytes()
 
 
 def compare(shown: Sequence[str], printed: Sequence[str], where: str, *, with_times: bool = True) -> None:
@@ -336,6 +360,8 @@ def rewritten(page: Path, directory: Path, graphs: Path, *, with_long: bool = Tr
                 changes.append((shown, session.output.splitlines()))
             else:
                 changes += session.run(block, page)
+        for path, content in _pictures(page, session):
+            path.write_bytes(content)
     for command, printed in reversed(changes):
         start = command.line - 1
         lines[start : start + len(command.printed)] = _updated(command.printed, printed)

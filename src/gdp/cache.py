@@ -48,7 +48,9 @@ def read(path: Path | None, format: str, version: int) -> Mapping[str, Any] | No
     if path is None or not os.path.isfile(path):
         return None
     with contextlib.suppress(InputError, ValueError):
-        return files.require_header(orjson.loads(files.read_bytes(path)), format, version)
+        digest, _, content = files.read_bytes(path).partition(b"\n")
+        if digest == _digest(content):
+            return files.require_header(orjson.loads(content), format, version)
     return None
 
 
@@ -56,4 +58,10 @@ def write(path: Path | None, document: Mapping[str, Any]) -> None:
     """Writes `document` to the entry `path`, if that is possible."""
     if path is not None:
         with contextlib.suppress(InputError):
-            files.write_json(path, document)
+            content = files.json_bytes(document)
+            files.write_bytes(path, _digest(content) + b"\n" + content)
+
+
+def _digest(content: bytes) -> bytes:
+    """Returns the SHA-256 of an entry, which goes before it: readers trust what is in one that is whole."""
+    return hashlib.sha256(content).hexdigest().encode()

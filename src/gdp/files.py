@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import reprlib
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -190,12 +191,19 @@ def require_header(
         raise InputError(f"the document is a {type(document).__name__}; a {expected_format} mapping is expected")
     format = document.get("format")
     if format != expected_format:
-        raise InputError(f"format is {format!r}; {expected_format!r} is expected")
-    document_version = document.get("version")
-    if type(document_version) is not int or not oldest <= document_version <= version:
-        versions = f"version {version}" if oldest == version else f"versions {oldest} to {version}"
-        raise InputError(f"version is {document_version!r}; this gdp reads {expected_format} {versions}")
+        raise InputError(f"format is {brief(format)}; {expected_format!r} is expected")
+    check_version(document.get("version"), expected_format, version, oldest)
     return document
+
+
+def check_version(found: object, what: str, version: int, oldest: int) -> None:
+    """Raises InputError unless a file's version is one from `oldest` to `version`."""
+    if type(found) is int and oldest <= found <= version:
+        return
+    versions = f"version {version}" if oldest == version else f"versions {oldest} to {version}"
+    newer = type(found) is int and found > version
+    remedy = "; a newer gdp wrote it: upgrade this one" if newer else ""
+    raise InputError(f"version is {brief(found)}; this gdp reads {what} {versions}{remedy}")
 
 
 def require_keys(
@@ -209,7 +217,7 @@ def require_keys(
         if is_valid is None:
             raise InputError(f"{where}: unknown key {key!r}; known keys: {', '.join(fields)}")
         if not is_valid(value):
-            raise InputError(f"{where}: {key} is {_short(value)}; {is_valid.__doc__} is expected")
+            raise InputError(f"{where}: {key} is {brief(value)}; {is_valid.__doc__} is expected")
     for key in sorted(required - record.keys()):
         raise InputError(f"{where}: {key} is missing; add it")
 
@@ -249,8 +257,13 @@ def is_number_list(value: object) -> bool:
     return type(value) is list and all(type(item) is int and -(2**63) <= item < 2**63 for item in value)
 
 
-def _short(value: object) -> str:
-    text = repr(value)
+_brief = reprlib.Repr()
+_brief.maxlevel, _brief.maxstring, _brief.maxother, _brief.maxlong = 2, 60, 60, 60
+
+
+def brief(value: object) -> str:
+    """Returns the `repr` of a value in a file, shortened to 60 characters, however deep or long the value is."""
+    text = _brief.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -2,9 +2,19 @@
 
 import html
 import math
+import re
 from collections.abc import Sequence
 
 MOST_ROWS = 16  # of a table of devices or kinds
+# control characters but tabs and lines, and characters without width, which also turn the direction of what follows
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
+
+
+def printable(text: str) -> str:
+    """Returns `text` with characters escaped that do something to a terminal, as names in files may have them."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> str:

@@ -107,14 +107,14 @@ def test_place_writes_a_plan_that_verifies_and_says_what_to_do_next(run: Run) ->
 
 
 def test_names_in_files_do_not_steer_the_terminal(run: Run) -> None:
-    """A name that clears the screen and rings the bell is shown escaped, in answers and in errors."""
+    """A name that clears the screen, rings the bell, hides or turns text is shown escaped, in answers and in errors."""
     ops = [Op("a\x1b[2J", "mm", 10**9), Op("b\x07", "mm", 10**9)]
-    Graph.build("clear\x1b[2J", ops, [Tensor(0, (1,), 8)]).save("graph.json")
+    Graph.build("clear\x1b[2J\x1b[8m[bold]:eyes:\u202e", ops, [Tensor(0, (1,), 8)]).save("graph.json")
     words = ["graph.json", "--devices", DEVICES, "--budget", "20sims"]
-    for more in ([], ["--pin", "a\x1b]0;x=nowhere"]):
+    for more in ([], ["--json"], ["--pin", "a\x1b]0;x=nowhere\u2066"]):
         _, out, err = run("place", *words, *more)
-        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", out + err)
-    assert "clear\\x1b[2J" in run("place", *words)[1]
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", out + err)
+    assert r"clear\x1b[2J\x1b[8m[bold]:eyes:\u202e" in run("place", *words)[1]
 
 
 def test_place_json_is_one_object_with_the_documented_keys_and_nothing_else(run: Run) -> None:

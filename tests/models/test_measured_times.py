@@ -44,7 +44,7 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
         connection.execute("PRAGMA user_version = 9")
     connection.close()
     before = {path: path.read_bytes() for path in (text, other, newer)}
-    for path, message in ((text, "not a database"), (other, "no file of measured times"), (newer, "version 9")):
+    for path, message in ((text, "not a database"), (other, "no file of measured times"), (newer, "version is 9")):
         for create in (False, True):
             with pytest.raises(InputError, match=message):
                 MeasuredTimes(path, create=create)

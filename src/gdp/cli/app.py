@@ -73,6 +73,8 @@ def main(args: Sequence[str] | None = None, commands: typer.Typer = app, name: s
             _log_traceback(error)
         message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
         status = fail(f"error: {' '.join(message.split())}", BAD_INPUT)
+    except MemoryError:
+        status = fail("error: not enough memory; give a smaller model or file, or a machine with more", BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
     except Exception as error:

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gdp.errors import InputError
+from gdp.notebook import printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,7 +23,6 @@ OK, BAD_INPUT, NOTHING_FITS, INTERRUPTED = 0, 2, 3, 130
 FOUND_BEFORE = "gdp: note: found before, with the same graph, devices and options; --no-cache searches anew"
 
 _ASCII = str.maketrans("─…▁▂▃▄▅▆▇█", "-~.:-=+*#@")  # of tables, shortened names and timelines
-_CONTROLS = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")  # but tabs, lines and colours
 
 
 def warm_up(placers: Collection[str] = ("auto",), problem: "Problem | None" = None) -> float:
@@ -53,15 +52,22 @@ def show(parts: "Iterable[RenderableType]") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from gdp.report.tables import least_width
+    from gdp.report.tables import Printable, least_width
 
     is_terminal, printed = sys.stdout.isatty(), io.StringIO()
-    console = Console(file=printed, force_terminal=is_terminal, highlight=False, width=None if is_terminal else 200)
+    console = Console(
+        file=printed,
+        force_terminal=is_terminal,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        width=None if is_terminal else 200,
+    )
     width = console.width
     for part in parts:
         console.width = max(least_width(part, console), width) if isinstance(part, Table) else width
-        console.print(part, soft_wrap=True)
-    print_text("\n".join(line.rstrip() for line in printed.getvalue().splitlines()))
+        console.print(Printable(part), soft_wrap=True)
+    _print("\n".join(line.rstrip() for line in printed.getvalue().split("\n")).rstrip("\n"))
 
 
 def print_json(document: dict[str, Any]) -> None:
@@ -69,7 +75,8 @@ def print_json(document: dict[str, Any]) -> None:
     import orjson
 
     text = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY).decode()
-    _emit(text if _is_printable(text) else json.dumps(orjson.loads(text)))
+    is_plain = _is_printable(text) and printable(text) == text
+    _emit(text if is_plain else json.dumps(orjson.loads(text)).replace("\x7f", "\\u007f"))
 
 
 def print_text(text: str) -> None:
@@ -77,7 +84,10 @@ def print_text(text: str) -> None:
 
     Lines and bars are ASCII on a terminal without abilities (`TERM=dumb`) too.
     """
-    text = without_controls(text)
+    _print(printable(text))
+
+
+def _print(text: str) -> None:
     if os.environ.get("TERM") == "dumb":
         text = text.translate(_ASCII)
     if not _is_printable(text):
@@ -102,12 +112,7 @@ def _is_printable(text: str) -> bool:
 def log(text: str) -> None:
     """Prints a message that is no answer, on standard error."""
     with contextlib.suppress(OSError):
-        print(without_controls(text), file=sys.stderr, flush=True)
-
-
-def without_controls(text: str) -> str:
-    """Returns `text` with control characters escaped, as names in files may have them; lines and colours stay."""
-    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def fail(message: str, status: int) -> int:

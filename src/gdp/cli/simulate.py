@@ -139,7 +139,7 @@ def _throughput_of(
 def _scored(problem: "Problem", path: Path) -> _Answer:
     """Simulates the placement in `path`: the name of a device for each op."""
     from gdp.bounds.lower_bound import lower_bound
-    from gdp.files import read_json
+    from gdp.files import brief, read_json
     from gdp.report.tables import format_ms
     from gdp.simulator.simulate import simulate
 
@@ -153,6 +153,8 @@ def _scored(problem: "Problem", path: Path) -> _Answer:
             )
         if missing := [name for name in graph.op_names if name not in devices]:
             raise InputError(f"op {missing[0]!r} has no device; {len(missing):,} of {graph.num_ops:,} ops have none")
+        if odd := [name for name in graph.op_names if not isinstance(devices[name], str)]:
+            raise InputError(f"op {odd[0]!r} is on {brief(devices[odd[0]])}; the name of a device is expected")
         placement = [problem.cluster.device_number(devices[name]) for name in graph.op_names]
     warm_up(())
     simulation = simulate(problem, placement)

@@ -212,6 +212,6 @@ def read_yaml(path: str | Path, expected_format: str) -> object:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1} column {mark.column + 1}: " if mark else ""
         raise InputError(f"{path}: {where}not valid YAML ({error.problem or error.context}); mend the file") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except Exception as error:  # constructors of values raise what Python does: ValueError, KeyError, RecursionError
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"{path}: not valid YAML ({reprlib.repr(reason)}); mend the file") from None

@@ -320,7 +320,9 @@ def _int64(values: Sequence[int], record: str, name: str) -> I64:
         return np.array(values, np.int64) if values else np.zeros(0, np.int64)
     except (OverflowError, TypeError, ValueError):
         bad = next(i for i, value in enumerate(values) if type(value) is not int or not -(2**63) <= value < 2**63)
-        raise InputError(f"{record} {bad}: {name} is {values[bad]!r}; an integer below 2^63 is expected") from None
+        raise InputError(
+            f"{record} {bad}: {name} is {files.brief(values[bad])}; an integer below 2^63 is expected"
+        ) from None
 
 
 class OpView(Sequence[Op]):

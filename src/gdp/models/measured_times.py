@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from gdp.errors import InputError
+from gdp.errors import InputError, prefixed
+from gdp.files import check_version
 from gdp.graph import Graph
 
 _APPLICATION_ID, _VERSION = 0x67647074, 1  # "gdpt"
@@ -61,7 +62,7 @@ class MeasuredTimes:
                     f" AND library = ? AND signature IN ({', '.join('?' * len(part))})",
                     (device_kind, library, *part),
                 )
-                times.update((row[0], OpTime(*row)) for row in rows)
+                times.update((row[0], OpTime(*row)) for row in map(self._checked, rows))
         return times
 
     def count(self) -> dict[tuple[str, str], int]:
@@ -69,6 +70,12 @@ class MeasuredTimes:
         with self._explained(), closing(self._connect()) as connection:
             rows = connection.execute("SELECT device_kind, library, count(*) FROM op_times GROUP BY 1, 2").fetchall()
         return {(kind, library): number for kind, library, number in rows}
+
+    def _checked(self, row: tuple[str, int, int, int]) -> tuple[str, int, int, int]:
+        """Returns a row of times; SQLite keeps values of any type in any column."""
+        if any(type(number) is not int or number < 0 for number in row[1:]):
+            raise InputError(f"{self.path}: {row[0]:.60} has {row[1:]!r:.60} for times; measure the op again")
+        return row
 
     def _connect(self, *, create: bool = False) -> sqlite3.Connection:
         try:
@@ -95,8 +102,8 @@ class MeasuredTimes:
                 return
         if application != _APPLICATION_ID:
             raise InputError(f"{self.path}: is no file of measured times; `gdp run --times FILE` makes one")
-        if version != _VERSION:
-            raise InputError(f"{self.path}: measured times of version {version}; this gdp reads version {_VERSION}")
+        with prefixed(self.path):
+            check_version(version, "measured times", _VERSION, _VERSION)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

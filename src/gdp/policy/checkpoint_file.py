@@ -38,7 +38,7 @@ def read_config(config_class: Any, document: object, where: str) -> Any:
         elif type(value) is int and type(like) is float:
             value = float(value)
         if like is not None and type(value) is not type(like):
-            raise InputError(f"{where}: {name} is {value!r}; {type(like).__name__} is expected")
+            raise InputError(f"{where}: {name} is {files.brief(value)}; {type(like).__name__} is expected")
         values[name] = value
     try:
         return config_class(**values)

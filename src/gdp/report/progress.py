@@ -12,6 +12,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, cast
 
+from gdp.notebook import printable
 from gdp.report.tables import format_ms
 from gdp.stop import Stop
 
@@ -111,7 +112,9 @@ def _on_terminal(line: StatusLine | str) -> Iterator[None]:
 
     def shown() -> Text:
         frame = cast(Text, spinner.render(console.get_time()))
-        return Text.assemble(frame, f" [{time.monotonic() - begin:.0f} s] {line}", no_wrap=True, overflow="crop")
+        return Text.assemble(
+            frame, f" [{time.monotonic() - begin:.0f} s] {printable(str(line))}", no_wrap=True, overflow="crop"
+        )
 
     with Live(get_renderable=shown, console=console, refresh_per_second=8, transient=True):
         yield
@@ -126,7 +129,7 @@ def _in_log(line: StatusLine | str) -> Iterator[None]:
         while not is_over.wait(BEGAN + (number + 1) * LOG_SECONDS - time.monotonic()):
             number = int((time.monotonic() - BEGAN) / LOG_SECONDS)  # lines that came too late are left out
             with contextlib.suppress(OSError):
-                print(f"gdp: [{time.monotonic() - BEGAN:.0f} s] {line}", file=sys.stderr, flush=True)
+                print(f"gdp: [{time.monotonic() - BEGAN:.0f} s] {printable(str(line))}", file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=tell, daemon=True)
     thread.start()

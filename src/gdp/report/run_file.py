@@ -58,5 +58,5 @@ def _step_times(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is no number")
+        raise TypeError(f"{files.brief(value)} is no number")
     return value

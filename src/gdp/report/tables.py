@@ -1,13 +1,27 @@
 """Formats figures and tables for people."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 
-from gdp.notebook import digits
+from gdp.notebook import digits, printable
+
+
+@dataclass(frozen=True, slots=True)
+class Printable:
+    """A table or sentence whose texts, which may be names in files, do nothing to a terminal; its colours stay."""
+
+    part: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Segment]:
+        """Yields the pieces of a line."""
+        for segment in console.render(self.part, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
 def format_ms(time_ns: int | None) -> str:

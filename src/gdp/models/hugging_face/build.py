@@ -62,6 +62,7 @@ _CHOICES = (
     GGUF_FILE,
 )
 _HUB_NAME = r"[\w-][\w.-]*/[\w.-]+"  # owner/name
+_COUNTS, _MOST_PARTS = re.compile(r"^(num|n)_(.*_)?(layers?|experts?|blocks?|stages?)$|depth$"), 10_000
 _OFF = {
     "use_cache": False,
     "apply_spec_augment": False,
@@ -157,6 +158,9 @@ def _read_config(directory: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not valid JSON ({str(error).splitlines()[0]}); mend the file") from None
     if not isinstance(config, dict):
         raise InputError(f"{path}: is a {type(config).__name__}; a JSON object is expected")
+    for key, count in config.items():
+        if _COUNTS.search(key) and isinstance(count, int) and count > _MOST_PARTS:  # would be built for hours
+            raise InputError(f"{path}: {key} is {count:.3g}; at most {_MOST_PARTS:,} are expected")
     return config
 
 

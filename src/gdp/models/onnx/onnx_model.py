@@ -51,6 +51,8 @@ def read_onnx(path: str | Path, dims: Mapping[str, int] = MappingProxyType({})) 
 def _read(path: Path, dims: Mapping[str, int]) -> OnnxModel:
     model, is_alone = read_model(path)
     opsets = {"" if item.domain in DEFAULT_DOMAINS else item.domain: item.version for item in model.opset_import}
+    if odd := next((version for version in (*opsets.values(), model.ir_version) if not 0 <= version < 2**31), None):
+        raise InputError(f"has version {odd} of opset or format; the file is damaged, export it again")
     symbols, notes = Dims(dims), list[str]()
     context = ModelContext({"": 1, **opsets}, model.ir_version, symbols)
     initialized = {tensor.name for tensor in model.graph.initializer}

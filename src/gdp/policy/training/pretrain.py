@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from gdp.errors import InputError
+from gdp.files import brief
 from gdp.policy.base import Policy, one_thread
 from gdp.policy.checkpoint import check_tensors, config_document, read_checkpoint, save_checkpoint
 from gdp.policy.training.pool import Pool, PoolConfig, instance_of
@@ -96,8 +97,11 @@ class TrainingState:
                 for name, tensor in checkpoint.training.items():
                     self._tensors[name].copy_(tensor)
             elif checkpoint.manifest.get("updates") == num_updates:
+                hours = checkpoint.manifest.get("cpu_hours")
+                if type(hours) not in (int, float) or not 0 <= hours < 1e9:
+                    raise InputError(f"cpu_hours is {brief(hours)}; a number from 0 to 1e9 is expected")
                 self._tensors["updates"].fill_(num_updates)
-                self._tensors["cpu_seconds"].fill_(3600 * checkpoint.manifest["cpu_hours"])
+                self._tensors["cpu_seconds"].fill_(3600 * hours)
             else:
                 raise InputError("holds no state of training to resume; train on from it with --from")
         except InputError as error:
