@@ -2,6 +2,9 @@
 # make test       lint, types, layers and all tests but the long ones; installs all that tests need
 # make bench     a page of benchmarks/results anew: make bench NAME=search OPTIONS='--budget 10s'
 # make docs       the documentation as a site, in site/
+# make schemas    the JSON Schemas in docs/schemas anew
+# make pictures   the pictures of README and docs anew
+# make test-torch VERSION=2.10.0   tests of all that calls PyTorch, with this version of it
 PYTHON ?= python3
 MODEL ?= gnmt-4
 DEVICES ?= 4xp100-pcie-16g
@@ -15,7 +18,7 @@ PLACING := .venv/placing
 TESTING := .venv/testing
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt
 
-.PHONY: place test test-long lint kernels bench docs clean
+.PHONY: place test test-long test-torch lint kernels bench docs schemas pictures clean
 
 place: $(PLACING)
 	@$(BIN)/gdp place $(MODEL) --devices $(DEVICES) --budget $(BUDGET)
@@ -29,6 +32,13 @@ test: $(TESTING)
 test-long: $(TESTING)
 	$(BIN)/pytest -m long
 
+# the other packages are the tested ones; a CUDA build of PyTorch takes 5 GB
+test-torch:
+	$(PYTHON) -m venv .venv-torch-$(VERSION)
+	sed 's/^torch==.*/torch==$(VERSION)/' constraints.txt > .venv-torch-$(VERSION)/constraints.txt
+	.venv-torch-$(VERSION)/bin/pip install --quiet -c .venv-torch-$(VERSION)/constraints.txt -e '.[dev]'
+	.venv-torch-$(VERSION)/bin/pytest -n logical --maxprocesses 4 --dist loadfile tests/models tests/execute tests/parallel
+
 lint: $(TESTING)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -40,6 +50,13 @@ kernels: $(TESTING)
 
 bench: $(TESTING)
 	$(BIN)/python -m benchmarks $(NAME) $(OPTIONS)
+
+schemas: $(TESTING)
+	$(BIN)/python docs/json_documents.py
+
+# what the page prints and its picture are of one run
+pictures: $(TESTING)
+	$(BIN)/python tests/doc_pages.py README.md
 
 docs: $(TESTING)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

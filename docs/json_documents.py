@@ -36,6 +36,18 @@ def d(text: str) -> Any:
 # parts
 
 
+class BytesPerParameter(TypedDict):
+    """Bytes of a trained parameter, on average."""
+
+    total: float
+    weights: float
+    gradients: float
+    master_weights: float
+    optimizer_state: float
+    types: str
+    has_frozen: Annotated[bool, d("there are parameters without a gradient, which are not among these")]
+
+
 class Graph(TypedDict):
     """A graph."""
 
@@ -44,7 +56,7 @@ class Graph(TypedDict):
     num_tensors: Size
     parameter_bytes: Annotated[Size, d("of all parameters")]
     optimizer_state_bytes: Size
-    bytes_per_parameter: Annotated[dict[str, float | str] | None, d("by use, and their `types`; null without training")]
+    bytes_per_parameter: Annotated[BytesPerParameter | None, d("null without training")]
     fingerprint: Annotated[str, d("SHA-256 of all but the name")]
 
 
@@ -252,6 +264,7 @@ class CompareRow(TypedDict):
     seconds: float
     simulations: int
     layout: Layout | None
+    lower_bound_ns: Annotated[Ns, d("of this row's question: its batch in a layout, or placements of ops")]
     reason: Annotated[str | None, d("why there is no step")]
     serving: NotRequired[Serving | None]
 
@@ -263,8 +276,7 @@ class Compare(TypedDict):
     cluster: Cluster
     budget: str
     rows: list[CompareRow]
-    lower_bound_ns: Annotated[Ns, d("of placements of ops")]
-    layout_bound_ns: Annotated[int | None, d("of all layouts; null: none was asked for")]
+    lower_bound_ns: Annotated[Ns, d("the least of the rows'")]
 
 
 class Simulate(Figures):

@@ -79,7 +79,7 @@ def kernels(functions: Iterable[tuple[str, Callable[..., Any], str]]) -> Iterato
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
             for name, function, key in functions:
-                library.impl(name.removeprefix("aten::"), function, key)
+                library.impl(name.removeprefix("aten::"), function, key, allow_override=True)
         yield
     finally:
         library._destroy()

@@ -442,7 +442,6 @@ def _isolated(default: torch.dtype | None = None, *, has_card: bool = False) -> 
             torch.random.fork_rng(devices=[]),
             torch.inference_mode(False),
             torch.enable_grad(),
-            torch.device("cpu"),
             as_if_on_a_card(has_card=has_card) as on_cpu,
         ):
             yield on_cpu

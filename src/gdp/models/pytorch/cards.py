@@ -105,7 +105,8 @@ def as_if_on_a_card(*, has_card: bool = False) -> Iterator["OnCpu"]:
         undo.enter_context(control_flow_in_python())
         for owner, name, replacement in replacements:
             undo.enter_context(patch.object(owner, name, replacement))
-        undo.callback(_restore_default_device, _default_device())
+        undo.callback(torch.set_default_device, _default_device())
+        torch.set_default_device(_CPU)
         undo.enter_context(mode)
         yield mode
 
@@ -220,12 +221,6 @@ def _init_plain(self: DistributedDataParallel, module: nn.Module, *_args: Any, *
 def _default_device() -> Any:
     context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     return None if context is None else context.device
-
-
-def _restore_default_device(before: Any) -> None:
-    """Sets the default device again, if the model's code has set another one."""
-    if _default_device() != before:
-        torch.set_default_device(before)
 
 
 NO_GRADIENT = (

@@ -37,11 +37,24 @@ LOOP_NOTE = "torch.while_loop is counted as one turn of its body: the number of 
 def control_flow_in_python() -> Iterator[None]:
     """Has the functions of control flow call their operators without torch.compile, and scan by halves by default."""
     defaults = tuple("generic" if item == "pointwise" else item for item in associative_scan.__defaults__ or ())
-    with (
-        patch.object(utils, "_hop_compile_and_call", lambda function, args, more=None: function(*args, **more or {})),
-        patch.object(associative_scan, "__defaults__", defaults),
-    ):
+    is_one_function = hasattr(utils, "_hop_compile_and_call")  # that compiles, as in PyTorch 2.13
+    uncompiled = (
+        patch.object(utils, "_hop_compile_and_call", lambda function, args, more=None: function(*args, **more or {}))
+        if is_one_function
+        else patch.object(torch, "compile", _uncompiled_operators(torch.compile))
+    )
+    with uncompiled, patch.object(associative_scan, "__defaults__", defaults):
         yield
+
+
+def _uncompiled_operators(compile: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `torch.compile`, but for functions of PyTorch's own that call operators of control flow."""
+
+    def chosen(model: Any = None, **options: Any) -> Any:
+        is_own = getattr(model, "__module__", "").startswith("torch._higher_order_ops")
+        return model if is_own else compile(model, **options)
+
+    return chosen
 
 
 def run_operator(

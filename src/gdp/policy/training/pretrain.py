@@ -97,7 +97,7 @@ class TrainingState:
                 for name, tensor in checkpoint.training.items():
                     self._tensors[name].copy_(tensor)
             elif checkpoint.manifest.get("updates") == num_updates:
-                hours = checkpoint.manifest.get("cpu_hours")
+                hours: Any = checkpoint.manifest.get("cpu_hours")
                 if type(hours) not in (int, float) or not 0 <= hours < 1e9:
                     raise InputError(f"cpu_hours is {brief(hours)}; a number from 0 to 1e9 is expected")
                 self._tensors["updates"].fill_(num_updates)
