@@ -118,7 +118,7 @@ def test_styles_resume_from_their_own_checkpoint_and_outcomes_alone(run: Run) ->
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_saves_and_resumes(run: Run, number: signal.Signals) -> None:
     """A run that SIGINT or SIGTERM interrupts saves its checkpoint and continues from it with `--resume`."""
-    args = train("--save-every", "1", "--updates", "100000")
+    args = train("--updates", "100000")
 
     def interrupt() -> None:
         while not Path(OUT).exists():
@@ -154,7 +154,6 @@ def test_the_seed_alone_decides(run: Run) -> None:
     [
         (train("--styles", "8", "--from", OUT), "--styles: is for a new policy; leave --from out"),
         (["--styles", "8", "--out", OUT, "--pool", "8"], "--pool: means nothing with --styles; leave one of both out"),
-        (["--styles", "8", "--out", OUT, "--save-every", "8"], "--save-every: means nothing with --styles"),
         (["--styles", "8", "--out", OUT, "--samples", "12"], "--samples is 12; with --styles a multiple of 8 is"),
         (train("--budget", "100sims"), "budget is '100sims'; a time such as 30s or 2m is expected"),
         (train("--from", "graph.txt"), "graph.txt: no such file"),

@@ -9,7 +9,7 @@ from gdp.graph import Graph
 from gdp.graph.copies import ACCUMULATE
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
-from gdp.placers.replicated import replicated_stages
+from gdp.placers.starts import replicated_stages
 from gdp.search.ops.good_order import in_good_order
 from gdp.search.question import Question
 from gdp.simulator.orders import PROGRAM, ZERO_BUBBLE_PROGRAM, only_for_updates, program_levels

@@ -11,7 +11,7 @@ from gdp.parallel.step import Step
 from gdp.placers import CLASSICAL, NoTimeError
 from gdp.placers import list_scheduling as lists
 from gdp.placers.base import TriedPlacements
-from gdp.placers.replicated import replicated_stages
+from gdp.placers.starts import replicated_stages
 from gdp.simulator.problem import Problem
 from problems import CASES, accumulating, recurrent
 

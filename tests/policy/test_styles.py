@@ -13,7 +13,6 @@ from gdp.errors import InputError
 from gdp.policy.checkpoint import load_checkpoint, new_policy
 from gdp.policy.construction import Constructor
 from gdp.policy.features import INITIAL_WEIGHTS
-from gdp.policy.problem_features import NUM_PROBLEM_FEATURES, problem_features
 from gdp.policy.sampling import draw_styles
 from gdp.policy.scheduler import SchedulerPolicy, StyleNetwork
 from gdp.policy.style_scorer import StyleScores, in_grouping, style_numbers
@@ -29,7 +28,7 @@ from gdp.policy.training.style_training import (
     try_styles,
     write_part,
 )
-from gdp.policy.unit_source import UnitSource
+from gdp.policy.unit_source import NUM_PROBLEM_FEATURES, UnitSource, problem_features
 from gdp.search.candidate import Figures
 from gdp.search.ops.zero_shot import StylePool
 from gdp.simulator.problem import Problem

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from gdp.report.limits import AFTER_OP, AFTER_TRANSFER, AT_ONCE, CHANNEL_BUSY, DEVICE_BUSY, Waits
 from gdp.report.memory_curves import alive_at, memory_curves
-from gdp.report.waits import AFTER_OP, AFTER_TRANSFER, AT_ONCE, CHANNEL_BUSY, DEVICE_BUSY, Waits
 from gdp.simulator.allocations import Allocations
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate

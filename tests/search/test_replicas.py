@@ -11,7 +11,7 @@ from gdp.graph.accumulation import accumulated
 from gdp.graph.excerpts import Excerpt
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
-from gdp.placers.replicated import ReplicatedChain, replicated_stages
+from gdp.placers.starts import ReplicatedChain, replicated_stages
 from gdp.search.ops.alike_replicas import OneReplica, placed_by_replicas, searched_in_one, shift_cuts
 from gdp.search.ops.auto import auto
 from gdp.search.ops.good_order import in_good_order

@@ -47,9 +47,6 @@ class TrainOptions:
         int, typer.Option(metavar="N", min=1, help="Number of updates, over which the learning rate falls.")
     ] = 500
     budget: Annotated[str | None, typer.Option(metavar="TIME", help="Stop earlier, such as after 10m or 2h.")] = None
-    graphs_per_update: Annotated[
-        int | None, typer.Option(metavar="G", min=1, help="Graphs in an update. Default: all, at most 8.")
-    ] = None
     samples: Annotated[
         int | None,
         typer.Option(
@@ -64,17 +61,11 @@ class TrainOptions:
         list[str] | None,
         typer.Option(metavar="GRAPH", help="Keep the parameters that are best on this graph. Repeatable."),
     ] = None
-    validate_every: Annotated[
-        int | None, typer.Option(metavar="K", min=1, help="Validate every K updates. Default: 20.")
-    ] = None
     pool: Annotated[
         int | None,
         typer.Option(
             metavar="P", min=0, help="Problems kept, for 32 updates each; 0: all new ones. Default: at most 128."
         ),
-    ] = None
-    save_every: Annotated[
-        int | None, typer.Option(metavar="K", min=1, help="Write CHECKPOINT every K updates. Default: 10.")
     ] = None
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the training.")] = 0
     threads: ThreadsOption = None

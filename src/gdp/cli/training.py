@@ -25,7 +25,7 @@ from gdp.report.progress import StatusLine, live, stop_on_interrupt, training_se
 
 RANDOM_SHARE = 0.75  # of tasks with --randomize; the others stay as given, as they are at the end
 MAX_GRAPHS_PER_UPDATE = 8
-SAMPLES, VALIDATE_EVERY, SAVE_EVERY = 16, 20, 10
+SAMPLES = 16
 MAX_POOL = 128  # problems; each takes about a megabyte
 TRAINING_SET = "training-set"  # the GRAPH that stands for `PAPERS.training_set`
 
@@ -106,11 +106,9 @@ def run(options: TrainOptions, command: str, warm_up: Callable[[], object]) -> T
     config = TrainingConfig(
         seed=options.seed,
         updates=options.updates,
-        graphs_per_update=options.graphs_per_update
-        or (MAX_GRAPHS_PER_UPDATE if options.randomize else min(len(pairs), MAX_GRAPHS_PER_UPDATE)),
+        graphs_per_update=MAX_GRAPHS_PER_UPDATE if options.randomize else min(len(pairs), MAX_GRAPHS_PER_UPDATE),
         samples=options.samples or SAMPLES,
         learning_rate=policy.learning_rate if options.learning_rate is None else options.learning_rate,
-        validate_every=options.validate_every or VALIDATE_EVERY,
     )
     config = replace(config, pool=_pool(options, config.graphs_per_update))
     tasks = Tasks(pairs, TaskConfig(random_share=RANDOM_SHARE if options.randomize else 0.0), options.seed)
@@ -127,12 +125,7 @@ def run(options: TrainOptions, command: str, warm_up: Callable[[], object]) -> T
             log(f"gdp: {begun}: no such file yet, training starts anew")
         with live(line):
             training_run = TrainingRun(
-                resume=options.resume,
-                save_every=options.save_every or SAVE_EVERY,
-                seconds=seconds,
-                stop=stop,
-                num_threads=options.threads,
-                on_update=report,
+                resume=options.resume, seconds=seconds, stop=stop, num_threads=options.threads, on_update=report
             )
             provenance = Provenance(origin=origin, held_out=held_out, command=command)
             more: Any = {"validation": validation, "provenance": provenance, "run": training_run}
@@ -149,9 +142,9 @@ def _check_styles(options: TrainOptions) -> None:
         return
     if options.start is not None:
         raise InputError("--styles: is for a new policy; leave --from out")
-    for name in ("graphs_per_update", "learning_rate", "validate_every", "pool", "save_every"):
-        if getattr(options, name) is not None:
-            raise InputError(f"--{name.replace('_', '-')}: means nothing with --styles; leave one of both out")
+    for name, value in {"--learning-rate": options.learning_rate, "--pool": options.pool}.items():
+        if value is not None:
+            raise InputError(f"{name}: means nothing with --styles; leave one of both out")
     _style_config(options)
 
 

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
 from gdp.errors import InputError
+from gdp.execute.clipping import LossScaler
 from gdp.execute.executable import CaptureOptions, bound_inputs, check_choice, placed_program
 from gdp.execute.host_executor import HostRunner
-from gdp.execute.loss_scale import LossScaler
 from gdp.execute.plan_executor import PlanExecutor
 from gdp.execute.ranks.rank_runner import RankRunner
 from gdp.execute.ranks.ranks import is_rank

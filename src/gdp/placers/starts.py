@@ -1,4 +1,4 @@
-"""Starts for a search: interleaved stages, where a step has micro-batches, and grids of layers and calls.
+"""Starts for a search: interleaved stages for micro-batches, grids of layers and calls, stages of each replica.
 
 Interleaved stages: each device gets several shorter stages in turn, so that it waits less at the ends of a pipeline,
 for more transfers. D. Narayanan et al., "Efficient large-scale language model training on GPU clusters using
@@ -16,15 +16,24 @@ Grids: a model that runs its layers several times is cut along layers and calls.
 A recurrent net calls its layers at each time step, Transformer-XL at each segment of the text. Stages of layers wait
 for each other at both ends of a step. Where calls depend little on each other, as in the backward pass of
 Transformer-XL, devices that share calls out wait less, and take copies of weights for it.
-N ops, U units, D devices.
+
+Replicas: stages of each replica on devices of its own, which is what users run.
+
+    2 replicas, 4 devices    gpu0, gpu1 | replica 0 in two stages
+                             gpu2, gpu3 | replica 1 in two stages
+N ops, U units, D devices, R replicas, S devices of a replica.
 """
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from gdp.arrays import F64, I64
 from gdp.graph.layers import NO_CALL
 from gdp.placers.base import allowed_work, device_subsets, inherit
-from gdp.placers.contiguous import module_chain, stages
+from gdp.placers.contiguous import Chain, folded_chain, module_chain, stages
 from gdp.placers.settings import INTERLEAVED
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.forward_units import forward_units
@@ -107,3 +116,89 @@ def _cut(amounts: F64, share: F64) -> I64:
     ends = np.cumsum(share)[:-1] / max(float(share.sum()), 1e-300)
     middle = np.cumsum(amounts) - amounts / 2
     return np.searchsorted(ends, middle / max(float(amounts.sum()), 1e-300), side="right")
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicatedChain:
+    """The same chain of units in each replica, to be cut into stages."""
+
+    units: Units
+    chains: tuple[Chain, ...]  # [R]
+    devices: I64  # [R, S]
+
+    def balanced_cuts(self) -> I64:
+        """Returns cuts [R, S - 1] so that the longest stage is short: where, along a chain, another stage begins."""
+        if self.devices.shape[1] == 1:
+            return np.empty((len(self.chains), 0), np.int64)
+        cuts = []
+        for chain, devices in zip(self.chains, self.devices, strict=True):
+            chosen = stages(self.units.problem, self.units, chain, devices)[chain.order]
+            cuts.append(np.searchsorted(chosen, devices[1:]))
+        return np.array(cuts, np.int64)
+
+    def even_cuts(self) -> I64:
+        """Returns cuts [R, S - 1] into stages of about equal work."""
+        size = self.devices.shape[1]
+        return self._at(np.broadcast_to(np.arange(1, size) / size, (len(self.chains), size - 1)))
+
+    def shifted(self, cuts: I64, shares: F64) -> I64:
+        """Returns `cuts` [R, S - 1] moved on by `shares` [S - 1] of a replica's work.
+
+        Later cuts make way to one that moves on, and one that moves back stops at an earlier one.
+        """
+        passed = [np.concatenate(([0.0], done))[own] for done, own in zip(self._done, cuts, strict=True)]
+        moved = np.where(shares == 0, cuts, self._at(np.array(passed) + shares))
+        return np.maximum.accumulate(moved, axis=1)
+
+    def place(self, cuts: I64) -> Placement:
+        """Returns the placement [N] with stages that begin at `cuts` [R, S - 1]."""
+        chosen = np.empty(self.units.num_units, np.int64)
+        for chain, devices, own in zip(self.chains, self.devices, cuts, strict=True):
+            chosen[chain.order] = devices[np.searchsorted(own, np.arange(len(chain.order)), side="right")]
+        return self.units.place_allowed(chosen)
+
+    @cached_property
+    def _done(self) -> list[F64]:
+        """The share of a replica's work that is done with each of its units, for each of R replicas."""
+        sums = [np.cumsum(self.units.work_ns[chain.order], dtype=np.float64) for chain in self.chains]
+        return [each / max(float(each[-1]), 1.0) for each in sums]
+
+    def _at(self, shares: F64) -> I64:
+        """Returns the cuts [R, S - 1] nearest to `shares` [R, S - 1] of a replica's work."""
+        middles = [(done + np.concatenate(([0.0], done[:-1]))) / 2 for done in self._done]
+        return np.array([np.searchsorted(middle, own) for middle, own in zip(middles, shares, strict=True)], np.int64)
+
+
+def replicated_chains(problem: Problem) -> Iterator[ReplicatedChain]:
+    """Yields chains to cut stages along: by layers, by modules, folded; none without replicas with ops of their own.
+
+    A replica on one device needs no choice.
+    """
+    replica = problem.graph.replicas
+    num_replicas = int(replica.max()) + 1
+    size = problem.num_devices // num_replicas
+    if num_replicas < 2 or size < 1:
+        return
+    units = Units.of(problem, forward_units(problem))
+    replica_of_unit = replica[units.first_op]
+    devices = np.arange(num_replicas * size).reshape(num_replicas, size)
+    for chain in _chains(problem, units, size):
+        numbers = replica_of_unit[chain.order]
+        own = [replace(chain, order=chain.order[numbers == number]) for number in range(num_replicas)]
+        if not all(len(each.order) for each in own):
+            return
+        yield ReplicatedChain(units, tuple(own), devices)
+
+
+def replicated_stages(problem: Problem) -> Iterator[tuple[ReplicatedChain, I64]]:
+    """Yields chains with cuts [R, S - 1] into stages: balanced ones, and of equal work."""
+    for chain in replicated_chains(problem):
+        yield chain, chain.balanced_cuts()
+        if chain.devices.shape[1] > 1:
+            yield chain, chain.even_cuts()
+
+
+def _chains(problem: Problem, units: Units, size: int) -> Iterator[Chain]:
+    if size > 1 and any(problem.graph.modules):
+        yield from (module_chain(problem, units, whole_layers=whole) for whole in (True, False))
+    yield folded_chain(problem, units)

@@ -15,10 +15,9 @@ import numpy as np
 
 from gdp.arrays import F32, F64, I64
 from gdp.policy.features import NUM_FEATURES
-from gdp.policy.problem_features import NUM_PROBLEM_FEATURES, problem_features
 from gdp.policy.sampling import Style
 from gdp.policy.settings import SCORER
-from gdp.policy.unit_source import UnitSource
+from gdp.policy.unit_source import NUM_PROBLEM_FEATURES, UnitSource, problem_features
 
 PREFIX = "styles."  # of the names of tensors in checkpoints
 _GROUPING, _FURTHER = 3, 6  # numbers of a style's grouping, which come first, and others beside its scales

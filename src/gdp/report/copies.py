@@ -46,11 +46,6 @@ class Copies:
         """The number of replicas, at least 1."""
         return int(self.replica.max()) + 1
 
-    @property
-    def has_copies(self) -> bool:
-        """True where there are several replicas or micro-batches."""
-        return self.num_replicas > 1 or bool((self.simulation.problem.microbatch > 0).any())
-
     def names(self) -> tuple[list[str], I64, I64]:
         """Returns names that are shown [B], and of each op the number of its name [N] and its micro-batch [N], or 0.
 

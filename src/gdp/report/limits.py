@@ -1,9 +1,21 @@
-"""Finds the limit of a step: the busiest device, the busiest channel, or the critical path."""
+"""Finds the limit of a step (a device, a channel, the critical path), and explains the start of each op and transfer.
 
+    device a   op 1 |--------|op 4 |----|        op 4 starts when op 1 ends: the device was busy
+    channel             |======|                 its transfer starts when op 1 ends: the tensor was made
+    device b                   |op 7 |---|       op 7 starts when the transfer arrives: an input came
+
+An op starts when its device is free and its last input is there, a transfer when its tensor is made and its channels
+are free (docs/machine-model.md, section 3). Each start is the end of another event, back to the start of the step.
+N ops, R transfers.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
+from gdp.arrays import I64
 from gdp.simulator.levels import communication_levels, longest_chain
 from gdp.simulator.simulate import Simulation
 
@@ -64,3 +76,119 @@ class Limits:
         if most == self.path_share:
             return f"The critical path limits the step: {path}, {device}; {ends}."
         return f"The link {self.channel} limits the step: {channel}, {device}."
+
+
+AT_ONCE, AFTER_OP, AFTER_TRANSFER, DEVICE_BUSY, CHANNEL_BUSY = range(5)
+"""The event before a start: none, the op that makes a tensor, the transfer that brings it, the op before on the device,
+the transfer before on the channel."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathStep:
+    """Holds one op or one transfer of the critical path, and the event that it follows."""
+
+    number: int  # of the op, or the transfer
+    is_transfer: bool
+    after: int  # one of the above
+
+
+@dataclass(frozen=True, eq=False)
+class Waits:
+    """Holds the last event that each op and each transfer of a simulated step waited for."""
+
+    simulation: Simulation
+    ready_ns: I64  # [N] when the last input was there; 0 without inputs
+    last_input: I64  # [N] the tensor that came last, -1 without inputs
+    last_transfer: I64  # [N] the transfer that brought it, -1 if it was made on the same device
+    device_free_ns: I64  # [N] when the op before on the device ended; 0 for the first
+    op_before: I64  # [N] that op, -1 for the first
+
+    @classmethod
+    def of(cls, simulation: Simulation) -> "Waits":
+        """Returns the waits of a simulated step."""
+        graph, placement = simulation.problem.graph, simulation.placement
+        num_devices = simulation.problem.num_devices
+        sent = simulation.transfer_tensors * num_devices + simulation.transfer_destinations
+        by_tensor = np.argsort(sent)
+        tensors, consumers = graph.edge_tensors, graph.consumers
+        producers = graph.producers[tensors]
+        moved = placement[producers] != placement[consumers]
+        brought_by = np.full(len(tensors), -1, np.int64)
+        asked = tensors[moved] * num_devices + placement[consumers[moved]]
+        brought_by[moved] = by_tensor[np.searchsorted(sent[by_tensor], asked)]
+        there_ns = simulation.op_finish_ns[producers].copy()
+        there_ns[moved] = simulation.transfer_arrival_ns[brought_by[moved]]
+        # the last edge of each consumer by time; of equal ones the last tensor
+        by_time = np.lexsort((tensors, there_ns, consumers))
+        last = by_time[np.flatnonzero(np.diff(consumers[by_time], append=-1))]
+        ready_ns = np.zeros(graph.num_ops, np.int64)
+        last_input, last_transfer = np.full((2, graph.num_ops), -1, np.int64)
+        ready_ns[consumers[last]] = there_ns[last]
+        last_input[consumers[last]] = tensors[last]
+        last_transfer[consumers[last]] = brought_by[last]
+        device_free_ns, op_before = np.zeros(graph.num_ops, np.int64), np.full(graph.num_ops, -1, np.int64)
+        for ops in simulation.order:
+            op_before[ops[1:]] = ops[:-1]
+            device_free_ns[ops[1:]] = simulation.op_finish_ns[ops[:-1]]
+        return cls(simulation, ready_ns, last_input, last_transfer, device_free_ns, op_before)
+
+    @cached_property
+    def after(self) -> I64:
+        """Returns [N] the event before the start of each op."""
+        by_input = np.where(self.last_transfer >= 0, AFTER_TRANSFER, AFTER_OP)
+        waited = (self.last_input >= 0) & (self.ready_ns >= self.device_free_ns)
+        return np.where(waited, by_input, np.where(self.op_before >= 0, DEVICE_BUSY, AT_ONCE)).astype(np.int64)
+
+    @cached_property
+    def transfer_before(self) -> I64:
+        """Returns [R] the transfer that held a channel until this one started; -1 if none did."""
+        simulation = self.simulation
+        graph, cluster = simulation.problem.graph, simulation.problem.cluster
+        producers = graph.producers[simulation.transfer_tensors]
+        sources = simulation.placement[producers].tolist()
+        made_ns, starts_ns = simulation.op_finish_ns[producers].tolist(), simulation.transfer_start_ns.tolist()
+        ends_ns, targets = simulation.transfer_end_ns.tolist(), simulation.transfer_destinations.tolist()
+        before = np.full(len(starts_ns), -1, np.int64)
+        holder = [-1] * len(cluster.channels)
+        # requests come in their order, and so each channel serves them
+        for transfer, (source, target) in enumerate(zip(sources, targets, strict=True)):
+            channels = cluster.route_channels[source][target]
+            if starts_ns[transfer] > made_ns[transfer]:
+                before[transfer] = next(
+                    holder[channel] for channel in channels if ends_ns[holder[channel]] == starts_ns[transfer]
+                )
+            for channel in channels:
+                holder[channel] = transfer
+        return before
+
+    @cached_property
+    def path(self) -> list[PathStep]:
+        """Returns the critical path: each part starts when the one before ends, from 0 to the end of the step."""
+        return list(self._backwards())[::-1]
+
+    def _backwards(self) -> Iterator[PathStep]:
+        simulation = self.simulation
+        producers = simulation.problem.graph.producers
+        last_op = int(np.argmax(simulation.op_finish_ns))
+        number, is_transfer = last_op, False
+        if len(simulation.transfer_arrival_ns):
+            last_transfer = int(np.argmax(simulation.transfer_arrival_ns))
+            if simulation.transfer_arrival_ns[last_transfer] > simulation.op_finish_ns[last_op]:
+                number, is_transfer = last_transfer, True
+        while True:
+            if is_transfer:
+                before = int(self.transfer_before[number])
+                yield PathStep(number, True, AFTER_OP if before < 0 else CHANNEL_BUSY)
+                is_transfer = before >= 0
+                number = before if is_transfer else int(producers[simulation.transfer_tensors[number]])
+                continue
+            after = int(self.after[number])
+            yield PathStep(number, False, after)
+            if after == AT_ONCE:
+                return
+            if after == AFTER_TRANSFER:
+                number, is_transfer = int(self.last_transfer[number]), True
+            elif after == AFTER_OP:
+                number = int(producers[self.last_input[number]])
+            else:
+                number = int(self.op_before[number])

@@ -24,10 +24,9 @@ from gdp.report.advice_answer import advice_document, advice_sentences
 from gdp.report.batches_answer import serving_sentence
 from gdp.report.copies import Copies, exchanges_document
 from gdp.report.layouts import layout_document
-from gdp.report.limits import Limits
+from gdp.report.limits import Limits, Waits
 from gdp.report.memory_curves import MemoryCurve, MemoryParts, alive_at, memory_curves
 from gdp.report.tables import short, writable
-from gdp.report.waits import Waits
 from gdp.search.place import Progress
 from gdp.simulator.allocations import Allocations
 from gdp.simulator.plan import Baseline, Plan

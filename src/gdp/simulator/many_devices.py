@@ -19,36 +19,10 @@ from gdp.simulator.heaps import pop_top, push, replace_top, trailing_zeros
 
 
 @inlined
-def _push_rank(ready, begin, size, rank):
-    """Adds `rank` to the heap of `size` entries that begins at `begin`."""
-    at = size
-    while at > 0:
-        parent = (at - 1) >> 1
-        if ready[begin + parent] <= rank:
-            break
-        ready[begin + at] = ready[begin + parent]
-        at = parent
-    ready[begin + at] = rank
-
-
-@inlined
-def _pop_rank(ready, begin, size):
-    """Takes the lowest rank off the heap of `size` entries that begins at `begin`, and returns it."""
-    lowest, moved = ready[begin], ready[begin + size - 1]
-    size -= 1
-    at = 0
-    while True:
-        child = 2 * at + 1
-        if child >= size:
-            break
-        if child + 1 < size and ready[begin + child + 1] < ready[begin + child]:
-            child += 1
-        if ready[begin + child] >= moved:
-            break
-        ready[begin + at] = ready[begin + child]
-        at = child
-    ready[begin + at] = moved
-    return lowest
+def _add_ready(ready, begins, num_ready, device, rank):
+    """Adds `rank` to the heap of `device`, in which ranks stand for times and for items."""
+    own = ready[begins[device] :]
+    num_ready[device] = push(own, own, num_ready[device], rank, rank)
 
 
 @inlined
@@ -107,8 +81,7 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
                 return STOPPED, remaining_ns[device]
     for op in arrays.sources:
         device = np.uint64(placement[op])
-        _push_rank(ready, begins[device], num_ready[device], rank[op])
-        num_ready[device] += 1
+        _add_ready(ready, begins, num_ready, device, rank[op])
         num_changed = _note(changed, is_changed, num_changed, device)
 
     while True:
@@ -127,8 +100,9 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
             else:
                 if num_ready[device] == 0:
                     continue
-                op = dispatch.op_of_rank[_pop_rank(ready, begins[device], num_ready[device])]
-                num_ready[device] -= 1
+                own = ready[begins[device] :]
+                op = dispatch.op_of_rank[own[0]]
+                num_ready[device] = pop_top(own, own, num_ready[device])
             duration = op_time_ns[op, device if devices_differ else zero]
             if now + tail_ns[op] >= stop_ns or now + remaining_ns[device] >= stop_ns:
                 return STOPPED, max(now + tail_ns[op], now + remaining_ns[device])
@@ -166,8 +140,7 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
                     left = missing[consumer] - 1
                     missing[consumer] = left
                     if left == 0 and not replays:
-                        _push_rank(ready, begins[source], num_ready[source], rank[consumer])
-                        num_ready[source] += 1
+                        _add_ready(ready, begins, num_ready, source, rank[consumer])
                 else:
                     destinations[device >> six] |= one << (device & low)
                     sends = True
@@ -215,8 +188,7 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
                     missing[consumer] = left
                     if left == 0:
                         if not replays:
-                            _push_rank(ready, begins[device], num_ready[device], rank[consumer])
-                            num_ready[device] += 1
+                            _add_ready(ready, begins, num_ready, device, rank[consumer])
                         num_changed = _note(changed, is_changed, num_changed, device)
 
     return end_of_run(schedule, num_transfers, num_ops), latest

@@ -27,12 +27,12 @@ from gdp.policy.base import one_thread
 from gdp.policy.checkpoint import save_checkpoint
 from gdp.policy.construction import Constructor
 from gdp.policy.features import INITIAL_WEIGHTS
-from gdp.policy.problem_features import problem_features
 from gdp.policy.sampling import draw_styles, widen
 from gdp.policy.scheduler import SchedulerPolicy, StyleNetwork
 from gdp.policy.style_scorer import StyleScores, style_numbers, target
 from gdp.policy.training.pretrain import Provenance, TrainingProgress, TrainingRun, manifest_of
 from gdp.policy.training.tasks import Tasks, TrainingTask
+from gdp.policy.unit_source import problem_features
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate_many
 from gdp.tensor_file import TensorFormat

@@ -7,17 +7,79 @@ is known of another promises more. What users run, a replica on each device, is 
 is very large and must lose; where nothing fits, so is what takes the least memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from gdp.budget import Clock, has_time
 from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.search.candidate import Arrangement, Candidate
 from gdp.search.layouts.arrangement import forced, more_microbatches, replicated_ways
-from gdp.search.layouts.estimate_queue import EstimateQueue
+from gdp.search.layouts.estimate import Estimator
 from gdp.search.layouts.layout_search import LayoutSearch
+from gdp.search.layouts.less_memory import with_less_memory
 from gdp.simulator.simulate import NEVER
+
+Attempt = Callable[[Callable[[Arrangement], Candidate], Arrangement], Candidate | None]
+"""Returns an estimate of an arrangement by a function that makes one; None where the model does not allow it."""
+
+
+class EstimateQueue:
+    """The arrangements that are left. Where one does not fit, others of its kind that take less memory join."""
+
+    def __init__(self, estimator: Estimator, batch_size: int, attempt: Attempt, *, grows: bool = True) -> None:
+        """With `grows` false none joins."""
+        self.estimator = estimator
+        self.left: list[Candidate] = []
+        self._batch_size, self._attempt, self._grows = batch_size, attempt, grows
+        self._seen: set[Arrangement] = set()
+        self._num_parts: set[int] = set()  # of the batch, that were looked at
+
+    def add(self, ways: Iterable[Arrangement], clock: Clock | None = None) -> None:
+        """Adds what arithmetic says of new arrangements, and of others that take less memory than do not fit.
+
+        Once one is there, further parts of the batch are looked at while there is time.
+        """
+        pending = list(ways)[::-1]
+        while pending:
+            way = pending.pop()
+            num_parts = way.layout.num_parts
+            if way in self._seen or (num_parts not in self._num_parts and self.left and not has_time(clock)):
+                continue
+            self._num_parts.add(num_parts)
+            self._seen.add(way)
+            least = self._attempt(self.estimator.least, way)
+            if least is not None:
+                self.left.append(least)
+                pending += self._smaller(least)[::-1]
+
+    def estimate(self, known: Candidate) -> None:
+        """Replaces what arithmetic says of an arrangement by an estimate."""
+        self.left.remove(known)
+        estimate = self._attempt(self.estimator.estimate, known.way)
+        if estimate is not None:
+            self.left.append(estimate)
+            self.add(self._smaller(estimate))
+
+    def best(self, clock: Clock) -> Candidate | None:
+        """Returns the most promising of all, estimated; None where there is none, or time is up before."""
+        while self.left:
+            most = min(self.left)
+            if most.has_places:
+                return most
+            if clock.is_up or not self.estimator.has_time(most.way):
+                return None
+            self.estimate(most)
+            clock.spend(1)
+        return None
+
+    def _smaller(self, estimate: Candidate) -> list[Arrangement]:
+        if estimate.fits or not self._grows:
+            return []
+        way = estimate.way
+        return with_less_memory(way, self._batch_size, has_cpu=self.estimator.has_spare_cpu(way))
+
 
 USUAL_ZERO = (0, 1, 3)  # what users run on each device: DDP, ZeRO 1, FSDP
 

@@ -14,7 +14,7 @@ from gdp.arrays import I64, narrow
 from gdp.budget import PREPARED, REPLAYED, Clock
 from gdp.cluster import WORD_DEVICES
 from gdp.graph.excerpts import Excerpt
-from gdp.placers.replicated import ReplicatedChain, replicated_stages
+from gdp.placers.starts import ReplicatedChain, replicated_stages
 from gdp.search.candidate import Candidate
 from gdp.search.question import Question, Solution
 from gdp.simulator.problem import Placement, Problem

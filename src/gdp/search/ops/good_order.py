@@ -8,8 +8,7 @@ import numpy as np
 from gdp.budget import Clock
 from gdp.placers.base import devices_by_speed
 from gdp.placers.contiguous import folded_chain, stages
-from gdp.placers.replicated import replicated_stages
-from gdp.placers.starts import call_grids
+from gdp.placers.starts import call_grids, replicated_stages
 from gdp.search.candidate import Figures
 from gdp.search.ops.local_search import diverse_starts
 from gdp.search.question import Question
