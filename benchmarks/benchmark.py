@@ -27,6 +27,7 @@ from gdp.errors import InputError, suggest
 Say = Callable[[str], None]
 HELP = {
     "against": "Trained beside gdp's plan.",
+    "all": "Every row, in place of a sample.",
     "batch": "Samples of a step; of paper: the checkpoint of gdp-batch. Default: gdp's own policy.",
     "budget": "Of each search or training.",
     "budgets": "Of processor time.",
@@ -50,8 +51,10 @@ HELP = {
     "placements": "Predicted and measured.",
     "placers": "FILE.py:FUNCTION or module:FUNCTION of anybody, and ours.",
     "repeats": "Steps of each.",
-    "runs": "CSV of measured steps: sizes, ways to be parallel, a time.",
+    "runs": "CSV of measured steps, in place of all sources: sizes, ways to be parallel, a time.",
+    "sample": "Rows of a file whose models take long to capture.",
     "seeds": "Runs of each workload.",
+    "sources": "What was measured.",
     "updates": "Of each training and fine-tuning.",
     "workloads": "WORKLOAD each; of short also WORKLOAD:LAYOUT.",
 }

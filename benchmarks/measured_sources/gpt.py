@@ -1,0 +1,156 @@
+"""GPT in layouts of data and pipeline parallelism: the steps that vTrain measured, or those of a user's file.
+
+The GPT of a row is captured as Megatron computes it, in float16 with float32 master weights and Adam; the layout is the
+row's, with equal layers a stage, the 1F1B schedule and all layers recomputed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measured_sources.source import (
+    DATA,
+    CapturedGraphs,
+    MeasuredRow,
+    MeasuredSource,
+    PredictedRow,
+    cluster_of,
+    read_table,
+)
+from gdp.errors import InputError
+from gdp.graph import Graph
+from gdp.parallel.layout import BLOCKS, Layout
+from gdp.search.rivals.equal_stages import equal_stages
+from gdp.search.rivals.rivals import simulate_layout
+from gdp.simulator.problem import Problem
+
+VTRAIN = DATA / "gpt-a100.csv"
+VOCABULARY = 50_257  # of GPT-2's tokenizer: the files do not have it
+DTYPE = "float16"
+_COUNTS = (
+    "gpus",
+    "global_batch",
+    "micro_batch",
+    "hidden",
+    "heads",
+    "layers",
+    "sequence",
+    "tensor_parallel",
+    "data_parallel",
+    "pipeline_parallel",
+)
+_TIME = "iteration_ms"
+
+
+@dataclass(frozen=True, slots=True)
+class GPTStep:
+    """A training step as it was run."""
+
+    gpus: int
+    global_batch: int  # samples
+    micro_batch: int  # samples
+    hidden: int
+    heads: int
+    layers: int
+    sequence: int  # tokens
+    tensor_parallel: int
+    data_parallel: int
+    pipeline_parallel: int
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that was measured."""
+        count = self.global_batch // (self.data_parallel * self.micro_batch)
+        return Layout((count,) * self.data_parallel, recompute=BLOCKS, stages=self.pipeline_parallel)
+
+    @property
+    def choice(self) -> str:
+        """The cards, the model and the batch, for which a user chooses a layout."""
+        sizes = self.gpus, self.hidden, self.heads, self.layers, self.sequence, self.global_batch
+        return "-".join(map(str, sizes))
+
+    @property
+    def name(self) -> str:
+        """A name for the row."""
+        return "-".join(str(getattr(self, name)) for name in _COUNTS)
+
+
+@dataclass(frozen=True)
+class GPTSteps(MeasuredSource):
+    """The rows of a file without tensor parallelism, on devices of kind `card`."""
+
+    name = "gpt"
+    about = "GPT training of vTrain, all layers recomputed, without tensor parallelism"
+
+    path: Path = VTRAIN
+    card: str = "a100-sxm-40g"
+
+    def rows(self) -> Sequence[MeasuredRow]:
+        """Returns the rows; InputError names the line of what is no measured step, or a file that has none."""
+        steps = read_steps(self.path)
+        kept = [(step, time_ms) for step, time_ms in steps if step.tensor_parallel == 1]
+        if not kept:
+            raise InputError(f"{self.path}: no row has tensor_parallel 1; others are not modelled")
+        kept.sort(key=lambda pair: (pair[0].hidden, pair[0].layers, pair[0].micro_batch, pair[0].global_batch))
+        return [
+            MeasuredRow(step.name, time_ms, self.card, step, ranked_with=step.choice, chosen_from=step.choice)
+            for step, time_ms in kept
+        ]
+
+    def predict(self, row: MeasuredRow, graphs: CapturedGraphs) -> PredictedRow:
+        """Simulates the step in its layout."""
+        step: GPTStep = row.case
+        name = f"gpt-{step.layers}x{step.hidden}-{step.heads}heads-{step.sequence}tokens-b{step.micro_batch}"
+        graph = graphs.read(name, lambda: _capture(step, name))
+        cluster = cluster_of(f"{step.gpus}x{row.card}")
+        stage = equal_stages(Problem.build(graph, cluster), step.pipeline_parallel)
+        assert stage is not None, "the layers are a multiple of the stages"
+        grid = np.arange(step.gpus).reshape(step.data_parallel, step.pipeline_parallel)
+        _, simulation = simulate_layout(graph, step.layout, cluster, stage, grid, in_program_order=True)
+        fits = not simulation.missing_bytes.any()
+        return PredictedRow(row, simulation.step_time_ns / 1e6, f"micro-batch of {step.micro_batch}", fits)
+
+
+def read_steps(path: Path) -> list[tuple[GPTStep, float]]:
+    """Reads steps and their times in ms; InputError names the line of what is no measured step."""
+    steps = []
+    for line, row in enumerate(read_table(path, (*_COUNTS, _TIME)), 2):
+        try:
+            values: dict[str, Any] = {name: int(row[name]) for name in _COUNTS}
+            step, time_ms = GPTStep(**values), float(row[_TIME])
+        except (TypeError, ValueError):
+            raise InputError(f"{path}: line {line}: whole numbers and a time in ms are expected") from None
+        _check(step, time_ms, f"{path}: line {line}")
+        steps.append((step, time_ms))
+    return steps
+
+
+def _check(step: GPTStep, time_ms: float, where: str) -> None:
+    if min(getattr(step, name) for name in _COUNTS) < 1 or not 0 < time_ms < np.inf:
+        raise InputError(f"{where}: has a number that is not above 0")
+    if step.gpus != step.data_parallel * step.pipeline_parallel * step.tensor_parallel:
+        raise InputError(f"{where}: gpus is {step.gpus}, not the product of the three ways to be parallel")
+    if step.global_batch % (step.data_parallel * step.micro_batch) or step.layers % step.pipeline_parallel:
+        raise InputError(f"{where}: the batch has no equal micro-batches, or the layers no equal stages")
+
+
+def _capture(step: GPTStep, name: str) -> Graph:
+    """Returns the step of one micro-batch, as Megatron computes it."""
+    import torch
+
+    from benchmarks.megatron_gpt import build
+    from benchmarks.models.gpt2 import GPT2Config
+    from gdp.models.pytorch import capture_fn
+
+    config = GPT2Config(
+        batch_size=step.micro_batch,
+        num_layers=step.layers,
+        num_steps=step.sequence,
+        hidden=step.hidden,
+        num_heads=step.heads,
+        vocabulary=VOCABULARY,
+    )
+    return capture_fn(lambda: build(config, getattr(torch, DTYPE)), name=name, precision="mixed").graph

@@ -1,0 +1,149 @@
+"""MPT under FSDP: training runs that llm-foundry publishes, on hosts of eight A100.
+
+The model is a GPT of the same sizes; in `mixed` rows weights are gathered in bfloat16, and masters and moments stay in
+float32. On one host all replicas are simulated, with three micro-batches at most: further ones take as long as the
+third. On several hosts the step is the estimate of the layout search.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.measured_sources.source import (
+    DATA,
+    CapturedGraphs,
+    MeasuredRow,
+    MeasuredSource,
+    PredictedRow,
+    cluster_of,
+    read_table,
+)
+from gdp.graph import Graph
+from gdp.parallel.layout import Layout
+from gdp.search.batch_parts import Parts
+from gdp.search.candidate import Arrangement
+from gdp.search.layouts.estimate import Estimator
+from gdp.search.rivals.rivals import simulate_layout
+from gdp.simulator.constraints import Constraints
+
+CARD, CARDS_OF_HOST = "a100-sxm-80g", 8
+SIZES = {  # layers, hidden, heads: llm-foundry, scripts/train/yamls/pretrain
+    "125m": (12, 768, 12),
+    "350m": (24, 1024, 16),
+    "760m": (24, 1536, 12),
+    "1b": (24, 2048, 16),
+    "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "30b": (48, 7168, 56),
+    "70b": (80, 8192, 64),
+}
+VOCABULARY = 50_368
+_MOST_SIMULATED = 3  # micro-batches
+_NUMBERS = "sequence", "cards", "micro_batch", "accumulation"
+
+
+@dataclass(frozen=True, slots=True)
+class MPTStep:
+    """A training step as it was run."""
+
+    model: str
+    sequence: int  # tokens
+    cards: int
+    micro_batch: int  # samples
+    accumulation: int  # micro-batches
+    precision: str
+    recompute: str
+
+    def layout(self, num_microbatches: int) -> Layout:
+        """Returns a replica a card, fully sharded."""
+        return Layout((num_microbatches,) * self.cards, zero=3, recompute=self.recompute)
+
+    def captured(self, samples: int) -> str:
+        """Returns a name for the step of `samples` on one card."""
+        return f"mpt-{self.model}-{self.sequence}tokens-b{samples}-{self.precision}"
+
+
+class MPTSteps(MeasuredSource):
+    """All runs; a row's time is that of its global batch."""
+
+    name = "mpt"
+    about = "MPT training under FSDP of llm-foundry"
+
+    def rows(self) -> Sequence[MeasuredRow]:
+        """Returns the runs."""
+        columns = "model", *_NUMBERS, "precision", "recompute", "tokens_per_s"
+        rows = []
+        for line in read_table(DATA / "mpt-fsdp-a100-80g.csv", columns):
+            counts = [int(line[name]) for name in _NUMBERS]
+            step = MPTStep(line["model"], *counts, line["precision"], line["recompute"])
+            tokens = step.sequence * step.cards * step.micro_batch * step.accumulation
+            key = "-".join(line[name] for name in columns[:-1])
+            time_ms = tokens / float(line["tokens_per_s"]) * 1e3
+            rows.append(MeasuredRow(key, time_ms, CARD, step, ranked_with=step.model, amount=tokens))
+        return rows
+
+    def predict(self, row: MeasuredRow, graphs: CapturedGraphs) -> PredictedRow:
+        """Simulates the step on one host, estimates it on several."""
+        step: MPTStep = row.case
+        kind = f"{step.model}, {'recomputed' if step.recompute == 'blocks' else 'all held'}"
+        if step.cards > CARDS_OF_HOST:
+            time_ns, fits = _estimated(step, graphs)
+        else:
+            graph = graphs.read(step.captured(step.micro_batch), lambda: capture(step, step.micro_batch))
+            time_ns, fits = _simulated(step, graph)
+        return PredictedRow(row, time_ns / 1e6, kind, fits)
+
+
+def _simulated(step: MPTStep, graph: Graph) -> tuple[float, bool]:
+    """Returns the time in ns, and whether the step fits."""
+    cluster, grid = cluster_of(f"{step.cards}x{CARD}"), np.arange(step.cards)[:, None]
+    stage = np.zeros(graph.num_ops, np.int64)
+    counts = [step.accumulation] if step.accumulation < _MOST_SIMULATED else [_MOST_SIMULATED - 1, _MOST_SIMULATED]
+    times_ns = []
+    for count in counts:
+        _, simulation = simulate_layout(graph, step.layout(count), cluster, stage, grid, in_program_order=True)
+        times_ns.append(simulation.step_time_ns)
+    each_ns = times_ns[-1] - times_ns[0]
+    return times_ns[-1] + (step.accumulation - counts[-1]) * each_ns, not simulation.missing_bytes.any()
+
+
+def _estimated(step: MPTStep, graphs: CapturedGraphs) -> tuple[float, bool]:
+    hosts = step.cards // CARDS_OF_HOST
+    cluster, samples = cluster_of(f"{hosts}xdgx-a100"), step.cards * step.accumulation * step.micro_batch
+
+    def read(num_parts: int) -> Graph:
+        count = samples // num_parts
+        return graphs.read(step.captured(count), lambda: capture(step, count))
+
+    estimator = Estimator(Parts(read, samples), cluster, Constraints())
+    devices = tuple((device,) for device in range(step.cards))
+    candidate = estimator.estimate(Arrangement(step.layout(step.accumulation), devices))
+    return candidate.step_time_ns, candidate.fits
+
+
+def capture(step: MPTStep, samples: int) -> Graph:
+    """Returns the step of `samples`, without dropout, as llm-foundry trains."""
+    import torch
+
+    from benchmarks.models.gpt2 import GPT2Config, build
+    from gdp.models.pytorch import capture_fn
+
+    layers, hidden, heads = SIZES[step.model]
+    config = GPT2Config(
+        batch_size=samples,
+        num_layers=layers,
+        num_steps=step.sequence,
+        hidden=hidden,
+        num_heads=heads,
+        vocabulary=VOCABULARY,
+        dropout=0.0,
+    )
+
+    def build_in_halves() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...], dict[str, object]]:
+        model, tokens, others = build(config)
+        return model.bfloat16(), tokens, dict(others)
+
+    captured = capture_fn(build_in_halves, name=step.captured(samples), optimizer="adamw", precision=step.precision)
+    return captured.graph

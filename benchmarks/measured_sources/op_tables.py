@@ -1,0 +1,94 @@
+"""Tables of ops: matrix products and fused attention in bfloat16, each replayed from a CUDA graph.
+
+An op is what a capture makes of it: FLOPs as in `gdp.models.pytorch.flops`, bytes of all arguments and results.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.measured_sources.source import (
+    CUDA_GRAPHS,
+    DATA,
+    CapturedGraphs,
+    MeasuredRow,
+    MeasuredSource,
+    PredictedRow,
+    on_one_card,
+    read_table,
+)
+from gdp.graph import Graph, Op
+
+CARDS = {"a100-sxm": "a100-sxm-80g", "h100-sxm": "h100-sxm-80g", "l40s": "l40s-48g"}
+HEAD_WIDTH, ELEMENT_BYTES, SUM_BYTES = 128, 2, 4  # of all rows; a row of scores leaves its sum in float32
+_SOFTMAX_FLOPS = 5  # of a pair of query and key
+
+
+class OpTable(MeasuredSource):
+    """One op a row."""
+
+    sets_all = True
+
+    def predict(self, row: MeasuredRow, graphs: CapturedGraphs) -> PredictedRow:
+        """Predicts the op alone on the card."""
+        op: Op = row.case
+        simulation = on_one_card(Graph.build(op.name, [op], []), row.card)
+        return PredictedRow(row, simulation.step_time_ns / 1e6, op.name)
+
+
+class ProductTable(OpTable):
+    """Matrix products [m, k] x [k, n]."""
+
+    name = "products"
+    about = "matrix products of aiconfigurator's tables"
+
+    def rows(self) -> list[MeasuredRow]:
+        """Returns the products of all cards."""
+        return [row for table, card in CARDS.items() for row in self._of_card(table, card)]
+
+    def _of_card(self, table: str, card: str) -> Iterator[MeasuredRow]:
+        for line in read_table(DATA / f"gemm-{table}.csv", ("m", "n", "k", "us")):
+            m, n, k = (int(line[name]) for name in ("m", "n", "k"))
+            kind = "up to 64 rows" if m <= 64 else "up to 1,024 rows" if m <= 1024 else "more rows"
+            op = Op(
+                kind,
+                "aten.mm",
+                flops=2 * m * n * k,
+                bytes_accessed=ELEMENT_BYTES * (m * k + k * n + m * n),
+                dtype="bfloat16",
+            )
+            yield MeasuredRow(f"{table}-{m}x{k}x{n}", float(line["us"]) / 1e3, card, op, CUDA_GRAPHS, card)
+
+
+class AttentionTable(OpTable):
+    """Fused attention: a prompt that attends to itself, or one token to a cache."""
+
+    name = "attention"
+    about = "fused attention of aiconfigurator's tables, in vLLM's kernels"
+
+    def rows(self) -> list[MeasuredRow]:
+        """Returns prefill and decode of all cards."""
+        phases = ("prefill", "tokens"), ("decode", "cached")
+        return [
+            row
+            for table, card in CARDS.items()
+            for phase, count in phases
+            for row in self._of_file(DATA / f"attention-{phase}-{table}.csv", phase, count, card)
+        ]
+
+    def _of_file(self, path: Path, phase: str, count: str, card: str) -> Iterator[MeasuredRow]:
+        names = "batch", count, "heads", "kv_heads", "kv_bytes"
+        for line in read_table(path, (*names, "us")):
+            batch, tokens, heads, kv_heads, kv_bytes = (int(line[name]) for name in names)
+            queries, keys = (1, tokens + 1) if phase == "decode" else (tokens, tokens)
+            held = ELEMENT_BYTES if phase == "prefill" else kv_bytes  # a prompt's keys are written to the cache later
+            num_queries = batch * heads * queries
+            num_bytes = num_queries * (2 * HEAD_WIDTH * ELEMENT_BYTES + SUM_BYTES)
+            op = Op(
+                phase,
+                "aten._scaled_dot_product_flash_attention",
+                flops=num_queries * keys * (4 * HEAD_WIDTH + _SOFTMAX_FLOPS),
+                bytes_accessed=num_bytes + 2 * batch * kv_heads * keys * HEAD_WIDTH * held,
+                dtype="bfloat16",
+            )
+            key = "-".join((path.stem.removeprefix("attention-"), *(line[name] for name in names)))
+            yield MeasuredRow(key, float(line["us"]) / 1e3, card, op, CUDA_GRAPHS, f"{card} {phase}")

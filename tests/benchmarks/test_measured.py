@@ -1,0 +1,143 @@
+"""Predictions against what others measured: figures that changes must not make worse, a user's file, and statistics."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.measured import MeasuredBenchmark, predicted
+from benchmarks.measured_sources.exchanges import ExchangeTable
+from benchmarks.measured_sources.gpt import VTRAIN, GPTSteps, read_steps
+from benchmarks.measured_sources.image_models import ImageInference, ImageTraining
+from benchmarks.measured_sources.mpt import MPTSteps, capture
+from benchmarks.measured_sources.op_tables import AttentionTable, ProductTable
+from benchmarks.measured_sources.source import (
+    SET_ROWS,
+    CapturedGraphs,
+    MeasuredRow,
+    MeasuredSource,
+    PredictedRow,
+    read_table,
+)
+from benchmarks.measured_sources.statistics import figures
+from benchmarks.rows import Rows
+from benchmarks.torchvision_stand_in import torchvision_stand_in
+from gdp.errors import InputError
+
+POINT = 0.01
+RECORDED = {  # error of the fixed part in percent: median, 90th percentile; a failing test says what to write here
+    "products": (24.4, 77.6),
+    "attention": (53.6, 76.0),
+    "exchanges": (65.3, 372.1),
+    "gpt": (28.4, 32.4),
+    "mpt": (39.4, 39.5),
+    "timm-training": (28.9, 35.4),
+    "timm-inference": (26.4, 30.0),
+}
+FIXED_ROWS: dict[str, tuple[MeasuredSource, Callable[[int, MeasuredRow], bool]]] = {  # few captures, of small models
+    "products": (ProductTable(), lambda number, _: number % 25 == 0),
+    "attention": (AttentionTable(), lambda number, _: number % 25 == 0),
+    "exchanges": (ExchangeTable(), lambda number, _: number % 8 == 0),
+    "gpt": (GPTSteps(), lambda _, row: (row.case.gpus, row.case.micro_batch, row.case.layers) == (2, 2, 12)),
+    "mpt": (MPTSteps(), lambda _, row: row.key.startswith("125m-2048")),
+    "timm-training": (ImageTraining(), lambda _, row: row.case.model in ("resnet18", "mobilenetv2_100")),
+    "timm-inference": (ImageInference(), lambda _, row: row.case.model in ("resnet18", "vit_tiny_patch16_224")),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_predictions_stay_as_good(name: str, tmp_path: Path) -> None:
+    """Errors on a fixed part of each source are those recorded, within a point."""
+    if name.startswith("timm"):
+        with torchvision_stand_in():
+            pytest.importorskip("timm")
+    source, is_fixed = FIXED_ROWS[name]
+    rows = [row for number, row in enumerate(source.rows()) if is_fixed(number, row)]
+    predictions, left_out = predicted(source, rows, CapturedGraphs(Rows(tmp_path, keep=False)))
+    assert predictions
+    assert not left_out
+    of = figures(predictions)
+    errors = of["median_error"], of["ninetieth_error"]
+    now = ", ".join(f"{100 * error:.1f}" for error in errors)
+    assert errors == pytest.approx([percent / 100 for percent in RECORDED[name]], abs=POINT), (
+        f'predictions have changed; if that is meant, and no source is worse: "{name}": ({now}),'
+    )
+
+
+def test_set_rows_are_few_and_there() -> None:
+    """Costs may be fitted to 25 models of timm, on one card, and to 24 steps of GPT; all of them are rows."""
+    keys: dict[str, set[str]] = {}
+    for line in read_table(SET_ROWS, ("source", "key")):
+        keys.setdefault(line["source"], set()).add(line["key"])
+    training, gpt = ({row.key: row for row in source.rows()} for source in (ImageTraining(), GPTSteps()))
+    assert set(keys) == {"timm-training", "gpt"}
+    assert len({training[key].case.model for key in keys["timm-training"]}) == 25
+    assert {training[key].card for key in keys["timm-training"]} == {"rtx3090-24g"}
+    assert len(keys["gpt"] & gpt.keys()) == len(keys["gpt"]) == 24
+
+
+def test_samples_of_files_have_models_in_common() -> None:
+    """The same models are drawn from all files, as far as these have them, and always the same."""
+    rows = ImageInference(20).rows()
+    assert len(rows) == 5 * 20
+    assert len({row.case.model for row in rows}) < 60
+    assert {row.key for row in rows} <= {row.key for row in ImageInference(21).rows()}
+
+
+def test_statistics_of_a_group() -> None:
+    """Three rows are predicted at 0.5, 1 and 1.5 of 10, 30 and 20 ms: 5, 30 and 30 ms.
+
+    Errors 50, 0, 50 %. Ranks 1, 2.5, 2.5 and 1, 3, 2 have a correlation of 0.866. The first is chosen, the fastest.
+    """
+    predictions = [
+        PredictedRow(MeasuredRow(str(ms), ms, "l4-24g", None, ranked_with="a", chosen_from="b"), predicted_ms, "op")
+        for ms, predicted_ms in ((10, 5), (30, 30), (20, 30))
+    ]
+    of = figures(predictions)
+    assert (of["median_error"], of["median_ratio"], of["mean_regret"]) == (0.5, 1, 0)
+    assert of["rank_correlation"] == pytest.approx(0.866, abs=0.001)
+    of = figures([*predictions[1:]])  # the first of two that are predicted alike takes 30 ms, the other 20
+    assert (of["mean_regret"], of["rank_correlation"]) == (0.5, None)
+
+
+def test_mpt_has_its_parameters() -> None:
+    """MPT of 125 million parameters is as large as llm-foundry says, with 2,048 tokens of a sample."""
+    step = next(row.case for row in MPTSteps().rows() if row.case.model == "125m" and row.case.sequence == 2048)
+    graph = capture(step, 1)
+    weights = [kind == "parameter" for kind in graph.kinds]
+    assert graph.resident_bytes[weights].sum() == 14 * 125_311_488  # halves, float32 masters and two moments
+
+
+def test_a_file_of_your_own(tmp_path: Path) -> None:
+    """Rows of a user's file are predicted alone, and those with tensor parallelism left out; kept graphs are read."""
+    header = VTRAIN.read_text().splitlines()[0]
+    own = tmp_path / "own.csv"
+    own.write_text(f"{header}\n2,4,1,64,2,2,16,1,2,1,3.5\n2,4,1,64,2,2,16,1,1,2,4.5\n2,4,1,64,2,2,16,2,1,1,4.5\n")
+    document = MeasuredBenchmark(runs=own, card="l4-24g").run(out=tmp_path / "out")
+    (table,) = document["tables"]
+    assert table["source"] == "runs"
+    assert [each["measured_ms"] for each in table["predictions"]] == [3.5, 4.5]
+    assert table["parts"].keys() == {"judged"}
+    assert list((tmp_path / "out" / "rows" / "graphs").iterdir())
+    again = MeasuredBenchmark(runs=own, card="l4-24g").run(rows=tmp_path / "out" / "rows")
+    assert again["tables"] == document["tables"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("2,4,1,64,2,2,16,1,2,1", "line 2: whole numbers and a time in ms"),
+        ("2,4,1,64,2,2,16,1,2,1,0", "line 2: has a number that is not above 0"),
+        ("2,4,1,64,2,2,16,1,1,1,3", "line 2: gpus is 2, not the product"),
+        ("2,3,1,64,2,2,16,1,2,1,3", "line 2: the batch has no equal micro-batches"),
+    ],
+)
+def test_errors_of_a_file(line: str, message: str, tmp_path: Path) -> None:
+    """A line that is no measured step is named."""
+    path = tmp_path / "own.csv"
+    path.write_text(f"{VTRAIN.read_text().splitlines()[0]}\n{line}\n")
+    with pytest.raises(InputError, match=message):
+        read_steps(path)
+    path.write_text("gpus\n2\n")
+    with pytest.raises(InputError, match="no column global_batch"):
+        read_steps(path)
