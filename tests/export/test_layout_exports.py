@@ -66,6 +66,7 @@ def test_fsdp_trains_as_one_device(tmp_path: Path) -> None:
         "data=2,microbatches=2,zero=1",
         "data=2,microbatches=2,zero=2,recompute=blocks",
         "data=2,microbatches=2,zero=3,recompute=blocks",
+        "data=2,recompute=selective",
     ]
     layouts += ["data=2,microbatches=2", "data=2,microbatches=2,zero=2", "data=2,microbatches=2,zero=3"]
     names = [f"step{number}" for number in range(len(layouts))]
@@ -118,7 +119,7 @@ def test_strategies_of_megatron_fsdp(zero: int, strategy: str) -> None:
     assert {"--use-megatron-fsdp", "--use-distributed-optimizer"} < set(options)
 
 
-@pytest.mark.parametrize("layout", [PIPELINE, "data=4,microbatches=2,zero=3", "data=4"])
+@pytest.mark.parametrize("layout", [PIPELINE, "data=4,microbatches=2,zero=3", "data=4", "data=4,recompute=selective"])
 def test_options_of_torchtitan(layout: str) -> None:
     """torchtitan parses the options as the layout that was meant."""
     step = cut(layout, cuts=(3,) if "stages" in layout else ())
@@ -138,8 +139,10 @@ def test_options_of_torchtitan(layout: str) -> None:
         assert parallel.module_fqns_per_model_part == [first, last]
     else:
         assert (accumulated, training.local_batch_size) == (step.microbatches[0], SAMPLES)
-    recomputes = type(config.activation_checkpoint).__qualname__ == "FullAC.Config"
-    assert recomputes == (layout == PIPELINE)
+    recomputes = {PIPELINE: "FullAC.Config", "data=4,recompute=selective": "SelectiveAC.Config"}
+    name = type(config.activation_checkpoint).__qualname__
+    assert recomputes.get(layout, name) == name
+    assert name not in set(recomputes.values()) - {recomputes.get(layout)}
 
 
 def test_ops_elsewhere_go_to_their_replica() -> None:
@@ -198,6 +201,7 @@ def test_ranks_of_two_hosts() -> None:
         (torchtitan.write, "data=2,stages=2", (2,), "1F1B takes as many micro-batches as stages; place with microb"),
         (torchtitan.write, "data=2,recompute=model.layers.0", (), "recomputes all layers or none"),
         (torchtitan.write, "data=2,recompute=model.embed_tokens", (), "recomputes whole layers, not model.embed"),
+        (megatron_lm.write, "data=2,recompute=selective", (), "selectively recomputes attention alone; place with rec"),
         (megatron_lm.write, "data=2,recompute=model.layers.1", (), "recomputes as many first layers of each stage"),
     ],
 )

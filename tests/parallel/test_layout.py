@@ -57,7 +57,9 @@ def test_words_of_other_tools_are_understood(text: str, meant: str) -> None:
         ("dp=2,data=2", "data is given twice"),
         ("fsdp=8,zero=2", "zero is given twice"),
         ("ep=2,data=2", "ep: this kind of parallelism is not supported"),
-        ("data=2,ac=selective", "recompute=auto takes as many as memory asks for"),
+        ("HSDP=4", "hsdp: parameters are cut over all replicas; take data=N,zero=3"),
+        ("TP=2", "tensor parallelism is not supported"),
+        ("offload=selective", "whole blocks wait on a CPU; take offload=blocks or auto"),
         ("microbatches=0", "microbatches is 0"),
         ("stages=0", "stages is 0"),
         ("offload=blocks,recompute=auto", "take one of them"),
@@ -78,3 +80,9 @@ def test_bad_documents_are_refused(change: dict[str, object]) -> None:
     assert Layout.of_document(document) == Layout((1, 1), zero=1)
     with pytest.raises(InputError, match="layout: "):
         Layout.of_document(document | change)
+
+
+def test_words_in_any_case() -> None:
+    """Other tools' words are understood in capitals, and selective recomputation is written as it is read."""
+    assert Layout.parse("DP=4,AC=selective") == Layout.parse("data=4,recompute=selective")
+    assert str(Layout.parse("data=4,recompute=selective")) == "data=4,recompute=selective"

@@ -139,7 +139,7 @@ def test_blocks_of_a_model_without_layers_are_refused() -> None:
     """Layers of parameters alone, as JAX programs without scopes have them, are none."""
     ops = [Op(f"w{i}", "parameter", phase="forward", module=f"layers.{i}") for i in range(2)]
     graph = Graph.build("flat", [*ops, Op("a", "mm", phase="forward", module="a")], [Tensor(0, (2,)), Tensor(1, (2,))])
-    with pytest.raises(InputError, match="no list of layers that compute; name modules, recompute=PATH; known: a"):
+    with pytest.raises(InputError, match="no list of layers that compute; take recompute=PATH; known: a"):
         recomputed(graph, "blocks")
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.models import bert
+from gdp.arrays import I64
 from gdp.cluster import Cluster
 from gdp.cluster.device import Route
 from gdp.errors import InputError
@@ -24,7 +25,7 @@ from gdp.search.candidate import DOES_NOT_FIT, NOT_ALLOWED, OK, Arrangement
 from gdp.search.layouts.arrangement import DeviceSpeeds, arrangements, forced
 from gdp.search.layouts.dispatch import best_dispatch
 from gdp.search.layouts.estimate import Estimator
-from gdp.search.layouts.less_memory import fewest_blocks
+from gdp.search.layouts.less_memory import fewest_blocks, with_chosen_blocks
 from gdp.search.place import place
 from gdp.search.question import Solution
 from gdp.search.settings import LargeSteps
@@ -457,3 +458,20 @@ def test_what_does_not_fit_is_better_than_what_is_not_allowed() -> None:
     assert {each.status for each in choice.looked_at} >= {NOT_ALLOWED, DOES_NOT_FIT}
     assert choice.plan.status == "infeasible"
     assert choice.best.missing_bytes > 0
+
+
+@pytest.mark.parametrize(("lacks", "time_ns", "chosen"), [(0, 9, "selective"), (0, 10, ("a",)), (1, 9, ("a",))])
+def test_auto_is_selective_where_that_fits_and_is_quicker(lacks: int, time_ns: int, chosen: object) -> None:
+    """One of two blocks that lack 5 bytes saves 5, and takes 10 ns; selectively all of them take `time_ns`."""
+
+    def lacking(layout: Layout) -> I64:
+        names = {"none": 5, "selective": lacks}
+        return np.array([names.get(str(layout.recompute), 0)])
+
+    def again_ns(layout: Layout) -> int:
+        return time_ns if layout.recompute == "selective" else 10
+
+    ranked, places = [("a", 0), ("b", 1)], np.zeros(2, np.int64)
+    found = with_chosen_blocks(Layout(recompute="auto"), ranked, places, lacking, again_ns=again_ns)
+    assert found.recompute == chosen
+    assert with_chosen_blocks(Layout(recompute="auto"), ranked, places, lacking).recompute == ("a",)

@@ -1,5 +1,7 @@
 """Exports a plan in the format of another tool: `gdp export`."""
 
+import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +24,10 @@ from gdp.cli.shared import NOTHING_FITS, OK, check_writable, fail, print_json, s
 from gdp.errors import InputError, prefixed
 
 if TYPE_CHECKING:
+    from gdp.export.export_target import ExportTarget
     from gdp.export.layouts.target import LayoutTarget
+    from gdp.planning.plan_source import PlanSource
+    from gdp.simulator.problem import Problem
 
 _TARGETS = (
     "hf-device-map, torch-pipelining, onnxruntime, openvino, llama-cpp, vllm or megatron; "
@@ -72,7 +77,11 @@ def export(
         target.read_units(problem)  # a plan that cannot be exported is better known now
     warm_up(())
     with live(f"writing {path}"):
-        answer = exported(problem, read, target)
+        try:
+            answer = exported(problem, read, target)
+            answer.content  # noqa: B018 - InputError for what the tool has no words for
+        except InputError as error:
+            raise InputError(f"{error}{_nearest(source, problem, target)}") from None
         if answer.fits:
             answer.save(path)
     if json:
@@ -80,6 +89,33 @@ def export(
     elif answer.fits:
         show(report.export_report(answer, path))
     return OK if answer.fits else fail(report.does_not_fit(answer), NOTHING_FITS)
+
+
+def _nearest(source: "PlanSource", problem: "Problem", target: "ExportTarget | LayoutTarget") -> str:
+    """Returns the quickest layout with other modules recomputed that the tool takes, with its time; "" for none."""
+    from gdp.export.exported_plan import exported
+    from gdp.parallel.layout import BLOCKS, SELECTIVE, Layout
+    from gdp.parallel.step import Step
+    from gdp.report.tables import format_ms
+    from gdp.search.question import plan_of
+    from gdp.simulator.problem import Problem
+    from gdp.simulator.simulate import simulate
+
+    plan, found = source.plan, list[tuple[int, str]]()
+    if plan.layout is None or not isinstance(plan.layout["recompute"], list) or source.model.is_file:
+        return ""
+    devices = dict(zip(problem.graph.op_names, plan.placement.tolist(), strict=True))
+    for modules in (SELECTIVE, BLOCKS):
+        with contextlib.suppress(InputError, KeyError):  # stages of other ops
+            layout = dict(plan.layout) | {"recompute": modules}
+            step = Step.of_document(lambda num_parts: source.model.part(num_parts).graph, layout)
+            other = Problem.build(step.graph, source.cluster, source.constraints)
+            placement = [devices[name.replace("!", "")] for name in step.graph.op_names]
+            own = replace(plan_of(simulate(other, placement), 0, plan.placer, plan.seed), layout=layout)
+            answer = exported(other, own, target)
+            if answer.fits and answer.content:
+                found.append((answer.step_time_ns, str(Layout.of_document(layout))))
+    return "".join(f"; the nearest: --parallel {text}, {format_ms(time_ns)}" for time_ns, text in sorted(found)[:1])
 
 
 def _path(out: Path | None, plan: Path, name: str) -> Path:

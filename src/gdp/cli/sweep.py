@@ -32,6 +32,8 @@ def sweep_place(request: PlaceRequest, sweep: "Sweep", limits: ConstraintOptions
     asked = {value: _of_value(request, sweep, value, limits) for value in sweep.values}
     if request.out is not None:
         check_writable(request.out / _PICTURE)
+    for sentence in prices.unknown(request.cluster):
+        log(f"gdp: note: --prices: {sentence}")
     table = _SweepTable(request, sweep, prices)
     with progress.stop_on_interrupt() as stop:
         for value, of_value in asked.items():

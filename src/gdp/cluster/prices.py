@@ -15,7 +15,7 @@ from gdp import files
 from gdp.cluster.catalogue import KINDS
 from gdp.cluster.cluster import Cluster
 from gdp.cluster.cluster_file import read_yaml
-from gdp.errors import InputError, prefixed
+from gdp.errors import InputError, prefixed, suggest
 
 _KEYS = ("dollars_per_hour", "watts")
 _MOST = 1e6  # of either
@@ -54,6 +54,13 @@ class Prices:
             if not isinstance(document, dict) or not document:
                 raise InputError("no kinds of devices; KIND: {dollars_per_hour: 1.5, watts: 300} is expected")
             return cls(MappingProxyType({kind: dict(_figures(kind, row)) for kind, row in document.items()}))
+
+    def unknown(self, cluster: Cluster) -> list[str]:
+        """Returns a sentence on each kind that is neither in the catalogue nor in `cluster`."""
+        known = {*KINDS, *(device.kind for device in cluster.devices)}
+        return [
+            f"{kind}: no such kind of device; {suggest(kind, sorted(known))}" for kind in self.own if kind not in known
+        ]
 
     def of(self, cluster: Cluster) -> Price:
         """Returns the sums over all devices. A CPU without a price is in those of the cards that it hosts."""

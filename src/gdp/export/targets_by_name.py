@@ -14,7 +14,7 @@ TARGETS: dict[str, ExportTarget] = {module.NAME: module.TARGET for module in _MO
 LAYOUT_TARGETS: dict[str, LayoutTarget] = {
     module.NAME: module.TARGET for module in (torch_fsdp, torchtitan, megatron_lm)
 }
-_ALIASES = {"device-map": hf_device_map.NAME, "llama.cpp": llama_cpp.NAME}
+_ALIASES = {"device-map": hf_device_map.NAME, "accelerate": hf_device_map.NAME, "llama.cpp": llama_cpp.NAME}
 
 
 def find_target(name: str, *, context: int | None = None, split_layers: bool = False) -> ExportTarget:

@@ -14,7 +14,7 @@ from gdp.arrays import I64, Bool
 from gdp.errors import InputError, suggest
 from gdp.graph import Graph
 from gdp.graph.layers import LayerPaths
-from gdp.parallel.layout import BLOCKS
+from gdp.parallel.layout import BLOCKS, SELECTIVE
 
 _SOURCES = ("parameter", "buffer", "constant", "input")
 _IGNORES_OLD_CONTENT = "batch_norm"  # in training: it updates running statistics, and computes from the batch's own
@@ -32,12 +32,12 @@ def block_paths(graph: Graph, modules: str | Sequence[str]) -> list[str]:
         if phase == "forward" and kind not in _SOURCES
     }
     known = dict.fromkeys(prefix for module in sorted(computing) for prefix in _prefixes(module))
-    if modules == BLOCKS:
+    if modules in (BLOCKS, SELECTIVE):
         layers = LayerPaths.of(graph)
         paths = [name for name, of_list in zip(layers.names, layers.lists, strict=True) if of_list and name in known]
         if not paths:
             raise InputError(
-                f"recompute=blocks: {graph.name!r} has no list of layers that compute; name modules, recompute=PATH; "
+                f"recompute={modules}: {graph.name!r} has no list of layers that compute; take recompute=PATH; "
                 f"known: {', '.join(list(known)[:8]) or 'none'}"
             )
         return paths
@@ -61,6 +61,7 @@ class Blocks:
     graph: Graph
     paths: tuple[str, ...]  # [B]
     of_op: I64  # [N] by module: the block of each op, forward and backward; -1: none
+    is_selective: bool = False  # attention and every second product do not run again
 
     @classmethod
     def of(cls, graph: Graph, modules: str | Sequence[str]) -> "Blocks":
@@ -71,7 +72,8 @@ class Blocks:
             module: next((number[path] for path in _prefixes(module) if path in number), -1)
             for module in set(graph.modules)
         }
-        return cls(graph, tuple(paths), np.array([by_module[module] for module in graph.modules], np.int64))
+        of_op = np.array([by_module[module] for module in graph.modules], np.int64)
+        return cls(graph, tuple(paths), of_op, modules == SELECTIVE)
 
     @cached_property
     def is_source(self) -> Bool:
@@ -83,6 +85,20 @@ class Blocks:
         """[N] the forward ops of blocks; what has no block, and parameters, buffers and inputs, are not among them."""
         is_forward = self.graph.is_in_phase("forward")
         return np.asarray((self.of_op >= 0) & is_forward & ~self.is_source, np.bool_)
+
+    @cached_property
+    def is_saved(self) -> Bool:
+        """[N] the forward ops whose results are kept where recomputation is selective.
+
+        They are attention and of each block the first product and every second one after it, as the policy of
+        torchtitan 0.2 has it: `_apply_op_sac` in torchtitan/distributed/activation_checkpoint.py.
+        """
+        kinds = np.array(self.graph.kinds)
+        saved: Bool = np.char.find(kinds, "attention") >= 0
+        products = np.flatnonzero(self.is_forward & (kinds == "aten.mm"))
+        for block in range(len(self.paths)):
+            saved[products[self.of_op[products] == block][::2]] = True
+        return np.asarray(saved & self.is_forward & self.is_selective, np.bool_)
 
     @cached_property
     def is_backward(self) -> Bool:
@@ -141,7 +157,7 @@ class Blocks:
         reads_written[readers[is_resident[tensors] & np.isin(graph.groups[makers], written)]] = True
         normalises = np.array([_IGNORES_OLD_CONTENT in kind for kind in graph.kinds], np.bool_)
         may_run = (graph.resident_bytes == 0) & (normalises | ~(writes | reads_written))
-        repeatable: Bool = np.asarray(self.is_forward & may_run, np.bool_)
+        repeatable: Bool = np.asarray(self.is_forward & may_run & ~self.is_saved, np.bool_)
         in_place = np.array([kind.endswith("_") for kind in graph.kinds], np.bool_) & is_forward_pass
         is_overwritten = np.zeros(graph.num_tensors, np.bool_)
         is_overwritten[self.graph.base[tensors[in_place[readers] & (graph.tensor_bytes[tensors] > 0)]]] = True
@@ -277,6 +293,11 @@ def cheapest_blocks(graph: Graph, op_time_ns: I64) -> list[tuple[str, int]]:
     saved = np.array([held - blocks.held_bytes(one) for one in np.eye(len(blocks.paths), dtype=np.bool_)], np.int64)
     order = np.lexsort((-blocks.first_reader, -saved / np.maximum(time_ns, 1)))
     return _in_order(blocks, order[saved[order] > 0], blocks.is_repeated)
+
+
+def recomputed_ns(graph: Graph, modules: str | Sequence[str], op_time_ns: I64) -> int:
+    """Returns the time of the ops that run again with blocks `modules` recomputed."""
+    return int(op_time_ns[Blocks.of(graph, modules).is_repeated].sum())
 
 
 def _layers(graph: Graph) -> Blocks | None:

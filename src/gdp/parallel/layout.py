@@ -10,6 +10,7 @@ from gdp.graph.microbatches import check_count
 
 MAX_REPLICAS = 1024  # as many as there may be devices
 NONE, BLOCKS, AUTO = "none", "blocks", "auto"  # what is recomputed; AUTO: as many blocks as memory asks for
+SELECTIVE = "selective"  # all blocks, but for attention and every second product
 _KEYS = ("data", "tensor", "stages", "microbatches", "zero", "recompute", "offload")
 _BESIDE = ("batch", "places", "ring", "hosts", "whole")  # what plan files have besides the layout
 _MEANT = {  # what users of other tools write; the docs have the table
@@ -36,7 +37,7 @@ class Layout:
 
     microbatches: tuple[int, ...] = (1,)  # [R] of each replica
     zero: int = 0  # 1: optimizer state is cut over replicas, 2: gradients as well, 3: parameters as well
-    recompute: str | tuple[str, ...] = NONE  # NONE, BLOCKS, AUTO, or paths of modules
+    recompute: str | tuple[str, ...] = NONE  # NONE, BLOCKS, SELECTIVE, AUTO, or paths of modules
     stages: int | None = None  # None: ops are placed freely
     offload: str | tuple[str, ...] = NONE  # activations of blocks that wait on a CPU: NONE, BLOCKS, AUTO, or paths
 
@@ -53,6 +54,8 @@ class Layout:
             raise InputError("zero=3 gathers parameters for all replicas at once; give each as many micro-batches")
         if self.stages is not None and self.stages < 1:
             raise InputError(f"stages is {self.stages}; at least 1 is expected")
+        if self.offload == SELECTIVE:
+            raise InputError("offload=selective: whole blocks wait on a CPU; take offload=blocks or auto")
         if self.offload != NONE and self.recompute != NONE:
             raise InputError("recompute and offload are two ways to hold fewer activations; take one of them")
         if self.offload != NONE and self.zero == 3:
@@ -127,15 +130,14 @@ class Layout:
         values: dict[str, str] = {}
         for part in text.split(","):
             key, equals, value = part.strip().partition("=")
+            key = key.lower()
             if not equals or not value:
                 raise InputError(f"--parallel: {part.strip()!r} is no KEY=VALUE; auto, none or {_HELP} is expected")
+            if key == "hsdp":
+                raise InputError("--parallel: hsdp: parameters are cut over all replicas; take data=N,zero=3")
             if key == "fsdp":
                 values["zero"], key = "3", "data"
             key = _MEANT.get(key, key)
-            if key == "recompute" and value == "selective":
-                raise InputError(
-                    "--parallel: blocks are recomputed whole; recompute=auto takes as many as memory asks for"
-                )
             value = BLOCKS if (key, value) == ("recompute", "full") else value
             if key in _MISSING:
                 raise InputError(f"--parallel: {key}: this kind of parallelism is not supported; leave it out")
@@ -184,8 +186,8 @@ def _listed(modules: str | tuple[str, ...]) -> str | list[str]:
 
 
 def _modules(text: str) -> str | tuple[str, ...]:
-    """Returns NONE, BLOCKS, AUTO, or the paths in `text`."""
-    return text if text in (NONE, BLOCKS, AUTO) else tuple(text.split(":"))
+    """Returns NONE, BLOCKS, SELECTIVE, AUTO, or the paths in `text`."""
+    return text if text in (NONE, BLOCKS, SELECTIVE, AUTO) else tuple(text.split(":"))
 
 
 def _integer(values: Mapping[str, str], key: str, default: int) -> int:

@@ -66,7 +66,7 @@ class Recomputation:
 
 
 def recomputed(graph: Graph, modules: str | Sequence[str], *, places: I64 | None = None) -> Graph:
-    """Returns the training step `graph` with blocks recomputed: NONE, BLOCKS or paths of modules.
+    """Returns the training step `graph` with blocks recomputed: NONE, BLOCKS, SELECTIVE or paths of modules.
 
     Ops are renumbered, tensors of `graph` keep their numbers. What no backward op reads is not copied. Ops that write
     buffers are not run again (batch normalisation is, and writes nothing). `places` [N] as in `Recomputation.of`.
@@ -79,7 +79,7 @@ def recomputed(graph: Graph, modules: str | Sequence[str], *, places: I64 | None
 
 
 def blocks_to_recompute(graph: Graph, modules: str | Sequence[str]) -> Blocks:
-    """Returns the blocks that `modules` names: BLOCKS or paths; InputErrors as `recomputed` has them."""
+    """Returns the blocks that `modules` names: BLOCKS, SELECTIVE or paths; InputErrors as `recomputed` has them."""
     if modules == AUTO:
         raise InputError("recompute=auto depends on devices, as a search knows them; name modules, or take blocks")
     if graph.is_in_role(RECOMPUTED).any():

@@ -7,8 +7,9 @@ from textwrap import shorten
 import numpy as np
 
 from gdp.graph import Graph
+from gdp.graph.copies import RECOMPUTED
 from gdp.notebook import format_gib
-from gdp.parallel.layout import Layout
+from gdp.parallel.layout import AUTO, NONE, Layout
 from gdp.parallel.step import Step
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import DOES_NOT_FIT, ESTIMATED, NOT_ALLOWED, Candidate
@@ -115,9 +116,12 @@ def _notes(candidate: Candidate, parts: Parts) -> Iterator[str]:
             f"layouts of {', '.join(map(str, sorted(parts.refused)))} parts of the batch were not tried: there was no "
             "time to read the model with those; give a larger --budget"
         )
+    graph = candidate.step.graph
+    if layout.recompute not in (NONE, AUTO) and not graph.is_in_role(RECOMPUTED).any():
+        yield "nothing is recomputed: the backward pass reads no results of these modules that could be made again"
     if layout.num_parts == 1 or parts.is_fixed:
         return
-    kinds = set(candidate.step.graph.kinds)
+    kinds = set(graph.kinds)
     samples = parts.batch_size // layout.num_parts
     if any("batch_norm" in kind for kind in kinds):
         yield f"batch normalisation sees {samples} samples at a time instead of {parts.batch_size}, as in DDP"

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from gdp.notebook import format_gib
 from gdp.parallel.batches import in_flight, layout_in_flight
-from gdp.parallel.layout import BLOCKS, NONE, Layout
+from gdp.parallel.layout import BLOCKS, NONE, SELECTIVE, Layout
 from gdp.planning.layout_answer import LayoutAnswer
 from gdp.report.tables import format_ms, new_table
 from gdp.search.candidate import ESTIMATED, NOT_ALLOWED, Candidate
@@ -54,7 +54,8 @@ def copies_in_words(num_replicas: int, num_places: int, *, in_stages: bool) -> s
 def _blocks(modules: str | tuple[str, ...]) -> str:
     """Returns `all blocks`, or the modules: by name, if they are few."""
     if isinstance(modules, str):
-        return "all blocks" if modules == BLOCKS else "as many blocks as memory asks for"
+        but = {BLOCKS: "all blocks", SELECTIVE: "all blocks but for attention and every second product"}
+        return but.get(modules, "as many blocks as memory asks for")
     return ", ".join(modules) if len(modules) <= _MOST_NAMED else f"{len(modules)} modules"
 
 

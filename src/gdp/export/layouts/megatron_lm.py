@@ -21,7 +21,7 @@ from gdp.export.layouts.target import (
 from gdp.graph import Graph
 from gdp.graph.parameter_bytes import ParameterBytes
 from gdp.models.model import FLOAT32, MIXED, PURE_BF16
-from gdp.parallel.layout import Layout
+from gdp.parallel.layout import SELECTIVE, Layout
 
 NAME = "megatron"
 _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
@@ -61,6 +61,8 @@ def options(step: CutStep) -> list[str]:
 def _recomputation(step: CutStep) -> list[str]:
     """Returns options for all layers, or for as many first ones of each stage."""
     recomputed = recomputed_layers(step, NAME)
+    if step.layout.recompute == SELECTIVE:
+        raise InputError(f"{NAME}: selectively recomputes attention alone; place with recompute=blocks or auto")
     if not recomputed:
         return []
     method, count = "uniform", 1  # as many layers as run again at a time

@@ -9,7 +9,7 @@ from gdp.export.export_target import host_of, is_cpu
 from gdp.export.layouts.cut_step import CutStep
 from gdp.export.layouts.precision import Held
 from gdp.graph import Graph
-from gdp.parallel.layout import BLOCKS, NONE, Layout
+from gdp.parallel.layout import BLOCKS, NONE, SELECTIVE, Layout
 from gdp.simulator.problem import Problem
 
 
@@ -135,7 +135,7 @@ def recomputed_layers(step: CutStep, target: str) -> set[str]:
     """
     modules = step.layout.recompute
     if isinstance(modules, str):
-        return set(step.layers) if modules == BLOCKS else set()
+        return set(step.layers) if modules in (BLOCKS, SELECTIVE) else set()
     others = [path for path in modules if path not in step.layers]
     if others:
         raise InputError(f"{target}: recomputes whole layers, not {others[0]}; place with recompute=blocks")

@@ -15,7 +15,7 @@ from gdp.export.refusals import check_modules
 from gdp.graph import Graph
 from gdp.graph.layers import LayerPaths
 from gdp.parallel.blocks import block_paths
-from gdp.parallel.layout import NONE, Layout
+from gdp.parallel.layout import NONE, SELECTIVE, Layout
 
 NAME = "torch-fsdp"
 _TEMPLATE = Path(__file__).with_name("training_step.py")
@@ -48,6 +48,7 @@ def write(step: CutStep) -> str:
         "ZERO": layout.zero,
         "COMPUTED_IN": step.held.options[0] if step.held.options else "",
         "SHARDED": tuple(lists) if layout.zero >= 2 else (),
+        "SELECTIVE": layout.recompute == SELECTIVE,
         "RECOMPUTED": () if layout.recompute == NONE else tuple(block_paths(graph, layout.recompute)),
     }
     text = _TEMPLATE.read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from gdp.export.layouts.precision import AUTOCAST, Held, as_fsdp, precision_of
 from gdp.export.layouts.target import LayoutTarget, check_even, common_notes, ranks_of, recomputed_layers, title_of
 from gdp.graph import Graph
 from gdp.models.model import FLOAT32, MIXED, PURE_BF16
-from gdp.parallel.layout import Layout
+from gdp.parallel.layout import NONE, SELECTIVE, Layout
 
 NAME = "torchtitan"
 _TYPES = {  # of weights, and of what is computed with them
@@ -49,9 +49,10 @@ def options(step: CutStep) -> list[str]:
         options += _pipeline(step)
     recomputed = recomputed_layers(step, NAME)
     if recomputed and recomputed != set(step.layers):
-        raise InputError(f"{NAME}: recomputes all layers or none; place with recompute=blocks or without")
+        raise InputError(f"{NAME}: recomputes all layers or none; place with recompute=blocks, selective or none")
     options += step.held.options
-    return [*options, f"activation-checkpoint:{'full' if recomputed else 'none'}"]
+    mode = SELECTIVE if step.layout.recompute == SELECTIVE else "full" if recomputed else NONE
+    return [*options, f"activation-checkpoint:{mode}"]
 
 
 def _pipeline(step: CutStep) -> list[str]:
@@ -77,6 +78,8 @@ def _pipeline(step: CutStep) -> list[str]:
 def notes(step: CutStep) -> list[str]:
     """Returns sentences on what torchtitan does otherwise than the plan."""
     zero, sentences = step.layout.zero, common_notes(step)
+    if step.layout.recompute == SELECTIVE:
+        sentences.append("Which results torchtitan keeps depends on its version: 0.2 those of the plan.")
     if zero in (1, 2):
         cut = "gradients and parameters" if zero == 1 else "parameters"
         sentences.append(

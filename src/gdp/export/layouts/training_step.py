@@ -12,12 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 MICROBATCHES = (1,)  # of each rank, all of the same number of samples
 ZERO = 0  # 1: optimizer state is cut over ranks, 2: gradients as well, 3: parameters as well
 SHARDED: tuple[str, ...] = ()  # modules whose parameters are gathered one module at a time (ZeRO 2 and 3)
 COMPUTED_IN = ""  # the type that products are computed in, of float32 weights; "": as the model is written
 RECOMPUTED: tuple[str, ...] = ()  # modules that run again in the backward pass
+SELECTIVE = False  # but for attention and every second product, as in torchtitan
 
 
 def start() -> torch.device:
@@ -37,7 +39,8 @@ def parallelize(module: nn.Module, device: torch.device) -> nn.Module:
     module = module.float() if COMPUTED_IN else module
     for path in RECOMPUTED:
         parent, _, name = path.rpartition(".")
-        block = checkpoint_wrapper(module.get_submodule(path), checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+        options = {"context_fn": _kept} if SELECTIVE else {}
+        block = checkpoint_wrapper(module.get_submodule(path), CheckpointImpl.NO_REENTRANT, **options)
         module.get_submodule(parent).register_module(name, block)
     if len(MICROBATCHES) == 1:
         return module.to(device)
@@ -48,6 +51,19 @@ def parallelize(module: nn.Module, device: torch.device) -> nn.Module:
     for path in SHARDED:  # each moves to the device alone, the whole might not fit
         fully_shard(module.get_submodule(path), mesh=mesh, reshard_after_forward=ZERO == 3, mp_policy=policy)
     return fully_shard(module, mesh=mesh, reshard_after_forward=ZERO == 3, mp_policy=policy)
+
+
+def _kept() -> Any:
+    """Returns contexts that keep results of attention and of every second product."""
+    products = [0, 0]
+
+    def policy(context: Any, func: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
+        is_product = func is torch.ops.aten.mm.default
+        products[context.is_recompute] += is_product
+        is_kept = products[context.is_recompute] % 2 == 1 if is_product else "attention" in str(func)
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
 
 def optimizer(model: nn.Module, kind: type[torch.optim.Optimizer], **settings: Any) -> torch.optim.Optimizer:

@@ -7,7 +7,7 @@ micro-batch, D devices, R replicas, P places.
 """
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.copies import HOST_COPY
-from gdp.parallel.blocks import cheapest_blocks, longest_held_blocks
+from gdp.parallel.blocks import cheapest_blocks, longest_held_blocks, recomputed_ns
 from gdp.parallel.layout import AUTO, NONE, Layout
 from gdp.placers import CLASSICAL
 from gdp.placers.contiguous import folded_chain, module_chain, stages
@@ -155,8 +155,15 @@ class Estimator:
                 places,
                 lambda way: self._lacking(replace(arrangement, layout=way), places) + reserve_bytes,
                 self.clock,
+                None if layout.offload == AUTO else partial(self._again_ns, arrangement),
             ),
         )
+
+    def _again_ns(self, arrangement: Arrangement, layout: Layout) -> int:
+        """Returns the time that recomputed ops of a micro-batch take on the first device."""
+        graph = self.parts.rough(layout.num_parts)
+        times_ns, device_class = op_time_classes(graph, self.cluster)
+        return recomputed_ns(graph, layout.recompute, times_ns[:, device_class[arrangement.devices[0][0]]])
 
     def _ranked_blocks(self, arrangement: Arrangement) -> list[tuple[str, int]]:
         """Returns the blocks that auto stands for, the cheapest first, and an op of each."""

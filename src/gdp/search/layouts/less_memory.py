@@ -11,7 +11,7 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.budget import Clock, has_time
-from gdp.parallel.layout import AUTO, BLOCKS, NONE, Layout
+from gdp.parallel.layout import AUTO, BLOCKS, NONE, SELECTIVE, Layout
 from gdp.search.candidate import Arrangement
 from gdp.search.layouts.arrangement import more_microbatches
 
@@ -42,11 +42,13 @@ def with_chosen_blocks(
     places: I64,
     lacking: Callable[[Layout], I64],
     clock: Clock | None = None,
+    again_ns: Callable[[Layout], int] | None = None,
 ) -> Layout:
-    """Returns `layout` with blocks in place of auto.
+    """Returns `layout` with blocks in place of auto: whole ones, or selectively all if that fits and is quicker.
 
     `ranked` are the paths of blocks in the order in which they are taken, and an op of each; `places` [N] are those of
-    ops, and `lacking(layout)` returns the bytes [P] that a replica lacks in each place.
+    ops, and `lacking(layout)` returns the bytes [P] that a replica lacks in each place; `again_ns(layout)`
+    the time that its recomputed ops take.
     """
     is_offload = layout.offload == AUTO
 
@@ -56,7 +58,11 @@ def with_chosen_blocks(
     of_place = [[path for path, op in ranked if places[op] == place] for place in range(int(places.max()) + 1)]
     shares = _OFFLOADED_SHARES if is_offload else (1.0,)
     chosen = fewest_blocks(of_place, lambda paths: lacking(with_blocks(paths))[: len(of_place)], shares, clock)
-    return with_blocks(BLOCKS if chosen and len(chosen) == len(ranked) else chosen)
+    cut = with_blocks(BLOCKS if chosen and len(chosen) == len(ranked) else chosen)
+    if again_ns is None or not chosen:
+        return cut
+    selective = with_blocks(SELECTIVE)
+    return selective if again_ns(selective) < again_ns(cut) and not (lacking(selective) > 0).any() else cut
 
 
 def fewest_blocks(
