@@ -19,6 +19,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +29,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from gdp import files
 from gdp.errors import InputError, suggest
 from gdp.models.gguf.gguf_file import GGUF_FILE, read_gguf_config
-from gdp.models.hugging_face.example_inputs import (
-    check_use,
-    diffusers_inputs,
-    leaves_out_images,
-    serving_inputs,
-    transformers_inputs,
-)
-from gdp.models.hugging_face.patches import HostNumbers, capturable, default_dtype, quiet
+from gdp.models.hugging_face.diffusers_inputs import diffusers_inputs
+from gdp.models.hugging_face.example_inputs import check_use, leaves_out_images, serving_inputs, transformers_inputs
+from gdp.models.hugging_face.patches import FullMasks, HostNumbers, capturable, default_dtype, quiet, run_inside
 from gdp.models.hugging_face.quantisation import FLOAT8, QUANTISATION, WeightFormat, weight_format
 from gdp.models.hugging_face.sizes import Sizes, parse
 from gdp.models.hugging_face.timm_models import timm_builder
@@ -61,6 +57,8 @@ _CHOICES = (
     QUANTISATION,
     GGUF_FILE,
 )
+# names of model classes
+_DIFFUSERS_MODEL = re.compile(r"(?!.*(Pipeline|Scheduler|Output|Mixin))\w*(Transformer|UNet|Autoencoder|DiT|Model)\w*")
 _HUB_NAME = r"[\w-][\w.-]*/[\w.-]+"  # owner/name
 _COUNTS, _MOST_PARTS = re.compile(r"^(num|n)_(.*_)?(layers?|experts?|blocks?|stages?)$|depth$"), 10_000
 _OFF = {
@@ -318,22 +316,21 @@ def _diffusers_builder(config: dict[str, Any], sizes: Sizes, text: str, training
     name = config["_class_name"]
     if sizes.weights is not None:
         raise InputError(f"{text}: weights is for models of Transformers; leave it out")
-    if not isinstance(name, str) or name not in diffusers_inputs:
-        raise InputError(
-            f"{text}: _class_name is {name!r}; one of {', '.join(diffusers_inputs)} is expected, "
-            "or give the model as module:function"
-        )
-    model_class = getattr(diffusers, name)
+    names = list(filter(_DIFFUSERS_MODEL.fullmatch, dir(diffusers)))
+    if name not in names:
+        remedy = suggest(str(name), names)
+        raise InputError(f"{text}: _class_name is {name!r}, no model of Diffusers {diffusers.__version__}; {remedy}")
     dtype = _dtype(sizes.dtype or config.get("torch_dtype") or "float32", text, precision)
 
     def build() -> tuple[Any, ...]:
         with _explained(text), quiet():
-            with default_dtype(dtype):
-                model = model_class.from_config(dict(config))
+            with default_dtype(dtype), HostNumbers():
+                model = getattr(diffusers, name).from_config(dict(config))
             model.train(training)
-            inputs = diffusers_inputs[name](model, sizes, text)
+            inputs = diffusers_inputs(model, sizes, text)
             check_use(inputs, sizes, text)
-        return capturable(model), (), inputs
+        length = inputs["encoder_hidden_states"].shape[1] if "encoder_hidden_states" in inputs else 0
+        return run_inside(capturable(model), partial(FullMasks, length)), (), inputs
 
     return build
 

@@ -1,4 +1,4 @@
-"""Inputs of Transformers and Diffusers models, made from their configs; the batch is the first dimension of each."""
+"""Inputs of Transformers models, made from their configs; the batch is the first dimension of each."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -19,7 +19,6 @@ _IMAGE_TOKENS = ("image_seq_length", "mm_tokens_per_image")
 _IMAGE_SHAPES = ("image_grid_thw", "image_sizes", "spatial_shapes", "aspect_ratio_ids", "pixel_attention_mask")
 _CACHES = ("past_key_values", "cache_params")  # parameters of a forward pass
 _VOCABULARIES = ("vocab_size", "n_vocab", "decoder_vocab_size")
-_PROMPT = 77  # tokens of CLIP's text encoder, which diffusion models are conditioned on
 
 
 def transformers_inputs(model: Any, sizes: Sizes, text: str, *, training: bool) -> dict[str, Any]:
@@ -40,7 +39,12 @@ def serving_inputs(model: Any, sizes: Sizes, text: str, *, is_decode: bool) -> t
 
 def check_use(inputs: Mapping[str, Any], sizes: Sizes, text: str) -> None:
     """Raises InputError for a size that no input has."""
-    for name, value, users in (("sequence", sizes.sequence, _SEQUENCES), ("image", sizes.image, _IMAGES)):
+    given = (
+        ("sequence", sizes.sequence, _SEQUENCES),
+        ("image", sizes.image, _IMAGES),
+        ("frames", sizes.frames, _VIDEOS),
+    )
+    for name, value, users in given:
         if value is not None and not users & inputs.keys():
             raise InputError(f"{text}: {name} is given, but the model reads {', '.join(inputs)}; leave it out")
 
@@ -237,66 +241,5 @@ _MAKERS: dict[str, Callable[[_Inputs], Any]] = {
 }
 _SEQUENCES = {"input_ids", "decoder_input_ids", "labels", "input_values", "encoder_hidden_states"}
 _IMAGES = {"pixel_values", "sample", "hidden_states"}
+_VIDEOS = {"sample", "hidden_states"}
 _TOKEN_TASKS = ("ForMaskedLM", "ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForPreTraining")
-
-
-# Diffusers
-
-
-def _unet2d_condition(model: Any, sizes: Sizes, text: str) -> dict[str, Any]:
-    """Noisy latents, a time step each, and a prompt of CLIP's length; of SDXL also its pooled prompt and sizes."""
-    config, batch = model.config, sizes.batch
-    width = config.cross_attention_dim
-    width = width[0] if isinstance(width, (list, tuple)) else width
-    if config.encoder_hid_dim_type is not None or config.addition_embed_type not in (None, "text_time"):
-        raise InputError(
-            f"{text}: a UNet with encoder_hid_dim_type {config.encoder_hid_dim_type!r} and addition_embed_type "
-            f"{config.addition_embed_type!r} needs inputs that this version cannot make; give it as module:function"
-        )
-    inputs: dict[str, Any] = {
-        **_latents(model, sizes),
-        "encoder_hidden_states": torch.randn(batch, sizes.sequence or _PROMPT, width, dtype=model.dtype),
-    }
-    if config.class_embed_type is None and config.num_class_embeds is not None:
-        inputs["class_labels"] = torch.randint(config.num_class_embeds, (batch,))
-    if config.addition_embed_type == "text_time":
-        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-        inputs["added_cond_kwargs"] = {
-            "text_embeds": torch.randn(batch, pooled, dtype=model.dtype),
-            "time_ids": torch.rand(batch, 6, dtype=model.dtype),
-        }
-    return inputs
-
-
-def _unet2d(model: Any, sizes: Sizes, text: str) -> dict[str, Any]:
-    inputs = _latents(model, sizes)
-    if model.config.num_class_embeds is not None:
-        inputs["class_labels"] = torch.randint(model.config.num_class_embeds, (sizes.batch,))
-    return inputs
-
-
-def _dit(model: Any, sizes: Sizes, text: str) -> dict[str, Any]:
-    inputs = _latents(model, sizes)
-    labels = torch.randint(model.config.num_embeds_ada_norm, (sizes.batch,))
-    return {"hidden_states": inputs["sample"], "timestep": inputs["timestep"], "class_labels": labels}
-
-
-def _autoencoder(model: Any, sizes: Sizes, text: str) -> dict[str, Any]:
-    return {"sample": _latents(model, sizes)["sample"]}
-
-
-def _latents(model: Any, sizes: Sizes) -> dict[str, Any]:
-    """Images or latents of `sample_size`, and a time step each."""
-    size = sizes.image or model.config.sample_size or 64
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    sample = torch.randn(sizes.batch, model.config.in_channels, height, width, dtype=model.dtype)
-    return {"sample": sample, "timestep": torch.randint(1000, (sizes.batch,))}
-
-
-diffusers_inputs: Mapping[str, Callable[[Any, Sizes, str], dict[str, Any]]] = {
-    "UNet2DConditionModel": _unet2d_condition,
-    "UNet2DModel": _unet2d,
-    "DiTTransformer2DModel": _dit,
-    "AutoencoderKL": _autoencoder,
-}
-"""Functions that make the keyword inputs of a model of these sizes, by class."""

@@ -96,6 +96,20 @@ class HostNumbers(TorchFunctionMode):
         return func(*args, **options)
 
 
+class FullMasks(TorchFunctionMode):
+    """Answers models of Diffusers that read or count a mask of their text as one of ones does: all tokens count."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nonzero:
+            return torch.arange(args[0].numel()).unsqueeze(1)
+        if func.__name__ == "item" and args[0].dtype is torch.long:
+            return self.length
+        return func(*args, **(kwargs or {}))
+
+
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Makes float tensors of this type inside."""

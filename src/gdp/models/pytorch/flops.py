@@ -87,12 +87,17 @@ def product_operand(func: OpOverload, args: Args) -> Tensor | None:
     return None if position is None else args[position]
 
 
+def rule_of(func: OpOverload) -> str:
+    """Returns how FLOPs of an operator are found."""
+    return _classify(func)[0]
+
+
 @cache
 def _classify(func: OpOverload) -> tuple[str, Formula | None]:
     name = func._schema.name.removeprefix("aten::").removesuffix("_")
     if name in _FORMULAS:
         return FORMULA, _FORMULAS[name]
-    if name in _MOVEMENT:
+    if name in _MOVEMENT or name.endswith("_copy"):
         return MOVEMENT, None
     if func.overloadpacket in flop_registry:
         return FORMULA, None
@@ -218,20 +223,6 @@ def _smoothed(taps: int, *, is_backward: bool = False) -> Formula:
         return int(2 * after.numel() * math.prod(math.ceil(taps * shrink) for shrink in shrinks))
 
     return formula
-
-
-def _ctc(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
-    """Logarithms of shares [time, batch, classes], labels: of each of 2 S + 1 states and each time three exponentials,
-    two sums, a logarithm, a maximum of three and a sum.
-    """
-    shares, labels = args[0], args[1]
-    longest = labels.shape[-1] if labels.dim() == 2 else max(args[3]) if isinstance(args[3], (list, tuple)) else 1
-    return int(shares.shape[0] * shares[0].numel() // shares.shape[-1] * (2 * int(longest) + 1) * 9)
-
-
-def _ctc_backward(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
-    """The states from the end, and of each class at each time an exponential, a difference and two products."""
-    return _ctc(args[1:], kwargs, outputs) + 4 * int(args[1].numel())
 
 
 def _read(count: int, argument: int = 0) -> Formula:
@@ -375,8 +366,6 @@ _FORMULAS: dict[str, Formula] = linear_algebra.FORMULAS | by_name(
         "_unique _unique2 unique_dim unique_consecutive unique_dim_consecutive mode": _sort,
         "segment_reduce _segment_reduce_backward _unsafe_masked_index_put_accumulate multinomial": _read(1),
         "_unsafe_index_put": _scatter,
-        "_ctc_loss": _ctc,
-        "_ctc_loss_backward": _ctc_backward,
         "logcumsumexp _logcumsumexp": _read(4),  # maximum, exponential, sum, logarithm
         "dist renorm": _read(3),  # subtract, or scale; power, sum
         "linalg__powsum": _read(2),
@@ -425,12 +414,10 @@ _MOVEMENT = names(
     unfold_backward as_strided_scatter slice_scatter select_scatter scatter index_copy constant_pad_nd
     reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d flip roll repeat repeat_interleave
     upsample_nearest1d upsample_nearest2d upsample_nearest3d pixel_shuffle pixel_unshuffle channel_shuffle im2col
-    _reshape_copy split_with_sizes_copy view_copy expand_copy permute_copy tril_indices triu_indices set resize
+    tril_indices triu_indices set resize
     nonzero_static index_fill masked_scatter masked_scatter_backward contiguous _foreach_copy _foreach_zero
     reflection_pad3d replication_pad3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
-    diag_embed diagonal_scatter _stack _chunk_cat block_diag rot90 _unsafe_index _unsafe_masked_index _conj_copy
-    max_unpool2d max_unpool3d lu_unpack narrow_copy slice_copy select_copy diagonal_copy unfold_copy transpose_copy
-    t_copy as_strided_copy squeeze_copy unsqueeze_copy unbind_copy split_copy alias_copy detach_copy lift_fresh_copy
-    _pack_padded_sequence _jagged_to_padded_dense_forward _padded_dense_to_jagged_forward resize_as _pin_memory
+    diag_embed diagonal_scatter _stack _chunk_cat block_diag rot90 _unsafe_index _unsafe_masked_index resize_as
+    max_unpool2d max_unpool3d lu_unpack _jagged_to_padded_dense_forward _padded_dense_to_jagged_forward _pin_memory
     """
 )
