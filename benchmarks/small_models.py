@@ -168,7 +168,10 @@ _SMALL: Mapping[str, Any] = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 64),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("vocab_size", "decoder_vocab_size"), 512),
-    **{"num_labels": 10, "image_size": 64, "rotary_dim": 8, "vocab_size_per_layer_input": 512},
+    "num_labels": 10,
+    "image_size": 64,
+    "rotary_dim": 8,
+    "vocab_size_per_layer_input": 512,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"), 128),
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 1),
 }
@@ -185,7 +188,7 @@ TRANSFORMERS = tuple(
     mpnet mpt mra mvp nemotron nystromformer olmo olmo2 olmoe opt pegasus persimmon phi phi3 phimoe
     plbart poolformer pvt pvt_v2 qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next regnet rembert
     resnet roberta roc_bert roformer seed_oss segformer smollm3 squeezebert stablelm starcoder2 swin
-    swinv2 switch_transformers t5 umt5 vit vit_msn wav2vec2 whisper xglm xlm xlm-roberta xlnet xmod
+    swinv2 switch_transformers t5 umt5 vit vit_msn wav2vec2 whisper xglm xlm xlm-roberta xmod
     yolos yoso zamba2
     """
         )
@@ -206,6 +209,8 @@ def transformers_config(kind: str) -> dict[str, Any]:
     architecture = next((table[kind] for table in tables if kind in table), None)
     architecture = architecture[0] if isinstance(architecture, tuple) else architecture
     config = {"model_type": kind} | {key: value for key, value in _SMALL.items() if type(keys.get(key)) is int}
+    if keys.get("is_encoder_decoder"):
+        config["decoder_start_token_id"] = 0
     config |= {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0, 0.0]} if "n_text" in kind else {}
     return config | ({"architectures": [architecture]} if architecture else {})
 

@@ -112,7 +112,7 @@ def test_real_models_run(tmp_path: Path) -> None:
     [
         ("FluxTransformer2D", "", "no model of Diffusers .*; did you mean FluxTransformer2DModel"),
         ("FluxPipeline", "", "_class_name is 'FluxPipeline', no model of Diffusers"),
-        ("PriorTransformer", "", "PriorTransformer needs proj_embedding, which this version cannot make"),
+        ("PriorTransformer", "", "needs hidden_states, proj_embedding, which this version cannot make"),
         ("SD3Transformer2DModel", "&context=3", "context is the size of a cache"),
         ("AutoencoderKL", "&sequence=3", "sequence is given, but the model reads sample"),
     ],
