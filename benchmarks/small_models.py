@@ -188,8 +188,8 @@ TRANSFORMERS = tuple(
     mpnet mpt mra mvp nemotron nystromformer olmo olmo2 olmoe opt pegasus persimmon phi phi3 phimoe
     plbart poolformer pvt pvt_v2 qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next regnet rembert
     resnet roberta roc_bert roformer seed_oss segformer smollm3 squeezebert stablelm starcoder2 swin
-    swinv2 switch_transformers t5 umt5 vit vit_msn wav2vec2 whisper xglm xlm xlm-roberta xmod
-    yolos yoso zamba2
+    swinv2 switch_transformers t5 umt5 vit vit_msn wav2vec2 whisper xglm xlm xlm-roberta
+    yolos yoso
     """
         )
     )
