@@ -77,8 +77,13 @@ class OpsBenchmark(Benchmark):
 
 
 def rule_of_kind(kind: str) -> str:
-    """Returns how FLOPs of ops of a kind are found, such as "formula"; of other kinds than operators: "none"."""
+    """Returns how FLOPs of ops of a kind are found, such as "formula"; of other kinds than operators: "none".
+
+    The update of a parameter is one op, which the rule of its optimizer prices.
+    """
     namespace, _, name = kind.partition(".")
+    if name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad")):
+        return "optimizer"
     packet = getattr(getattr(torch.ops, namespace, None), name, None)
     return "none" if packet is None else rule_of(getattr(packet, packet.overloads()[0]))
 

@@ -39,13 +39,8 @@ def serving_inputs(model: Any, sizes: Sizes, text: str, *, is_decode: bool) -> t
 
 def check_use(inputs: Mapping[str, Any], sizes: Sizes, text: str) -> None:
     """Raises InputError for a size that no input has."""
-    given = (
-        ("sequence", sizes.sequence, _SEQUENCES),
-        ("image", sizes.image, _IMAGES),
-        ("frames", sizes.frames, _VIDEOS),
-    )
-    for name, value, users in given:
-        if value is not None and not users & inputs.keys():
+    for name, users in (("sequence", _SEQUENCES), ("image", _IMAGES), ("frames", _VIDEOS)):
+        if getattr(sizes, name) is not None and not users & inputs.keys():
             raise InputError(f"{text}: {name} is given, but the model reads {', '.join(inputs)}; leave it out")
 
 

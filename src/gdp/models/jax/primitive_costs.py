@@ -246,7 +246,8 @@ def _extent(aval: Any, axes: Iterable[int]) -> int:
 
 def _dot_general(params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
     (contracted, _), _ = params["dimension_numbers"]
-    return 2 * num_elements(outputs[0]) * _extent(inputs[0], contracted)
+    each = 8 if str(inputs[0].dtype).startswith("complex") else 2  # of parts: four products and four sums
+    return each * num_elements(outputs[0]) * _extent(inputs[0], contracted)
 
 
 def _convolution(params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:

@@ -107,9 +107,9 @@ def _classify(func: OpOverload) -> tuple[str, Formula | None]:
 
 
 def _product(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
-    """[.., m, k] @ [.., k, n]"""
+    """[.., m, k] @ [.., k, n]; a product and a sum of complex numbers are four of each."""
     columns = args[1].shape[-1] if args[1].dim() > 1 else 1
-    return 2 * int(args[0].numel()) * int(columns)
+    return (8 if args[0].is_complex() else 2) * int(args[0].numel()) * int(columns)
 
 
 def _added_product(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
@@ -205,10 +205,9 @@ def _fourier(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> in
     return int(flops) if all(side.is_complex() for side in sides) else int(flops) // 2
 
 
-def _search(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
-    """Sorted places and elements, in either order: a comparison for each halving of the places, for each element."""
-    length = min(tensor.shape[-1] if tensor.dim() else 1 for tensor in args[:2] if isinstance(tensor, Tensor))
-    return int(outputs[0].numel()) * max(1, math.ceil(math.log2(max(2, length))))
+def _search(places: int) -> Formula:
+    """Counts a comparison of each element for each halving of the sorted places, an argument."""
+    return lambda args, kwargs, outputs: int(outputs[0].numel()) * math.ceil(math.log2(max(2, args[places].shape[-1])))
 
 
 def _smoothed(taps: int, *, is_backward: bool = False) -> Formula:
@@ -249,7 +248,7 @@ def _pool(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
 
 _REDUCTIONS = """
     sum mean amax amin max min aminmax argmax argmin prod any all nansum cumsum cumprod cummax topk
-    count_nonzero bincount histc cummin _cummax_helper _cummin_helper median nanmedian kthvalue nonzero
+    count_nonzero bincount histc cummin _cummax_helper _cummin_helper median nanmedian kthvalue nonzero histogram
     _is_all_true _is_any_true _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d
 """
 
@@ -260,6 +259,14 @@ _FORMULAS: dict[str, Formula] = linear_algebra.FORMULAS | by_name(
         "addmm baddbmm addmv addbmm _addmm_activation": _added_product,
         "_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2": _grouped_product,
         "_scaled_mm _scaled_mm_v2 _weight_int8pack_mm _weight_int4pack_mm _weight_int4pack_mm_for_cpu": _packed_product,
+        "_mixed_dtypes_linear": _packed_product,
+        # two of four weights are stored, and multiplied: 2 for each of them and column, of a linear layer for each row
+        "_sparse_semi_structured_mm": lambda args, kwargs, outputs: 2 * args[0].numel() * outputs[0].shape[-1],
+        "_sparse_semi_structured_addmm": lambda args, kwargs, outputs: 2 * args[1].numel() * outputs[0].shape[-1],
+        "_sparse_semi_structured_linear": lambda args, kwargs, outputs: (
+            2 * args[1].numel() * (args[0].numel() // args[0].shape[-1])
+        ),
+        "_cslt_sparse_mm": lambda args, kwargs, outputs: outputs[0].numel() * args[1].shape[-2],
         "_foreach_mm": lambda args, kwargs, outputs: _product([args[0][0], args[1][0]], kwargs, outputs),
         "convolution": _convolution,
         "convolution_backward": _convolution_backward,
@@ -362,7 +369,8 @@ _FORMULAS: dict[str, Formula] = linear_algebra.FORMULAS | by_name(
         "_upsample_bicubic2d_aa": _smoothed(4),
         "_upsample_bilinear2d_aa_backward": _smoothed(2, is_backward=True),
         "_upsample_bicubic2d_aa_backward": _smoothed(4, is_backward=True),
-        "bucketize searchsorted isin": _search,
+        "bucketize isin": _search(1),
+        "searchsorted": _search(0),
         "_unique _unique2 unique_dim unique_consecutive unique_dim_consecutive mode": _sort,
         "segment_reduce _segment_reduce_backward _unsafe_masked_index_put_accumulate multinomial": _read(1),
         "_unsafe_index_put": _scatter,

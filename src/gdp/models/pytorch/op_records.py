@@ -69,8 +69,12 @@ def dtype_name(tensors: Iterable[Tensor]) -> str:
 
 
 def product_dtype(operand: Tensor) -> str:
-    """Returns the type in which products with this operand run: both 8 bit integers have the rate of int8."""
-    return "int8" if operand.dtype is torch.uint8 else dtype_name([operand])
+    """Returns the type in which products with this operand run: of complex numbers, that of their parts.
+
+    Both 8 bit integers have the rate of int8.
+    """
+    dtype = operand.dtype.to_real() if operand.is_complex() else operand.dtype
+    return "int8" if dtype is torch.uint8 else str(dtype).removeprefix("torch.")
 
 
 def experts_per_token(values: list[ValueRecord], record: OpRecord) -> int | None:

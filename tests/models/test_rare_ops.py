@@ -1,0 +1,209 @@
+"""Ops that few models have are priced by rules, not at one FLOP for each element of their result."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+import torch
+from jax import numpy as jnp
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gdp.models.jax import capture_jax
+from gdp.models.pytorch import Capture, capture, capture_fn
+
+HALF = torch.float16
+
+
+class Function(nn.Module):
+    """A function of the inputs and a parameter of one number."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.ones(1))
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(*(x * self.weight if self.training and x.is_floating_point() else x for x in inputs))
+
+
+def flops_of(captured: Capture) -> dict[str, int]:
+    return {
+        kind.removeprefix("aten."): int(flops)
+        for kind, flops in zip(captured.graph.kinds, captured.graph.flops, strict=True)
+    }
+
+
+def sparse_linear(x: Tensor, weight: Tensor, kinds: Tensor) -> Any:
+    return torch.ops.aten._sparse_semi_structured_linear(x, weight, kinds)
+
+
+INFERENCE: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
+    # 50 searches in 100 places: 7 comparisons each
+    "bucketize": (lambda x: torch.bucketize(x, torch.arange(100.0)), (torch.ones(50),), 50 * 7),
+    "searchsorted": (lambda x: torch.searchsorted(torch.arange(100.0), x), (torch.ones(50),), 50 * 7),
+    "hardswish": (functional.hardswish, (torch.ones(4, 8),), 32),
+    "median": (lambda x: x.median(-1), (torch.ones(4, 8),), 32),
+    "kthvalue": (lambda x: x.kthvalue(3), (torch.ones(4, 8),), 32),
+    "logcumsumexp": (lambda x: x.logcumsumexp(-1), (torch.ones(4, 8),), 4 * 32),
+    "renorm": (lambda x: x.renorm(2, 0, 1.0), (torch.ones(4, 8),), 3 * 32),
+    # 4 x 4 of 16 x 16 pixels: four times smaller, two neighbours become eight in each dimension
+    "_upsample_bilinear2d_aa": (
+        lambda x: functional.interpolate(x, (4, 4), mode="bilinear", antialias=True),
+        (torch.ones(1, 2, 16, 16),),
+        2 * (2 * 4 * 4) * 8 * 8,
+    ),
+    # larger: four neighbours in each dimension
+    "_upsample_bicubic2d_aa": (
+        lambda x: functional.interpolate(x, (32, 32), mode="bicubic", antialias=True),
+        (torch.ones(1, 2, 16, 16),),
+        2 * (2 * 32 * 32) * 4 * 4,
+    ),
+    "col2im": (lambda x: functional.fold(x, (8, 8), 2, stride=2), (torch.ones(1, 12, 16),), 192),
+    "affine_grid_generator": (
+        lambda x: functional.affine_grid(x, [2, 1, 4, 4], align_corners=False),
+        (torch.ones(2, 2, 3),),
+        2 * 3 * (2 * 4 * 4 * 2),
+    ),
+    # 64 rows with a weight [32, 64], of which half is stored
+    "_sparse_semi_structured_linear": (
+        sparse_linear,
+        (torch.ones(64, 64, dtype=HALF), torch.ones(32, 32, dtype=HALF), torch.ones(32, 4, dtype=torch.int16)),
+        2 * 64 * 32 * 32,
+    ),
+    # [64, 64], of which half is stored with its places in 64 x 36, times [64, 16]
+    "_cslt_sparse_mm": (
+        lambda a, b: torch._cslt_sparse_mm(a, b),
+        (torch.ones(64, 36, dtype=HALF), torch.ones(64, 16, dtype=HALF)),
+        2 * 64 * 32 * 16,
+    ),
+    # a complex product is four products and two sums, a sum two more
+    "mm": (
+        torch.mm,
+        (torch.ones(8, 16, dtype=torch.complex64), torch.ones(16, 4, dtype=torch.complex64)),
+        8 * 8 * 16 * 4,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", INFERENCE)
+def test_flops(kind: str) -> None:
+    """FLOPs are those of hand arithmetic."""
+    function, inputs, flops = INFERENCE[kind]
+    captured = capture(Function(function).eval(), inputs, training=False)
+    assert flops_of(captured)[kind] == flops
+    assert not captured.coverage.unknown
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "flops"),
+    [
+        # as many sums as the gradient has elements
+        (lambda x: functional.pad(x, (1, 1, 1, 1), mode="reflect"), "reflection_pad2d_backward", 2 * 10 * 10),
+        (lambda x: functional.pad(x, (1, 1, 1, 1), mode="replicate"), "replication_pad2d_backward", 2 * 10 * 10),
+        (lambda x: functional.interpolate(x, 16, mode="nearest-exact"), "_upsample_nearest_exact2d_backward", 512),
+        (
+            lambda x: functional.interpolate(x, (4, 4), mode="bilinear", antialias=True),
+            "_upsample_bilinear2d_aa_backward",
+            2 * (2 * 4 * 4) * 4 * 4,
+        ),
+    ],
+)
+def test_flops_of_gradients(function: Callable[..., Any], kind: str, flops: int) -> None:
+    """Gradients of images [1, 2, 8, 8] are priced, too."""
+    captured = capture(Function(function), (torch.ones(1, 2, 8, 8),))
+    assert flops_of(captured)[kind] == flops
+    assert not captured.coverage.unknown
+
+
+@pytest.mark.parametrize(("dtype", "rate"), [(torch.complex64, "float32"), (torch.complex128, "float64")])
+def test_complex_products_run_at_the_rate_of_their_parts(dtype: torch.dtype, rate: str) -> None:
+    """Products of complex numbers have the type of their parts, in PyTorch; batches and sums alike."""
+    x = torch.ones(2, 4, 4, dtype=dtype)
+    captured = capture(Function(lambda a: torch.baddbmm(a, a, a)).eval(), (x,), training=False)
+    (op,) = [op for op, kind in enumerate(captured.graph.kinds) if kind == "aten.baddbmm"]
+    assert captured.graph.dtypes[op] == rate
+    assert captured.graph.flops[op] == 8 * 2 * 4**3 + 2 * 4**2
+
+
+def test_products_of_jax() -> None:
+    """JAX's products of complex numbers and of int8 cost the same."""
+    captured = capture_jax(jnp.dot, jax.ShapeDtypeStruct((8, 16), jnp.complex64), jnp.ones((16, 4), jnp.complex64))
+    assert captured.graph.flops.sum() == 8 * 8 * 16 * 4
+    small = jnp.ones((8, 8), jnp.int8)
+    graph = capture_jax(lambda a: jax.lax.dot(a, a, preferred_element_type=jnp.int32), small).graph
+    assert graph.flops.sum() == 2 * 8**3
+    assert "int8" in {graph.dtypes[op] for op, flops in enumerate(graph.flops) if flops}
+
+
+def test_truncated_normals_are_drawn_without_content() -> None:
+    """Models that draw their parameters from a truncated normal distribution are built under fake tensors."""
+
+    def build() -> tuple[nn.Module, tuple[Tensor]]:
+        model = nn.Linear(8, 8)
+        nn.init.trunc_normal_(model.weight, std=0.02)
+        nn.init.trunc_normal_(model.bias, a=5.0, b=6.0)
+        return model, (torch.ones(4, 8),)
+
+    assert capture_fn(build, training=False).graph.flops.sum() == 2 * 4 * 8 * 8 + 4 * 8
+
+
+F32 = 4  # bytes
+BYTES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str, int]] = {
+    # in, weight, bias, out
+    "linear": (nn.Linear(16, 32), (torch.ones(8, 16),), "addmm", F32 * (8 * 16 + 16 * 32 + 32 + 8 * 32)),
+    # image, filters, out of 10 x 10
+    "convolution": (
+        nn.Conv2d(4, 8, 3, bias=False),
+        (torch.ones(2, 4, 12, 12),),
+        "convolution",
+        F32 * (2 * 4 * 144 + 8 * 4 * 9 + 2 * 8 * 100),
+    ),
+    # in, scale, shift, out, mean and deviation of each row
+    "layer norm": (nn.LayerNorm(16), (torch.ones(8, 16),), "native_layer_norm", F32 * (2 * 128 + 2 * 16 + 2 * 8)),
+    # in, out; scale, shift; means and deviations of the batch; both running ones are read and written
+    "batch norm": (
+        nn.BatchNorm2d(4),
+        (torch.ones(2, 4, 3, 3),),
+        "native_batch_norm",
+        F32 * (2 * 72 + 2 * 4 + 2 * 4 + 4 * 4),
+    ),
+    "softmax": (nn.Softmax(-1), (torch.ones(8, 16),), "_softmax", F32 * 2 * 128),
+    # a row that is repeated is read once
+    "broadcast sum": (lambda x: x + x[:1].expand(8, 16), (torch.ones(8, 16),), "add", F32 * (128 + 16 + 128)),
+    "cat": (lambda x: torch.cat([x, x[:, :8]], 1), (torch.ones(8, 16),), "cat", F32 * 2 * (128 + 64)),
+    # rows of the table for 5 ids of 8 bytes, and as much written
+    "embedding": (nn.Embedding(1000, 8), (torch.zeros(5, dtype=torch.long),), "embedding", 5 * 8 + 2 * 5 * 8 * F32),
+    # three of [2, 2, 10, 8] in, one out, and a sum for each row
+    "attention": (
+        lambda x: functional.scaled_dot_product_attention(x, x * 2, x * 3),
+        (torch.ones(2, 2, 10, 8),),
+        "_scaled_dot_product_flash_attention_for_cpu",
+        F32 * (4 * 320 + 40),
+    ),
+    # maxima of 2 x 2, and their places of 8 bytes
+    "max pool": (nn.MaxPool2d(2), (torch.ones(1, 2, 8, 8),), "max_pool2d_with_indices", F32 * 128 + 12 * 32),
+    # half in, single out
+    "cast": (lambda x: x.float(), (torch.ones(8, 16, dtype=HALF),), "_to_copy", 128 * 2 + 128 * 4),
+}
+
+
+@pytest.mark.parametrize("case", BYTES)
+def test_bytes(case: str) -> None:
+    """Bytes accessed are those of hand arithmetic, in training as in inference."""
+    function, inputs, kind, num_bytes = BYTES[case]
+    module = function if isinstance(function, nn.Module) else Function(function).eval()
+    graph = capture(module, inputs, training=False).graph
+    (found,) = [
+        int(number) for name, number in zip(graph.kinds, graph.bytes_accessed, strict=True) if name == f"aten.{kind}"
+    ]
+    assert found == num_bytes
+
+
+def test_bytes_of_an_update() -> None:
+    """Adam reads the weight, its gradient and two moments of 16 x 32 elements, and writes all but the gradient."""
+    graph = capture(nn.Linear(16, 32, bias=False), (torch.ones(8, 16),)).graph
+    (found,) = [
+        int(n) for name, n in zip(graph.kinds, graph.bytes_accessed, strict=True) if name == "aten._fused_adam_"
+    ]
+    assert found == 7 * F32 * 16 * 32
