@@ -26,7 +26,7 @@ from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.models.model import Reading
 from gdp.models.papers import PAPERS
-from gdp.models.pytorch.flops import UNKNOWN, rule_of
+from gdp.models.pytorch.flops import UNKNOWN, classify
 from gdp.models.source import ModelSource
 from gdp.simulator.problem import Problem
 
@@ -85,7 +85,7 @@ def rule_of_kind(kind: str) -> str:
     if name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad")):
         return "optimizer"
     packet = getattr(getattr(torch.ops, namespace, None), name, None)
-    return "none" if packet is None else rule_of(getattr(packet, packet.overloads()[0]))
+    return "none" if packet is None else classify(getattr(packet, packet.overloads()[0]))[0]
 
 
 def _shares(library: str, name: str) -> dict[str, Any]:

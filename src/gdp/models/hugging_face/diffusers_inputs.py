@@ -29,7 +29,7 @@ def diffusers_inputs(model: Any, sizes: Sizes, text: str) -> dict[str, Any]:
     takes = {
         name: item.default is item.empty
         for name, item in inspect.signature(model.forward).parameters.items()
-        if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)
+        if item.kind is item.POSITIONAL_OR_KEYWORD
     }
     values = _values(model, sizes, takes)
     inputs = {name: values[name] for name in takes if values.get(name) is not None}
@@ -55,7 +55,9 @@ def _values(model: Any, sizes: Sizes, takes: dict[str, bool]) -> dict[str, Any]:
     is_unet, is_encoder = "UNet" in name, "Autoencoder" in name or "VQ" in name
     tokens = sizes.sequence or get("max_text_seq_length", "max_sequence_length", "text_len")
     tokens = tokens or (_PROMPT if is_unet else _TEXT)
-    widths = get(*_WIDTHS)
+    width_of_text = get(*_WIDTHS)
+    if isinstance(width_of_text, (list, tuple)):
+        width_of_text = width_of_text[0]
     mask = torch.ones(batch, tokens, dtype=torch.long)
     size = sizes.image or get("sample_size") or (get("sample_height") or _SIDE, get("sample_width") or _SIDE)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
@@ -89,13 +91,14 @@ def _values(model: Any, sizes: Sizes, takes: dict[str, bool]) -> dict[str, Any]:
     rows = frames // (get("patch_size_t") or 1) * (height // patch) * (width // patch)
     is_rotated = get("use_rotary_positional_embeddings") or name == "HunyuanDiT2DModel"
     rotary = tuple(torch.rand(rows, get("attention_head_dim")) for _ in range(2)) if is_rotated else None
+    is_sized = get("use_style_cond_and_image_meta_size")
     axes = len(get("axes_dims_rope") or (0, 0, 0))
     return {
         **dict.fromkeys(("sample", "hidden_states"), main),
-        **dict.fromkeys(("timestep", "timesteps"), torch.randint(1000, (batch,))),
-        "encoder_hidden_states": normal(batch, tokens, widths[0] if isinstance(widths, (list, tuple)) else widths),
+        "timestep": torch.randint(1000, (batch,)),
+        "encoder_hidden_states": normal(batch, tokens, width_of_text),
         **{key: mask for key in ("encoder_attention_mask", "encoder_hidden_states_mask") if takes.get(key)},
-        **dict.fromkeys(("pooled_projections", "pooled_projection"), normal(batch, get("pooled_projection_dim"))),
+        "pooled_projections": normal(batch, get("pooled_projection_dim")),
         "guidance": torch.ones(batch) if get("guidance_embeds") else None,
         "img_ids": torch.zeros(rows, axes),
         "txt_ids": torch.zeros(tokens, axes),
@@ -114,6 +117,5 @@ def _values(model: Any, sizes: Sizes, takes: dict[str, bool]) -> dict[str, Any]:
         "text_embedding_mask": mask,
         "text_embedding_mask_t5": torch.ones(batch, get("text_len_t5") or 1),
         "encoder_hidden_states_t5": normal(batch, get("text_len_t5"), get("cross_attention_dim_t5")),
-        "image_meta_size": normal(batch, 6) if get("use_style_cond_and_image_meta_size") else None,
-        "style": torch.zeros(batch, dtype=torch.long) if get("use_style_cond_and_image_meta_size") else None,
+        **({"image_meta_size": normal(batch, 6), "style": torch.zeros(batch, dtype=torch.long)} if is_sized else {}),
     }

@@ -66,7 +66,7 @@ def count_flops(func: OpOverload, args: Args, kwargs: Mapping[str, Any], outputs
         formula = _registered.get(str(func)) or _registered.get(str(func.overloadpacket))
         if formula is not None:
             return formula(args, kwargs, outputs), FORMULA
-    kind, table_formula = _classify(func)
+    kind, table_formula = classify(func)
     if table_formula is not None:
         return table_formula(args, kwargs, outputs), kind
     if kind == FORMULA:
@@ -82,18 +82,14 @@ def product_operand(func: OpOverload, args: Args) -> Tensor | None:
 
     Results may be wider, and weights that are packed in fewer bits are unpacked to the type of the activations.
     """
-    formula = _classify(func)[1]
+    formula = classify(func)[1]
     position = None if formula is None else _OPERANDS.get(formula)
     return None if position is None else args[position]
 
 
-def rule_of(func: OpOverload) -> str:
-    """Returns how FLOPs of an operator are found."""
-    return _classify(func)[0]
-
-
 @cache
-def _classify(func: OpOverload) -> tuple[str, Formula | None]:
+def classify(func: OpOverload) -> tuple[str, Formula | None]:
+    """Returns how FLOPs of an operator are found, and the formula, if it is one of gdp."""
     name = func._schema.name.removeprefix("aten::").removesuffix("_")
     if name in _FORMULAS:
         return FORMULA, _FORMULAS[name]
@@ -127,6 +123,11 @@ def _grouped_product(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor
 def _packed_product(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
     """[m, k] @ a weight of n columns in any packing: a pair of four-bit elements counts as one in a shape."""
     return 2 * int(args[0].numel()) * _pairs(args[0]) * int(outputs[0].shape[-1])
+
+
+def _half_product(weight: int) -> Formula:
+    """Counts two of four weights, which are stored and multiplied: 2 for each column, or row of a linear layer."""
+    return lambda args, kwargs, outputs: 2 * args[weight].numel() * (outputs[0].numel() // args[weight].shape[0])
 
 
 def _pairs(operand: Tensor) -> int:
@@ -260,12 +261,9 @@ _FORMULAS: dict[str, Formula] = linear_algebra.FORMULAS | by_name(
         "_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2": _grouped_product,
         "_scaled_mm _scaled_mm_v2 _weight_int8pack_mm _weight_int4pack_mm _weight_int4pack_mm_for_cpu": _packed_product,
         "_mixed_dtypes_linear": _packed_product,
-        # two of four weights are stored, and multiplied: 2 for each of them and column, of a linear layer for each row
-        "_sparse_semi_structured_mm": lambda args, kwargs, outputs: 2 * args[0].numel() * outputs[0].shape[-1],
-        "_sparse_semi_structured_addmm": lambda args, kwargs, outputs: 2 * args[1].numel() * outputs[0].shape[-1],
-        "_sparse_semi_structured_linear": lambda args, kwargs, outputs: (
-            2 * args[1].numel() * (args[0].numel() // args[0].shape[-1])
-        ),
+        "_sparse_semi_structured_mm": _half_product(0),
+        "_sparse_semi_structured_addmm _sparse_semi_structured_linear": _half_product(1),
+        # with places among the weights; inner size from [k, n]
         "_cslt_sparse_mm": lambda args, kwargs, outputs: outputs[0].numel() * args[1].shape[-2],
         "_foreach_mm": lambda args, kwargs, outputs: _product([args[0][0], args[1][0]], kwargs, outputs),
         "convolution": _convolution,
@@ -376,12 +374,8 @@ _FORMULAS: dict[str, Formula] = linear_algebra.FORMULAS | by_name(
         "_unsafe_index_put": _scatter,
         "logcumsumexp _logcumsumexp": _read(4),  # maximum, exponential, sum, logarithm
         "dist renorm": _read(3),  # subtract, or scale; power, sum
-        "linalg__powsum": _read(2),
         "soft_margin_loss multi_margin_loss multilabel_margin_loss_forward": _read(4),
-        "_masked_softmax": _out(6),
-        "_masked_softmax_backward": _out(5),
         "linalg_cross": _out(3),
-        "_batch_norm_no_update _native_batch_norm_legit_no_training batch_norm_elemt": _out(4),
         # theta [.., dims, dims + 1]: a product and a sum for each column and coordinate
         "affine_grid_generator": lambda args, kwargs, outputs: int(2 * args[0].shape[-1] * outputs[0].numel()),
         # [time, batch, in], [width, in, out]
