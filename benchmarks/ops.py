@@ -10,6 +10,7 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class OpsBenchmark(Benchmark):
                 import timm  # noqa: F401
         measured = []
         for library, name in chosen:
-            row = rows.row(name, {"model": name}, lambda library=library, name=name: _shares(library, name))
+            row = rows.row(name, {"model": name}, partial(_shares, library, name))
             measured.append({"library": library, "model": name, **row})
             say(f"{name}: {row['reason'] or ', '.join(f'{len(row[step])} kinds in {step}' for step in STEPS)}")
         done = [row for row in measured if not row["reason"]]

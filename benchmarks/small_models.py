@@ -187,7 +187,7 @@ TRANSFORMERS = tuple(
     megatron-bert mistral mixtral mobilebert mobilenet_v1 mobilenet_v2 mobilevit mobilevitv2 modernbert
     mpnet mpt mra mvp nemotron nystromformer olmo olmo2 olmoe opt pegasus persimmon phi phi3 phimoe
     plbart poolformer pvt pvt_v2 qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next regnet rembert
-    resnet roberta roc_bert roformer seed_oss segformer smollm3 squeezebert stablelm starcoder2 swin
+    resnet roberta roc_bert roformer seed_oss segformer smollm3 squeezebert stablelm starcoder2
     swinv2 switch_transformers t5 umt5 vit vit_msn wav2vec2 whisper xglm xlm xlm-roberta
     yolos yoso
     """
@@ -201,8 +201,8 @@ _TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATIO
 
 def transformers_config(kind: str) -> dict[str, Any]:
     """Returns the small config of a type of models, for the first task that it has a class for."""
-    from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     keys = CONFIG_MAPPING[kind]().to_dict()
     tables = (getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}) for task in _TASKS)

@@ -38,10 +38,10 @@ def timm_builder(name: str, sizes: Sizes, text: str, dtype: torch.dtype, *, trai
     is_fixed = sizes.image is not None and config is not None and config.fixed_input_size
 
     def build() -> tuple[Any, ...]:
-        options = {"img_size": tuple(pixels)} if is_fixed else {}
+        options: dict[str, Any] = {"img_size": tuple(pixels)} if is_fixed else {}
         with quiet(), HostNumbers(), default_dtype(dtype):
             try:
-                model = timm.create_model(name, pretrained=False, no_jit=True, **options)
+                model: Any = timm.create_model(name, pretrained=False, no_jit=True, **options)
             except (AssertionError, RuntimeError, TypeError, ValueError) as error:
                 if not is_fixed:
                     raise
