@@ -22,7 +22,7 @@ from gdp.cluster import Cluster, changes
 from gdp.cluster.catalogue import LINKS
 from gdp.graph import Graph
 from gdp.models.papers import PAPERS
-from gdp.placers.single import single
+from gdp.placers.base import single
 from gdp.planning.warm_up import warm_up
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate

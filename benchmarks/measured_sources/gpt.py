@@ -23,8 +23,7 @@ from benchmarks.measured_sources.source import (
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.parallel.layout import BLOCKS, Layout
-from gdp.search.rivals.equal_stages import equal_stages
-from gdp.search.rivals.rivals import simulate_layout
+from gdp.search.rivals.rivals import equal_stages, simulate_layout
 from gdp.simulator.problem import Problem
 
 VTRAIN = DATA / "gpt-a100.csv"

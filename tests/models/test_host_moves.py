@@ -14,7 +14,7 @@ from gdp.graph import Graph
 from gdp.graph.copies import HOST_COPY
 from gdp.models.pytorch import capture, capture_fn
 from gdp.models.pytorch.host_moves import NOTE
-from gdp.placers.single import single
+from gdp.placers.base import single
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
 

@@ -3,14 +3,13 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from gdp.placers.base import NoTimeError, Placer
+from gdp.placers.base import NoTimeError, Placer, single
 from gdp.placers.contiguous import contiguous
 from gdp.placers.dp_stages import dp_stages
 from gdp.placers.expert import expert
 from gdp.placers.list_scheduling import heft, m_etf, m_sct, m_topo
 from gdp.placers.memory_repair import fit_memory
 from gdp.placers.metis import metis
-from gdp.placers.single import single
 
 __all__ = ["CLASSICAL", "NoTimeError", "Placer", "fit_memory"]
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from gdp.arrays import I64, narrow
 from gdp.budget import Clock, has_time
 from gdp.compiled import kernel
+from gdp.graph.copies import HOST_COPY
 from gdp.placers.memory_repair import excess_bytes, fit_memory
 from gdp.placers.settings import TRIED
 from gdp.simulator.problem import Placement, Problem
@@ -179,3 +180,21 @@ def _inherit(arrays, labels):
                         label = labels[consumers[index]]
                         if label >= 0 and (labels[op] < 0 or label < labels[op]):
                             labels[op] = label
+
+
+def single(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
+    """Places all ops on the fastest device where they fit; None if no device may run all ops."""
+    is_host_copy = problem.graph.is_in_role(HOST_COPY)
+    is_anywhere = narrow(problem.allowed)[~is_host_copy].all(axis=0)
+    devices = np.flatnonzero(np.broadcast_to(is_anywhere, problem.num_devices))
+    if not len(devices):
+        return None
+    has_twins = problem.simulator.time_table_ns.shape[1] == 1
+    alike: dict[tuple[bytes, int], int] = {}  # the first device of each kind and memory
+    for device in devices.tolist():
+        times = b"" if has_twins else problem.op_time_ns[:, device].tobytes()
+        alike.setdefault((times, int(problem.memory_limit_bytes[device])), device)
+    tried = TriedPlacements(problem, clock)
+    elsewhere = np.argmax(problem.allowed, axis=1)  # of copies on the host
+    tried.run(np.where(is_host_copy & ~problem.allowed[:, one], elsewhere, one) for one in alike.values())
+    return tried.nearest()

@@ -15,9 +15,8 @@ from typing import Any
 from gdp.errors import InputError, first_line, suggest
 from gdp.graph import Graph
 from gdp.models.jax.build_graph import JaxProgram, assemble
-from gdp.models.jax.equations import UNSHARDED, JaxValue, is_sharded
+from gdp.models.jax.equations import UNSHARDED, JaxValue, is_sharded, stacked_arguments
 from gdp.models.jax.jaxpr_recorder import JaxprRecorder
-from gdp.models.jax.stacked_arrays import stacked_arguments
 from gdp.models.pytorch.capture_step import Coverage
 from gdp.models.pytorch.flops import FORMULA, MOVEMENT, POINTWISE
 

@@ -28,10 +28,12 @@ from gdp.models.jax.equations import (
     Scope,
     called_jaxpr,
     has_sharding,
+    index_jaxpr,
     opened,
+    part_aval,
+    stack_jaxpr,
 )
 from gdp.models.jax.loops import known_number
-from gdp.models.jax.stacked_arrays import index_jaxpr, part_aval, stack_jaxpr
 from gdp.models.pytorch.flops import MOVEMENT
 
 

@@ -274,16 +274,6 @@ def _ragged_product(params: Params, inputs: Sequence[Any], outputs: Sequence[Any
     return 2 * num_elements(outputs[0]) * inner
 
 
-def _window(params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-    """One comparison or addition per element of each window."""
-    return num_elements(outputs[0]) * int(math.prod(params["window_dimensions"]))
-
-
-def _scattered_window(params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-    """source, operand: each window is searched again, and one value added."""
-    return num_elements(inputs[0]) * int(math.prod(params["window_dimensions"]))
-
-
 def _sort(params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
     """n log2(n) comparisons of each row."""
     return num_elements(inputs[0]) * max(1, math.ceil(math.log2(max(2, inputs[0].shape[params["dimension"]]))))
@@ -321,8 +311,16 @@ _FORMULAS: dict[str, Formula] = {
     "conv_general_dilated": _convolution,
     **dict.fromkeys(("ragged_dot", "ragged_dot_general"), _ragged_product),
     **dict.fromkeys(_REDUCTIONS, _per_input(0)),
-    **dict.fromkeys(("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"), _window),
-    **dict.fromkeys(("select_and_scatter_add", "select_and_scatter", "select_and_gather_add"), _scattered_window),
+    # one comparison or addition per element of each window
+    **dict.fromkeys(
+        ("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"),
+        lambda params, inputs, outputs: num_elements(outputs[0]) * math.prod(params["window_dimensions"]),
+    ),
+    # source, operand: each window is searched again, and one value added
+    **dict.fromkeys(
+        ("select_and_scatter_add", "select_and_scatter", "select_and_gather_add"),
+        lambda params, inputs, outputs: num_elements(inputs[0]) * math.prod(params["window_dimensions"]),
+    ),
     **dict.fromkeys(
         (f"scatter{dash}{how}" for dash in "-_" for how in ("add", "sub", "mul", "min", "max")), _per_input(2)
     ),

@@ -136,11 +136,6 @@ def _gemm(call: OnnxCall) -> int:
     return _product(call) + (call.out.numel if call.has(2) else 0)
 
 
-def _product_of_blocks(call: OnnxCall) -> int:
-    """MatMulNBits: weights in blocks of few bits; K in the attributes. Unpacking the blocks is not counted."""
-    return call.out.numel * (2 * int(call.attributes["K"]) + call.has(5))
-
-
 def _product_of_weights(call: OnnxCall, weight: int, bias: int) -> int:
     """A convolution by weight [out, in / groups, ...], or a transposed one by [in, out / groups, ...]."""
     pixels = call.input(0) if table_name(call.kind) == "ConvTranspose" else call.out
@@ -157,11 +152,6 @@ def _deformed_convolution(call: OnnxCall) -> int:
     out, channels = call.out.shape, call.input(0).shape[1]
     samples = math.prod(out[2:]) * out[0] * channels * math.prod(call.input(1).shape[2:])
     return _product_of_weights(call, 1, 3) + 7 * samples
-
-
-def _recurrence(call: OnnxCall) -> int:
-    """X [length, batch, width] or [batch, length, width], W, R [directions, gates, ...]: weights act at each step."""
-    return 2 * math.prod(call.input(0).shape[:2]) * (call.input(1).numel + call.input(2).numel)
 
 
 def _attention_flops(pairs: int, heads: int, key_width: int, value_width: int) -> int:
@@ -289,11 +279,6 @@ def _resize(call: OnnxCall) -> int:
     return per_element[call.attributes.get("mode", "nearest")] * call.out.numel
 
 
-def _scatter(call: OnnxCall) -> int:
-    """One per element scattered if it is added, multiplied or compared; nothing if it replaces."""
-    return 0 if call.attributes.get("reduction", "none") == "none" else call.input(2).numel
-
-
 def _variadic(call: OnnxCall) -> int:
     return max(1, len(call.inputs) - 1) * call.out.numel
 
@@ -322,7 +307,8 @@ _FORMULAS: dict[str, Formula] = by_name(
         "DynamicQuantizeMatMul MatMulIntegerToFloat": _product,
         "Gemm": _gemm,
         "FusedGemm": lambda call: _gemm(call) + call.out.numel,
-        "MatMulNBits MatMulBnb4": _product_of_blocks,
+        # weights in blocks of few bits; unpacking the blocks is not counted
+        "MatMulNBits MatMulBnb4": lambda call: call.out.numel * (2 * int(call.attributes["K"]) + call.has(5)),
         "QGemm": _quantised_gemm,
         "QAttention": lambda call: _attention_with_projection(call, 8),
         "MoE QMoE": _experts,
@@ -332,7 +318,10 @@ _FORMULAS: dict[str, Formula] = by_name(
         "QLinearConv": lambda call: _product_of_weights(call, 3, 8),
         "DeformConv": _deformed_convolution,
         "CausalConvWithState": _convolution,
-        "LSTM GRU RNN DynamicQuantizeLSTM": _recurrence,
+        # X [length, batch, width] or [batch, length, width], W, R [directions, gates, ...]: weights act at each step
+        "LSTM GRU RNN DynamicQuantizeLSTM": lambda call: (
+            2 * math.prod(call.input(0).shape[:2]) * (call.input(1).numel + call.input(2).numel)
+        ),
         "Attention": _attention,
         "com.microsoft::Attention": _attention_with_projection,
         "MultiHeadAttention": _multi_head_attention,
@@ -357,9 +346,8 @@ _FORMULAS: dict[str, Formula] = by_name(
         "SkipSimplifiedLayerNormalization": _skip_norm(4),
         "EmbedLayerNormalization": lambda call: (8 + 1 + call.has(4)) * call.out.numel,  # two or three tables added
         "LpNormalization": _out(3),
-        "LRN": lambda call: (
-            (2 * int(call.attributes["size"]) + 4) * call.out.numel
-        ),  # squares, sums; scale, add, pow, divide
+        # squares, sums; scale, add, pow, divide
+        "LRN": lambda call: (2 * int(call.attributes["size"]) + 4) * call.out.numel,
         "RotaryEmbedding": _out(3),
         "SwiGLU": _out(2),
         "BiasGelu BiasAdd": _out(2),
@@ -382,7 +370,10 @@ _FORMULAS: dict[str, Formula] = by_name(
         "GridSample": lambda call: interpolation(
             call.out.numel, len(call.out.shape) - 2, str(call.attributes.get("mode", "linear"))
         ),
-        "ScatterElements ScatterND Scatter": _scatter,
+        # if elements are added, multiplied or compared; nothing if they replace
+        "ScatterElements ScatterND Scatter": lambda call: (
+            0 if call.attributes.get("reduction", "none") == "none" else call.input(2).numel
+        ),
         "Dropout": _out(3),  # draw, times mask, scale
     }
 )

@@ -15,10 +15,6 @@ Inferred = list[tuple[int, list[int | None] | None, bool]]
 """By output: the type's code, the shape, whether it is a sequence; (0, None, False) if nothing is known."""
 
 
-def _like(call: OnnxCall) -> _Shapes:
-    return [call.input(0).shape]
-
-
 def _product_shape(call: OnnxCall) -> _Shapes:
     a, b = list(call.input(0).shape), list(call.input(1).shape)
     if call.attributes.get("transBatchA", 0):  # the first dimension goes behind the others of the batch
@@ -30,10 +26,6 @@ def _product_shape(call: OnnxCall) -> _Shapes:
     if call.attributes.get("transB", 0):
         b[-2:] = b[:-3:-1]
     return [[*np.broadcast_shapes(tuple(a[:-2]), tuple(b[:-2])), a[-2], b[-1]]]
-
-
-def _blocks_shape(call: OnnxCall) -> _Shapes:
-    return [[*call.input(0).shape[:-1], int(call.attributes["N"])]]
 
 
 def _quantised_gemm_shape(call: OnnxCall) -> _Shapes:
@@ -48,10 +40,6 @@ def _quantised_concat_shape(call: OnnxCall) -> _Shapes:
     shape = list(shapes[0])
     shape[axis] = sum(other[axis] for other in shapes)
     return [shape]
-
-
-def _quantised_where_shape(call: OnnxCall) -> _Shapes:
-    return [np.broadcast_shapes(*(call.input(place).shape for place in (0, 1, 4)))]
 
 
 def _global_pool_shape(call: OnnxCall) -> _Shapes:
@@ -74,15 +62,6 @@ def _gathered_blocks_shape(call: OnnxCall) -> _Shapes:
         shape[-1] *= 8 // int(call.attributes.get("bits", 4))
     shape[axis : axis + 1] = call.input(1).shape
     return [shape]
-
-
-def _half(call: OnnxCall) -> _Shapes:
-    return [[*call.input(0).shape[:-1], call.input(0).shape[-1] // 2]]
-
-
-def _convolution_with_state_shapes(call: OnnxCall) -> _Shapes:
-    """x [batch, channels, length], weights [channels, 1, width]; the state begins the next window."""
-    return [call.input(0).shape, (*call.input(0).shape[:2], call.input(1).shape[-1] - 1)]
 
 
 def _skip_norm_shapes(call: OnnxCall) -> _Shapes:
@@ -132,19 +111,22 @@ def _grouped_query_shapes(call: OnnxCall) -> _Shapes:
 _RULES: dict[str, Callable[[OnnxCall], _Shapes]] = by_name(
     {
         "FusedMatMul TransposeMatMul DynamicQuantizeMatMul MatMulIntegerToFloat": _product_shape,
-        "MatMulNBits MatMulBnb4": _blocks_shape,
+        "MatMulNBits MatMulBnb4": lambda call: [[*call.input(0).shape[:-1], int(call.attributes["N"])]],
         "QGemm": _quantised_gemm_shape,
         "QLinearConcat": _quantised_concat_shape,
-        "QLinearWhere": _quantised_where_shape,
+        "QLinearWhere": lambda call: [np.broadcast_shapes(*(call.input(place).shape for place in (0, 1, 4)))],
         "QLinearGlobalAveragePool": _global_pool_shape,
         "QAttention": lambda call: _attention_shapes(call, 8),
         "DynamicQuantizeLSTM": _quantised_lstm_shapes,
         "GatherBlockQuantized": _gathered_blocks_shape,
-        "BiasSplitGelu": _half,
-        "CausalConvWithState": _convolution_with_state_shapes,
-        "QLinearSoftmax BiasSoftmax BiasAdd MoE QMoE GroupNorm Inverse": _like,
-        "Gelu BiasGelu FastGelu QuickGelu SimplifiedLayerNormalization": _like,
-        "LayerNormalization RotaryEmbedding": _like,
+        "BiasSplitGelu": lambda call: [[*call.input(0).shape[:-1], call.input(0).shape[-1] // 2]],
+        # x [batch, channels, length], weights [channels, 1, width]; the state begins the next window
+        "CausalConvWithState": lambda call: [
+            call.input(0).shape,
+            (*call.input(0).shape[:2], call.input(1).shape[-1] - 1),
+        ],
+        """QLinearSoftmax BiasSoftmax BiasAdd MoE QMoE GroupNorm Inverse Gelu BiasGelu FastGelu QuickGelu
+        SimplifiedLayerNormalization LayerNormalization RotaryEmbedding""": lambda call: [call.input(0).shape],
         "SkipLayerNormalization SkipSimplifiedLayerNormalization": _skip_norm_shapes,
         "EmbedLayerNormalization": _embed_shapes,
         "Attention": _attention_shapes,

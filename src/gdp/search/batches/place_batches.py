@@ -30,7 +30,7 @@ from gdp.search.layouts.estimate import Estimator, staged_places
 from gdp.search.ops.auto import auto
 from gdp.search.ops.local_search import LocalSearch
 from gdp.search.question import BatchQuestion, Solution, plan_of, search_record
-from gdp.search.rivals.equal_stages import equal_stages
+from gdp.search.rivals.rivals import equal_stages
 from gdp.search.settings import Settings
 from gdp.simulator.levels import communication_levels
 from gdp.simulator.longest_paths import longest_paths
