@@ -29,7 +29,7 @@ class MeasuredBenchmark(Benchmark):
 
     name = "measured"
     sources: tuple[str, ...] = SOURCES
-    sample: int = 40
+    sample: int = 60
     all: bool = False
     runs: Path | None = None
     card: str = "a100-sxm-40g"
