@@ -1,10 +1,10 @@
 """timm's image models on one card: training and inference steps that timm publishes, under autocast to float16.
 
-A step is captured as it was run, at the row's batch and image size, in channels_last where the row says so. Training
-has cross entropy and SGD with momentum, which gdp takes to be fused and the rows have op by op.
+A step is captured as it was run, at the row's batch and image size, in channels_last where the row says so. Training is
+of 2022: attention is computed by products and a softmax. It has cross entropy and SGD with momentum, which gdp takes to
+be one kernel a parameter and the rows have op by op.
 """
 
-import contextlib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from benchmarks.measured_sources.source import (
     read_table,
 )
 from benchmarks.torchvision_stand_in import torchvision_stand_in
+from gdp.errors import InputError
 from gdp.graph import Graph
 
 if TYPE_CHECKING:
@@ -129,21 +130,28 @@ def kind_of(graph: Graph) -> str:
 
 
 def capture(step: ImageStep) -> Graph:
-    """Captures the step; InputError where timm has no such model."""
+    """Captures the step; InputError where timm is missing, or has no such model."""
     import torch
 
     from gdp.models.model import Reading
     from gdp.models.pytorch import capture_fn
     from gdp.models.source import ModelSource
 
-    with torchvision_stand_in(), contextlib.suppress(ImportError):  # where it is missing, reading the model says so
-        import_module("timm")
+    try:
+        with torchvision_stand_in():
+            layers = import_module("timm.layers")
+    except ImportError:
+        raise InputError(f"{step.model}: needs timm; pip install --no-deps timm") from None
 
     def build() -> Any:
         text = f"timm:{step.model}?batch={step.batch}&image={step.image}"
-        module, images, labels = ModelSource(text, Reading(training=step.training)).build()
+        layers.set_fused_attn(not step.training)
+        try:
+            module, images, labels = ModelSource(text, Reading(training=step.training)).build()
+        finally:
+            layers.set_fused_attn(True)
         if step.channels_last:
-            module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            module = module.to(memory_format=torch.channels_last)
             images = [each.contiguous(memory_format=torch.channels_last) for each in images]
         return _in_halves(module), tuple(images), labels
 

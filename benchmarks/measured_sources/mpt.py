@@ -76,8 +76,8 @@ class MPTSteps(MeasuredSource):
         columns = "model", *_NUMBERS, "precision", "recompute", "tokens_per_s"
         rows = []
         for line in read_table(DATA / "mpt-fsdp-a100-80g.csv", columns):
-            counts = [int(line[name]) for name in _NUMBERS]
-            step = MPTStep(line["model"], *counts, line["precision"], line["recompute"])
+            counts = {name: int(line[name]) for name in _NUMBERS}
+            step = MPTStep(line["model"], precision=line["precision"], recompute=line["recompute"], **counts)
             tokens = step.sequence * step.cards * step.micro_batch * step.accumulation
             key = "-".join(line[name] for name in columns[:-1])
             time_ms = tokens / float(line["tokens_per_s"]) * 1e3
