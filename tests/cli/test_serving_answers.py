@@ -147,3 +147,72 @@ def test_share_of_vllm(place: Place, capsys: pytest.CaptureFixture[str]) -> None
     assert place(command[0], "--devices", "card.yaml")[0] == 0  # nobody asked for vLLM
     assert main(["export", "plan.json", "--to", "vllm"]) == 3
     assert "lacks" in capsys.readouterr().err
+
+
+def test_sweep_of_sequences(place: Place) -> None:
+    """Each row has tokens per second, the time per token, that of the first, the cache, and whether it fits.
+
+    The prefill of a prompt of 512 tokens is the same for all, and its layers are where those of the row are.
+    """
+    status, answer, _ = place(
+        "llama?context=512", "--sweep", "batch=4..16", "--devices", "l4-24g", *limits("30MiB", 1), "--out", "rows"
+    )
+    assert status == 0
+    rows = answer["rows"]
+    assert [row["status"] for row in rows] == ["ok", "ok", "infeasible"]  # 9.4 MB of weights, 2.1 MB a sequence
+    for row in rows[:2]:
+        serving = row["serving"]
+        assert serving["time_per_token_ns"] == row["step_time_ns"]
+        assert serving["tokens_per_second"] == pytest.approx(row["batch"] * 1e9 / row["step_time_ns"])
+        assert serving["cache_bytes"] == row["batch"] * 512 * CACHE_BYTES
+    first = {row["serving"]["time_to_first_token_ns"] for row in rows[:2]}
+    _, prefill, _ = place("llama?batch=1&sequence=512", "--devices", "l4-24g", phase="prefill")
+    assert first == {prefill["step_time_ns"]}
+    assert "time per token in ms" in Path("rows/sweep.svg").read_text()
+
+
+def test_requests_by_arithmetic(place: Place) -> None:
+    """A request of 128 + 384 tokens takes a prefill and 384 steps, shared by 4 sequences; figures are by hand."""
+    options = ["--devices", "l4-24g", "--requests", "2"]
+    status, answer, _ = place("llama?batch=4&context=512&prompt=128", *options)
+    assert status == 0
+    _, prefill, _ = place("llama?batch=1&sequence=128&context=512", "--devices", "l4-24g", phase="prefill")
+    prefill_s, step_s = prefill["step_time_ns"] / 1e9, answer["step_time_ns"] / 1e9
+    requests = answer["requests"]
+    assert requests["most_per_second"] == pytest.approx(1 / (prefill_s + 384 * step_s / 4))
+    busy = 2 * prefill_s
+    at = requests["at"]
+    assert at["time_per_token_ns"] == pytest.approx(1e9 * step_s / (1 - busy))
+    waits_s = step_s / 2 + busy * prefill_s / (2 * (1 - busy))
+    assert at["time_to_first_token_ns"] == pytest.approx(1e9 * (prefill_s + waits_s))
+    _, more, _ = place("llama?batch=4&context=512&prompt=128", *options[:2], "--requests", "1000")
+    assert more["requests"]["at"]["time_per_token_ns"] is None
+
+
+def test_requests_to_groups(place: Place) -> None:
+    """With two groups in two stages a prefill ends as often as the busier stage is free, a step as in the stream."""
+    devices = ["--devices", "2xl4-24g", *limits("15MiB", 2)]
+    _, answer, _ = place("llama?batch=4&context=512&prompt=128", "--batches", "2", *devices)
+    requests = answer["requests"]
+    assert requests["step_ns"] == answer["throughput"]["time_per_batch_ns"]
+    assert requests["token_ns"] == answer["throughput"]["latency_ns"]
+    assert requests["first_token_ns"] / 2 <= requests["prefill_ns"] < requests["first_token_ns"]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "phase", "problem"),
+    [
+        ("llama", ["--requests", "1"], "decode", "the prompt of one: hf:DIR?prompt=1024"),
+        ("llama?prompt=8", ["--requests", "1"], "prefill", "add --phase decode"),
+        ("llama?prompt=8", ["--requests", "0"], "decode", "a rate per second above 0"),
+        ("llama?prompt=8", ["--requests", "1", "--sweep", "batch=1"], "decode", "--sweep"),
+        ("llama?prompt=64&context=64", [], "decode", "prompt is 64, and context 64"),
+        ("llama?prompt=64", [], "prefill", "give a prefill its sequence"),
+    ],
+)
+def test_requests_that_make_no_sense(place: Place, model: str, options: list[str], phase: str, problem: str) -> None:
+    """What cannot be served is refused in one line, and nothing is written."""
+    status, _, err = place(model, "--devices", "l4-24g", *options, phase=phase)
+    assert status == 2
+    assert problem in err.strip().splitlines()[-1]
+    assert not Path("plan.json").exists()

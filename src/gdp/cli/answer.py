@@ -9,6 +9,7 @@ from gdp.cli.advice import find_remedies
 from gdp.cli.open_request import OpenRequest
 from gdp.cli.plan_files import PlanFiles
 from gdp.cli.request import PlaceRequest
+from gdp.cli.requests import prompt_of, requests_of
 from gdp.cli.search import find_plan
 from gdp.cli.shared import BAD_INPUT, FOUND_BEFORE, INTERRUPTED, NOTHING_FITS, OK, fail, log, print_json, show
 from gdp.errors import InputError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from gdp.models.serving import Requests
     from gdp.planning.plan_cache import KeptAnswer
     from gdp.planning.remedies import Remedy
     from gdp.simulator.plan import Plan
@@ -33,6 +35,7 @@ class Answer:
     simulation: "Simulation"
     files: PlanFiles
     remedies: "Sequence[Remedy]" = ()  # changes with which a plan would fit, where none does
+    requests: "Requests | None" = None  # to a decoder, where MODEL says their prompt
     failure: InputError | None = None  # that ended writing
 
     @property
@@ -94,9 +97,12 @@ def _written(opened: OpenRequest, found: "KeptAnswer", stop: "Stop") -> Answer:
     simulation = replay(problem, found.plan)
     files = opened.files_of(found.plan, problem.graph).suited_to(problem)
     if found.plan.status == "ok":
-        served, latest_s = opened.model.served, opened.request.latest_s
-        failure = files.write(found, simulation, stop, latest_s, opened.amounts, served)
-        return Answer(found, simulation, files, failure=failure)
+        request, served = opened.request, opened.model.served
+        failure = files.write(found, simulation, stop, request.latest_s, opened.amounts, served)
+        requests = None
+        if served is not None and prompt_of(request, served) is not None and not stop.is_set():
+            requests = requests_of(request, served, opened.question.problem, found)
+        return Answer(found, simulation, files, failure=failure, requests=requests)
     remedies = [] if stop.is_set() else find_remedies(opened, found.plan, stop)
     return Answer(found, simulation, files, remedies)
 
@@ -138,8 +144,9 @@ def _document(opened: OpenRequest, answer: Answer) -> dict[str, Any]:
     """Returns the answer of `--json`."""
     from gdp.report import batches_answer, documents, layouts
 
-    found = answer.found
-    document = documents.place_document(
+    found, requests = answer.found, answer.requests
+    asked = {} if requests is None else {"requests": requests.figures(opened.request.requests)}
+    document = asked | documents.place_document(
         opened.request.cluster,
         answer.plan,
         answer.simulation,
@@ -158,13 +165,21 @@ def _document(opened: OpenRequest, answer: Answer) -> dict[str, Any]:
 
 def _report(opened: OpenRequest, answer: Answer) -> "Iterable[RenderableType]":
     """Returns the answer in words."""
-    from gdp.report import batches_answer, console, layouts
+    from gdp.report import batches_answer, console, layouts, sentences
 
     found, served = answer.found, opened.model.served
     next_command = answer.files.next_command(opened.request, answer.plan) if answer.plan_path else ""
+    serving = ""
+    if served is not None and found.batches is None:
+        serving = served.sentence(answer.plan.step_time_ns)
+        if more := sentences.of_more_sequences(answer.simulation, served):
+            serving += f". {more}"
+    prompt = prompt_of(opened.request, served)
+    if answer.requests is not None and prompt is not None:
+        serving = f"{serving}\n{answer.requests.sentence(prompt, opened.request.requests)}".lstrip()
     if found.batches is not None:
         samples = opened.request.source.batch_size
-        return batches_answer.batches_report(found.batches, samples, answer.shown_paths, next_command, served)
+        return batches_answer.batches_report(found.batches, samples, answer.shown_paths, next_command, served, serving)
     report = console.place_report(
         answer.plan,
         answer.simulation,
@@ -172,7 +187,7 @@ def _report(opened: OpenRequest, answer: Answer) -> "Iterable[RenderableType]":
         answer.shown_paths,
         next_command,
         found.advice,
-        serving="" if served is None else served.sentence(answer.plan.step_time_ns),
+        serving=serving,
         amounts=opened.amounts if served is None else {},
     )
     return report if found.layouts is None else layouts.choice_report(found.layouts, report)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gdp.export.export_target import ExportTarget
     from gdp.simulator.plan import Asked
 
-_NOT_ASKED = ("model", "devices", "sweep", "prices", "advice", "with_cache", "out", "json")  # done with the answer
+_NOT_ASKED = ("model", "devices", "sweep", "prices", "requests", "advice", "with_cache", "out", "json")  # of the answer
 
 
 @with_options
@@ -61,6 +61,10 @@ def place(
         ),
     ] = None,
     batches: BatchesOption = None,
+    requests: Annotated[
+        float | None,
+        typer.Option(metavar="RATE", help="Times of a decoder with so many requests per second (?prompt=)."),
+    ] = None,
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -144,6 +148,7 @@ def place(
             constraints=constraints,
             parallel=parallel if parallel in (None, AUTO, NONE) else Layout.parse(parallel),
             batches=batches,
+            requests=requests,
             budget=limit,
             options=options,
             times=times,
@@ -156,7 +161,7 @@ def place(
             began_s=began_s,
         )
         check_checkpoint(checkpoint, [placer])
-        request.check(None if batches is None else sweep)
+        request.check(sweep)
     return respond(request) if table is None else sweep_place(request, table, limits, known_prices)
 
 

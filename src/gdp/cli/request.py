@@ -36,6 +36,7 @@ class PlaceRequest:
     constraints: "Constraints"
     parallel: "Layout | str | None"  # None: any layout where that is possible
     batches: int | None
+    requests: float | None  # per second, at which a server is asked about
     budget: "Budget"
     options: "SearchOptions"
     times: Path | None
@@ -69,7 +70,15 @@ class PlaceRequest:
         return self.times is None and not self.source.is_file
 
     def check(self, sweep: str | None) -> None:
-        """Raises InputError for options that say something else than --batches or --parallel."""
+        """Raises InputError for options that say something else than --batches, --parallel or --requests."""
+        if self.requests is not None:
+            if self.reading.serving.phase != "decode" or "prompt=" not in self.model:
+                raise InputError(
+                    "--requests: are served by a decoder; add --phase decode, and the prompt of one: hf:DIR?prompt=1024"
+                )
+            if not 0 < self.requests < math.inf:
+                raise InputError(f"--requests is {self.requests}; a rate per second above 0 is expected")
+            refuse_beside("--requests", {"--sweep": sweep is not None, "--parallel": self.parallel is not None})
         has_layout = self.parallel not in (None, "none")
         others = {
             "--placer": self.options.placer != "auto",

@@ -1,12 +1,15 @@
 """Prints a table of plans over machines, batches or micro-batches: `gdp place --sweep`."""
 
+import contextlib
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gdp.cli.inputs import read_graph
 from gdp.cli.options import ConstraintOptions
 from gdp.cli.plan_files import PlanFiles
 from gdp.cli.request import PlaceRequest
+from gdp.cli.requests import first_token, read_prefill
 from gdp.cli.shared import INTERRUPTED, NOTHING_FITS, OK, check_writable, fail, log, print_json, show, warm_up
 from gdp.errors import InputError
 
@@ -48,14 +51,14 @@ def sweep_place(request: PlaceRequest, sweep: "Sweep", limits: ConstraintOptions
     rows = table.rows
     if not interrupted and all(row.plan is None for row in rows):
         raise InputError(f"--sweep: {rows[0].note}")
-    answer = SweepAnswer(sweep.what, rows, table.noun, is_whole=not interrupted)
+    answer = SweepAnswer(sweep.what, rows, table.noun, table.served, is_whole=not interrupted)
     if request.out is not None and answer.fitting:
         try:
             files.write_bytes(request.out / _PICTURE, answer.figure())
         except InputError as error:  # an extra that is not installed
             log(f"gdp: note: {request.out / _PICTURE} is not drawn: {error}")
     if request.json:
-        print_json(answer.document(request.out, table.served))
+        print_json(answer.document(request.out))
     else:
         show(answer.report())
     if interrupted:
@@ -74,20 +77,27 @@ class _SweepTable:
         self.served: list[ServedStep | None] = []
         self._source = request.source
         self._model: Model | None = None
+        self._prefill: Model | None = None
         self._parts: Parts | None = None
 
     def add(self, value: int | str, request: PlaceRequest, stop: "Stop") -> None:
         """Places with `value`; where that cannot be, the row says why. InputError for a model that no row can read."""
         from gdp.budget import Clock
+        from gdp.export.exportable_plan import answer_for
         from gdp.planning.sweep import SweepRow, place_row
         from gdp.report.progress import StatusLine, live
         from gdp.report.sweep_answer import outcome
+        from gdp.search.place import answer
 
         served, line = None, StatusLine(f"{request.model}, {self.sweep.what} {value}", request.budget.seconds)
         try:
             question, served = self._opened(request)
+            request, question = request.for_servers(question)
+            find = answer if request.target is None else partial(answer_for, request.target)
             with live(line):
-                row = place_row(value, question, self.rows, Clock(request.budget, stop=stop))
+                row = place_row(value, question, self.rows, Clock(request.budget, stop=stop), find)
+            if served is not None and served.phase == "decode" and not stop.is_set():
+                row = replace(row, first_token_ns=self._first_token_ns(request, question, served, row))
         except InputError as error:
             if stop.is_set() or (self._model is None and request.source is self._source):
                 raise
@@ -101,6 +111,17 @@ class _SweepTable:
             log(f"gdp: {self.sweep.what} {value}: {outcome(row)}")
         if request.out is not None and row.is_ok:
             _save(request, self.sweep.what, row)
+
+    def _first_token_ns(
+        self, request: PlaceRequest, question: "PlaceQuestion", served: "ServedStep", row: "SweepRow"
+    ) -> int | None:
+        """Returns the time of the prefill of one prompt; None where the plan of `row` splits layers, or has no fit."""
+        if row.plan is None or not row.is_ok:
+            return None
+        with contextlib.suppress(InputError):  # such as of an encoder, whose input is no prompt
+            self._prefill = self._prefill or read_prefill(request, served)
+            return first_token(request, question.problem, row.plan.placement, self._prefill).step_time_ns
+        return None
 
     def _opened(self, request: PlaceRequest) -> "tuple[PlaceQuestion, ServedStep | None]":
         """Returns the question of a value, prepared, and what its step serves."""

@@ -21,7 +21,8 @@ from gdp.export.stage_search import StageSearch, balanced_stages
 from gdp.graph import Graph
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.place import place
-from gdp.search.question import plan_of, search_record
+from gdp.search.place_question import PlaceQuestion
+from gdp.search.question import Solution, plan_of, search_record
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
@@ -103,6 +104,23 @@ def place_for(
     notes = adapted.notes if devices is None else target.notes(problem, units, devices)
     plan = plan_of(step, lower_bound(step.problem), "auto", seed, search)
     return ExportablePlan(plan, ordinary, adapted, notes, step.problem)
+
+
+def answer_for(target: ExportTarget, question: PlaceQuestion, clock: Clock) -> Solution:
+    """Returns the plan that `target` can express, as an answer of `place`."""
+    options = question.options
+    placed = place_for(
+        target,
+        question.graph,
+        question.cluster,
+        question.constraints,
+        budget=clock.rest,
+        seed=options.seed,
+        stop=clock.stop,
+        robust=options.robust,
+        num_threads=options.num_threads,
+    )
+    return Solution(None, plan=placed.plan)
 
 
 def _best_stages(problem: Problem, adapted: AdaptedPlan, clock: Clock, seed: int) -> Simulation:

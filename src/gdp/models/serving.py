@@ -137,6 +137,55 @@ class ServedStep:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """Arithmetic on requests: each is a prefill and then `generated` tokens, a step of all sequences for each token.
+
+    A device does either a prefill or a step. Prompts come at random, wait for the step that runs and for those before
+    them (M/D/1: a queue with one server and fixed times), and go before further steps.
+    """
+
+    first_token_ns: int  # of a prefill alone
+    prefill_ns: int  # from one prefill to the next
+    step_ns: int  # from one step of `num_sequences` to the next
+    token_ns: int  # that a sequence waits for its next token
+    num_sequences: int
+    generated: int
+
+    @property
+    def most_per_second(self) -> float:
+        """The rate at which no device has any time left."""
+        return 1e9 / (self.prefill_ns + self.generated * self.step_ns / self.num_sequences)
+
+    def at(self, per_second: float) -> tuple[float, float] | None:
+        """Returns the mean ns to the first token and for each token at this rate; None beyond the largest."""
+        if per_second >= self.most_per_second:
+            return None
+        busy = per_second * self.prefill_ns / 1e9  # share of the time
+        waits_ns = self.step_ns / 2 + busy * self.prefill_ns / (2 - 2 * busy)
+        return self.first_token_ns + waits_ns, self.token_ns / (1 - busy)
+
+    def figures(self, per_second: float | None) -> dict[str, Any]:
+        """Returns the figures by name, with those at a rate where one is asked for."""
+        first_ns, token_ns = (self.at(per_second) if per_second else None) or (None, None)
+        at_rate = {"per_second": per_second, "time_to_first_token_ns": first_ns, "time_per_token_ns": token_ns}
+        return asdict(self) | {"most_per_second": self.most_per_second} | ({"at": at_rate} if per_second else {})
+
+    def sentence(self, prompt: int, per_second: float | None) -> str:
+        """Returns the largest rate in words, and the times at a rate where one is asked for."""
+        rate = ""
+        if per_second:
+            rate = f" {per_second:g} per second are more than that."
+            if (times := self.at(per_second)) is not None:
+                first, token = (_digits(ns / 1e6) for ns in times)
+                rate = f" At {per_second:g} per second the first token is there after {first} ms, others in {token} ms."
+        return (
+            f"By arithmetic, at most {_digits(self.most_per_second)} requests per second of {prompt:,} + "
+            f"{self.generated:,} tokens: a prefill every {_digits(self.prefill_ns / 1e6)} ms, and {self.generated:,} "
+            f"steps of {_digits(self.step_ns / 1e6)} ms for {self.num_sequences:,} sequences at once.{rate}"
+        )
+
+
 def serving_entry(served: ServedStep | None, step_time_ns: int | None) -> dict[str, Any]:
     """Returns the key `serving` of an answer in JSON: {} for no served step, None in it without a step time."""
     if served is None:

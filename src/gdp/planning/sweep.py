@@ -6,7 +6,7 @@ rows before whose devices a machine has, too  --replay there--> plan --'
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gdp.budget import Clock
@@ -18,6 +18,7 @@ from gdp.parallel.layout import Layout
 from gdp.planning.carried import carried, plan_on
 from gdp.search.place import answer
 from gdp.search.place_question import PlaceQuestion
+from gdp.search.question import Solution
 from gdp.simulator.plan import Plan
 
 DEVICES, BATCH, MACHINES, MICROBATCHES = "devices", "batch", "machines", "microbatches"
@@ -85,6 +86,7 @@ class SweepRow:
     note: str = ""  # why there is no plan
     same_as: int | str | None = None  # the value whose plan was better here than what was found
     price: Price = UNKNOWN
+    first_token_ns: int | None = None  # of one prompt, with layers where the plan of a decoder has them
     work: int = 0  # the samples or tokens of a step; 0: not known
     graph: str = ""  # the fingerprint of the whole step
 
@@ -109,9 +111,18 @@ class SweepRow:
         return "" if self.plan is None or self.plan.layout is None else str(Layout.of_document(self.plan.layout))
 
 
-def place_row(value: int | str, question: PlaceQuestion, earlier: Sequence[SweepRow], clock: Clock) -> SweepRow:
-    """Returns the answer of `place` to `question`, or the plan of one of the rows `earlier` where that is better."""
-    solution = answer(question, clock)
+def place_row(
+    value: int | str,
+    question: PlaceQuestion,
+    earlier: Sequence[SweepRow],
+    clock: Clock,
+    find: Callable[[PlaceQuestion, Clock], Solution] = answer,
+) -> SweepRow:
+    """Returns the answer of `place` to `question`, or the plan of one of the rows `earlier` where that is better.
+
+    `find` finds the answer of a tool in place of that of `place`.
+    """
+    solution = find(question, clock)
     plan = solution.plan
     assert plan is not None
     bound_ns, graph = plan.lower_bound_ns if question.parts is None else solution.bound_ns, question.graph.fingerprint

@@ -65,7 +65,12 @@ def usual_of(solution: Solution) -> list[Candidate]:
 
 
 def batches_report(
-    solution: Solution, samples: int | None, written: str, command: str, served: ServedStep | None = None
+    solution: Solution,
+    samples: int | None,
+    written: str,
+    command: str,
+    served: ServedStep | None = None,
+    requests: str = "",
 ) -> Iterator[RenderableType]:
     """Yields the answer of `gdp place --batches`, from the headline to the next command."""
     best, plan = solution.best, solution.plan
@@ -79,6 +84,8 @@ def batches_report(
     yield Text(of_throughput(throughput_of(best), samples), style="bold")
     if served is not None:
         yield Text(served.sentence_in_flight(*_in_flight(best)), style="bold")
+    if requests:
+        yield Text(requests, style="bold")
     usual = [each for each in usual_of(solution) if each.fits]
     against = [f"{digits(each.step_time_ns / best.step_time_ns, 3)} times as {each.name}" for each in usual]
     if against:

@@ -8,8 +8,9 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.cluster import Cluster
 from gdp.graph import Graph
-from gdp.graph.held_memory import HeldMemory
+from gdp.graph.held_memory import HeldMemory, is_cache
 from gdp.graph.parameter_bytes import ParameterBytes
+from gdp.models.serving import ServedStep
 from gdp.notebook import digits, format_gib
 from gdp.report.tables import format_ms
 from gdp.search.solvers import SOLVERS
@@ -126,6 +127,21 @@ def of_held_memory(graph: Graph) -> Iterator[str]:
         yield f"Held for the whole step, on all devices together: parameters {parameters}, optimizer state {state}."
     if (each := ParameterBytes.of(graph)) is not None:
         yield f"{each}."
+
+
+def of_more_sequences(simulation: Simulation, served: ServedStep) -> str:
+    """Returns a sentence on the sequences whose caches have room in a decode step; "" where there are no more."""
+    graph, limits = simulation.problem.graph, simulation.problem.memory_limit_bytes
+    cache = np.bincount(simulation.placement, graph.resident_bytes * is_cache(graph), len(limits))
+    free, has_cache = limits - simulation.peak_memory_bytes, cache > 0
+    if served.phase != "decode" or not has_cache.any():
+        return ""
+    most = int(served.num_sequences * (1 + (free[has_cache] / cache[has_cache]).min()))
+    if most <= served.num_sequences:
+        return ""
+    return (
+        f"By their caches {most:,} sequences have room; --sweep batch={served.num_sequences}..{most} has their times."
+    )
 
 
 def is_searched(plan: Plan) -> bool:

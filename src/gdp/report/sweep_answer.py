@@ -13,15 +13,29 @@ from gdp.planning.advice import AS_FAST
 from gdp.planning.sweep import BATCH, DEVICES, MACHINES, MICROBATCHES, SweepRow
 from gdp.report.tables import format_ms, new_table
 from gdp.report.timeline import drawn, line_colour
+from gdp.simulator.plan import Plan
 
 _MOST_LAYOUT = 48  # characters
 
 
 class SweepAnswer:
-    """The rows of a sweep over `what`, whose steps do samples or tokens (`noun`); all of them, if it `is_whole`."""
+    """The rows of a sweep over `what`, whose steps do samples or tokens (`noun`); all of them, if it `is_whole`.
 
-    def __init__(self, what: str, rows: Sequence[SweepRow], noun: str = "samples", *, is_whole: bool = True) -> None:
+    `served` are the facts of the steps of a decoder or a prefill.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        rows: Sequence[SweepRow],
+        noun: str = "samples",
+        served: Sequence[ServedStep | None] = (),
+        *,
+        is_whole: bool = True,
+    ) -> None:
         self.what, self.rows, self._is_whole = what, rows, is_whole
+        self._served = list(served) or [None] * len(rows)
+        self._decodes = any(each is not None and each.phase == "decode" for each in self._served)
         self.noun = noun if any(row.work for row in rows) else "steps"
         self.fitting = [row for row in rows if row.is_ok]
 
@@ -32,9 +46,11 @@ class SweepAnswer:
         costs = [">$/hour", f">{noun}/$"] * has_dollars + [f">{noun}/J"] * has_watts
         values = self.what if self.what == MACHINES else f">{self.what}"
         columns = (values, ">step time", f">{noun}/s", ">above bound", ">fullest device", "plan")
+        if self._decodes:
+            columns = (values, ">time per token", f">{noun}/s", ">first token", ">cache", ">fullest device")
         notes = list(map(_note, self.rows))
         table = new_table(*columns, *costs, *["note"] * any(notes))
-        for row, note in zip(self.rows, notes, strict=True):
+        for row, note, served in zip(self.rows, notes, self._served, strict=True):
             plan = row.plan
             if plan is None or plan.search is None or not row.is_ok:
                 table.add_row(str(row.value), *["-"] * (len(columns) - 1 + len(costs)), note)
@@ -45,9 +61,7 @@ class SweepAnswer:
                 str(row.value),
                 format_ms(plan.step_time_ns),
                 _figure(rate),
-                f"{plan.step_time_ns / row.bound_ns - 1:.1%}" if row.bound_ns else "-",
-                format_gib(int(plan.peak_memory_bytes.max())),
-                f"{row.layout or (plan.search.order if self.what == MICROBATCHES else 'ops'):.{_MOST_LAYOUT}}",
+                *self._middle(row, plan, plan.search.order, served),
                 *map(_figure, sums),
                 *[note] * any(notes),
                 style="bold" if row is self._fastest else None,
@@ -57,8 +71,18 @@ class SweepAnswer:
             yield ""
             yield Text(" ".join(self._sentences()))
 
-    def document(self, out: Path | None, served: Sequence[ServedStep | None] = ()) -> dict[str, Any]:
-        """Returns the rows as in `--json`; those of `served` steps tell their speed. `out` has their plans."""
+    def _middle(self, row: SweepRow, plan: Plan, order: str, served: ServedStep | None) -> tuple[str, ...]:
+        """Returns the cells between the rate and the costs."""
+        fullest = format_gib(int(plan.peak_memory_bytes.max()))
+        if self._decodes:
+            first = "-" if row.first_token_ns is None else format_ms(row.first_token_ns)
+            return first, "-" if served is None else format_gib(served.cache_bytes), fullest
+        above = f"{plan.step_time_ns / row.bound_ns - 1:.1%}" if row.bound_ns else "-"
+        layout = row.layout or (order if self.what == MICROBATCHES else "ops")
+        return above, fullest, f"{layout:.{_MOST_LAYOUT}}"
+
+    def document(self, out: Path | None) -> dict[str, Any]:
+        """Returns the rows as in `--json`; those of served steps tell their speed. `out` has their plans."""
         on_front = self._on_front()
         entries = []
         for number, row in enumerate(self.rows):
@@ -80,7 +104,10 @@ class SweepAnswer:
                 "plan": None if out is None or not row.is_ok else str(out / directory_of(self.what, row) / "plan.json"),
                 "note": row.note,
             }
-            entries.append(entry | serving_entry(served[number] if served else None, row.step_time_ns))
+            serving = serving_entry(self._served[number], row.step_time_ns)
+            if row.first_token_ns is not None:
+                serving["serving"] |= {"time_to_first_token_ns": row.first_token_ns}
+            entries.append(entry | serving)
         return {"sweep": self.what, "rows": entries}
 
     def figure(self, kind: str = "svg") -> bytes:
@@ -132,7 +159,8 @@ class SweepAnswer:
         dollars = [row.price.dollars_per_hour for row in self.fitting]
         plans = [row.plan for row in self.fitting if row.plan is not None]
         if self.what == BATCH:
-            return "step time in ms", [plan.step_time_ns / 1e6 for plan in plans]
+            name = "time per token in ms" if self._decodes else "step time in ms"
+            return name, [plan.step_time_ns / 1e6 for plan in plans]
         if self.what == MICROBATCHES:
             return "GiB of the fullest device", [int(plan.peak_memory_bytes.max()) / 2**30 for plan in plans]
         if None in dollars:

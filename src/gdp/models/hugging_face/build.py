@@ -84,6 +84,8 @@ def builder(text: str, *, training: bool = True, precision: str = "") -> Build:
         return timm_builder(parse(text)[0], sizes, text, dtype, training=training)
     if sizes.context is not None:
         raise InputError(f"{text}: context is the size of a cache; add --phase prefill or --phase decode")
+    if sizes.prompt is not None:
+        raise InputError(f"{text}: prompt is of the requests to a decoder; add --phase decode, or say sequence")
     if "_class_name" in config:
         return _diffusers_builder(config, sizes, text, training, precision)
     make = _transformers_maker(config, sizes, text, precision)

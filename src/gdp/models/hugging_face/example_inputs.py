@@ -97,8 +97,14 @@ class _Inputs:
         if self.config.is_encoder_decoder:  # prefill runs the encoder, and the decoder on one token
             inputs = self.make(False) | {"decoder_input_ids": self._tokens(1)}
             return inputs, self._places(CONTEXT if context is None else context)
+        prompt = self.sizes.prompt
+        if prompt is not None and not is_decode:
+            raise InputError(f"{self.text}: prompt is of the requests to a decoder; give a prefill its sequence")
         if is_decode:
-            return {"input_ids": self._tokens(1)}, self._places(CONTEXT if context is None else context)
+            places = self._places(CONTEXT if context is None else context)
+            if prompt is not None and prompt >= places:
+                raise InputError(f"{self.text}: prompt is {prompt}, and context {places}; the rest is generated")
+            return {"input_ids": self._tokens(1)}, places
         length = self._length() if context is None or self.sizes.sequence is not None else self._places(context)
         context = length if context is None else self._places(context)
         if length > context:

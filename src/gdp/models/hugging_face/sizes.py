@@ -11,8 +11,9 @@ from gdp.models.model import HUGGING_FACE, MIXED, PRECISIONS, TIMM, Reading, che
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Sizes that a config leaves open: `batch`, `sequence` (tokens), `image` (pixels of a side), `frames` of a video,
-    `dtype`, and `context` (tokens of the cache in prefill and decode); None: default. `weights` is the format of
-    quantised weights, in place of that of the config.
+    `dtype`, `context` (tokens of the cache in prefill and decode), and `prompt` (those that a request to a decoder
+    brings; the others are generated); None: default. `weights` is the format of quantised weights, in place of that of
+    the config.
 
     Defaults: a batch of 8; as many tokens as the model has positions, at most 512; the config's image size, else 800
     for detection and 224 for other tasks; the config's type, else float32. The cache of a prefill has room for its
@@ -26,6 +27,7 @@ class Sizes:
     context: int | None = None
     weights: str | None = None
     frames: int | None = None
+    prompt: int | None = None
 
     @classmethod
     def parse(cls, query: str, text: str) -> "Sizes":
@@ -92,6 +94,14 @@ def with_batch(text: str, samples: int) -> str:
     """Returns `hf:DIR?SIZES` with another batch."""
     other = _without("batch", text)
     return f"{other}{'&' if '?' in other else '?'}batch={samples}"
+
+
+def of_prompt(text: str, context: int) -> str:
+    """Returns `hf:DIR?SIZES` for the prefill of one prompt of a decode step: all of `context`, unless it says."""
+    prompt = parse(text)[1].prompt or context
+    for name in ("batch", "sequence", "context", "prompt"):
+        text = _without(name, text)
+    return f"{text}{'&' if '?' in text else '?'}batch=1&sequence={prompt}&context={context}"
 
 
 def _without(name: str, text: str) -> str:
