@@ -88,9 +88,33 @@ class Serving(TypedDict):
     num_tokens: Annotated[int, d("that each sequence feeds")]
     context: Annotated[int, d("tokens that the cache has room for")]
     cache_bytes: Size
-    time_to_first_token_ns: Annotated[int | None, d("of prefill")]
+    time_to_first_token_ns: Annotated[int | None, d("of prefill; in a sweep of decode that of one prompt")]
     prompt_tokens_per_second: Annotated[float | None, d("of prefill")]
-    tokens_per_second: Annotated[float | None, d("of decode")]
+    tokens_per_second: Annotated[float | None, d("of decode, of all groups")]
+    time_per_token_ns: Annotated[int | None, d("of decode")]
+    groups: NotRequired[Annotated[int, d("in flight (`--batches`)")]]
+    one_group: NotRequired[Annotated[dict[str, Any], d("the same figures with no other in flight")]]
+
+
+class AtRate(TypedDict):
+    """Mean times at a rate of requests; null beyond the largest."""
+
+    per_second: float
+    time_to_first_token_ns: float | None
+    time_per_token_ns: float | None
+
+
+class Requests(TypedDict):
+    """Arithmetic on requests to a decoder (`?prompt=`, `--requests`)."""
+
+    first_token_ns: Annotated[Ns, d("a prefill alone")]
+    prefill_ns: Annotated[Ns, d("from one prefill to the next")]
+    step_ns: Annotated[Ns, d("from one step to the next")]
+    token_ns: Annotated[Ns, d("that a sequence waits for its next token")]
+    num_sequences: int
+    generated: Annotated[int, d("tokens of a request")]
+    most_per_second: float
+    at: NotRequired[AtRate]
 
 
 class Baseline(TypedDict):
@@ -214,6 +238,7 @@ class Place(Figures):
     samples_per_batch: NotRequired[int | None]
     throughput: NotRequired[Throughput]
     time_per_batch_bound_ns: NotRequired[Ns]
+    requests: NotRequired[Requests]
 
 
 class SweepRow(TypedDict):

@@ -33,7 +33,7 @@ def read_prefill(request: PlaceRequest, served: "ServedStep") -> "Model":
 
 def first_token(request: PlaceRequest, problem: "Problem", placement: "Placement", prefill: "Model") -> "Simulation":
     """Returns the step of `prefill` with layers where `placement` of a decode `problem` has them."""
-    from gdp.export.same_places import in_same_places
+    from gdp.export.adapt import in_same_places
     from gdp.export.targets_by_name import serving_target
     from gdp.simulator.problem import Problem
 

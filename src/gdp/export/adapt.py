@@ -9,6 +9,7 @@ import numpy as np
 
 from gdp.arrays import F64, I64
 from gdp.budget import Budget, Clock
+from gdp.errors import InputError
 from gdp.export.export_target import ExportTarget, is_cpu, stage_starts
 from gdp.export.export_units import ExportUnits
 from gdp.export.stage_search import StageSearch, allowed_stages, balanced_stages, nearest_stages
@@ -210,6 +211,18 @@ def simulated(problem: Problem, placement: Placement, plan: Plan | None = None) 
         started = simulate(problem, plan.placement, order=plan.order)
         simulations.append(simulate(problem, placement, priority=Candidate.start(started).priority))
     return min(simulations, key=Figures.of)
+
+
+def in_same_places(target: ExportTarget, problem: Problem, placement: Placement, other: Problem) -> Simulation:
+    """Returns the step of `other`, such as the prefill of a decoder, its units where `placement` [N] has those.
+
+    InputError where they are not those of `problem`.
+    """
+    units, others = target.read_units(problem), target.read_units(other)
+    devices = units.devices_of(placement)
+    if devices is None or units.members != others.members:
+        raise InputError(f"graph {other.graph.name!r}: has other {target.level} than {problem.graph.name!r}")
+    return simulated(other, others.place(devices))
 
 
 def order_of(problem: Problem, placement: Placement) -> str:
