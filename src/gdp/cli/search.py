@@ -102,7 +102,7 @@ def _plan_for(target: "ExportTarget", opened: OpenRequest, stop: "Stop") -> "Kep
         log(f"gdp: note: {note}")
     stop.has_answer = True
     plan, advice = placed.plan, None
-    if request.with_advice and plan.status == "ok" and not stop.is_set():
+    if request.with_advice and plan.status == "ok" and not (stop.is_set() or opened.is_offloaded(plan)):
         plan, advice = advise_on_units(opened, placed, stop)
     return KeptAnswer(plan, advice, tuple(progress.improvements(line.history)))
 
