@@ -139,9 +139,7 @@ def of_more_sequences(simulation: Simulation, served: ServedStep) -> str:
     most = int(served.num_sequences * (1 + (free[has_cache] / cache[has_cache]).min()))
     if most <= served.num_sequences:
         return ""
-    return (
-        f"By their caches {most:,} sequences have room; --sweep batch={served.num_sequences}..{most} has their times."
-    )
+    return f"By their caches {most:,} have room: --sweep batch={served.num_sequences}..{most} has their times."
 
 
 def is_searched(plan: Plan) -> bool:
