@@ -132,6 +132,13 @@ def test_reprs_are_one_short_line(split: gdp.Plan) -> None:
     assert all(len(repr(value)) < 120 for value in (two_layers(), split, split.problem, step, captured, compared))
 
 
+def test_a_plan_is_a_data_frame(split: gdp.Plan) -> None:
+    """A row for each op, with its device; of three ops in a row on gpu0 the third is the last there."""
+    frame = split.to_dataframe()
+    assert frame["device"].tolist() == ["gpu0", "gpu0", "gpu0", "gpu1"]
+    assert frame.groupby("device")["position"].max().to_dict() == {"gpu0": 2, "gpu1": 0}
+
+
 def test_a_plan_is_exported_as_by_the_command(tmp_path: Path) -> None:
     """`write_export` returns the file of the tool and its step, and writes it; a wrong tool is one error."""
     plan = gdp.place((nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), ones(8, 64)), CLUSTER, budget="20sims")

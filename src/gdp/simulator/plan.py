@@ -205,6 +205,30 @@ class Plan:
         headings = ["device", "ops", "peak memory"] + (["busy"] if busy else [])
         return notebook.table(title, headings, rows, f"Other placers: {note}." if note else "")
 
+    def to_dataframe(self, graph: "GraphSource | None" = None) -> Any:
+        """Returns a pandas DataFrame with a row for each op: what it is, its device and its place in the order there.
+
+        Needs pandas, and for a plan from a file its `graph`. InputError without.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise InputError("to_dataframe needs pandas; install it with `pip install pandas`") from None
+        known, position = self._graph(graph), np.zeros(len(self.placement), np.int64)
+        for ops in self.order:
+            position[ops] = np.arange(len(ops))
+        columns = {
+            "op": known.op_names,
+            "kind": known.kinds,
+            "module": known.modules,
+            "phase": known.phases,
+            "microbatch": known.microbatches,
+            "replica": known.replicas,
+            "device": np.array(self.devices)[self.placement],
+            "position": position,
+        }
+        return pandas.DataFrame(columns)
+
     def to_document(self) -> dict[str, Any]:
         """The `gdp-plan` document."""
         values = {name: getattr(self, name) for name in _PLAN_FIELDS if name not in ("format", "version", "layout")}
