@@ -232,4 +232,6 @@ def test_notebooks_show_tables() -> None:
     assert "<td>gpu1</td><td>l4-24g</td>" in gdp.Cluster.parse(CLUSTER)._repr_html_()
     named = Graph.build("<b>", [Op("a", "<script>", 1)], [])
     assert "<script>" not in named._repr_html_()
+    shown = gdp.capture(nn.Linear(4, 4), (ones(1, 4),))._repr_html_()
+    assert "<td>aten.mm</td>" in shown or "<td>aten.addmm</td>" in shown
     assert "and 4 more" in gdp.Cluster.parse("20xl4-24g")._repr_html_()

@@ -72,7 +72,7 @@ def test_single_cores_are_processes() -> None:
     assert not may_fork([Target("cuda0", torch.device("cuda", 0)), *cpus(1)])
     found, _ = tower()
     with host_executor(found.program, one_device_order(found.graph.num_ops, 0, 2), cpus(2)) as executor:
-        assert isinstance(executor, ForkedExecutor)
+        assert isinstance(executor, ForkedExecutor) == (torch.version.cuda is None)
 
 
 def test_old_records_are_refused() -> None:
@@ -119,6 +119,7 @@ def train_until_ended(out: Path) -> None:
         (out / "interrupted").touch()
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="the server that forks it has captured, see host_executor")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_processes_end_with_their_parent(number: signal.Signals, tmp_path: Path) -> None:
     """However that ends, in a step: none is left, and no shared memory has a name that could be left."""

@@ -110,10 +110,12 @@ def test_the_command_has_costs_and_a_picture(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     Path("sweeps.py").write_text(MODEL)
-    Path("prices.yaml").write_text("rtx3090-24g: {dollars_per_hour: 0.2}\n")
+    Path("prices.yaml").write_text("rtx3090-24g: {dollars_per_hour: 0.2}\nrtx390-24g: {watts: 1}\n")
     words = ["place", "sweeps:net", "--budget", "20sims", "--threads", "1", "--prices", "prices.yaml", "--json"]
     assert main([*words, "--sweep", "machines=l4-24g,2xrtx3090-24g", "--out", "found"]) == 0
-    rows = orjson.loads(capsys.readouterr().out)["rows"]
+    printed = capsys.readouterr()
+    assert "rtx390-24g: no such kind of device; did you mean rtx3090-24g" in printed.err
+    rows = orjson.loads(printed.out)["rows"]
     assert [row["machines"] for row in rows] == ["l4-24g", "2xrtx3090-24g"]
     assert [row["dollars_per_hour"] for row in rows] == [0.805, 0.4]
     for row in rows:
@@ -142,6 +144,8 @@ def test_the_command_has_costs_and_a_picture(
     [
         (["--sweep", "machines=l4-24g", "--devices", "l4-24g"], "leave --devices out"),
         (["--sweep", "machines=l4-24g,l4-25g"], "no kind 'l4-25g'"),
+        (["--sweep", "machines=2xl4-24g,l4-24g", "--pin", "a=gpu1"], "error: --sweep machines=l4-24g: --pin a=gpu1: "),
+        (["--sweep", "machines=l4-24g", "--pin", "a=gpu1"], "error: --sweep machines=l4-24g: --pin a=gpu1: "),
         (["--sweep", "devices=1..2"], "--devices: name the devices"),
         ([], "--devices: name the devices"),
         (["--sweep", "batch=1,2", "--batch", "2", "--devices", "l4-24g"], "--batch 2 contradicts it"),

@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +27,7 @@ from gdp.cli.options import (
 )
 from gdp.cli.request import PlaceRequest
 from gdp.cli.sweep import sweep_place
-from gdp.errors import InputError
+from gdp.errors import InputError, prefixed
 
 if TYPE_CHECKING:
     from gdp.export.export_target import ExportTarget
@@ -133,7 +134,9 @@ def place(
         if tool is not None and tool.reserve and "reserve" not in given:
             given["reserve"] = f"{tool.reserve:.0%}"
             limits = replace(limits, reserve=given["reserve"])
-        constraints = limits.constraints(cluster)
+        row = f"--sweep {MACHINES}={devices}" if table is not None and table.what == MACHINES else None
+        with nullcontext() if row is None else prefixed(row):
+            constraints = limits.constraints(cluster)
         options = SearchOptions(
             placer=placer,
             seed=seed,

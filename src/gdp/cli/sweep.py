@@ -11,7 +11,7 @@ from gdp.cli.plan_files import PlanFiles
 from gdp.cli.request import PlaceRequest
 from gdp.cli.requests import first_token, read_prefill
 from gdp.cli.shared import INTERRUPTED, NOTHING_FITS, OK, check_writable, fail, log, print_json, show, warm_up
-from gdp.errors import InputError
+from gdp.errors import InputError, prefixed
 
 if TYPE_CHECKING:
     from gdp.cluster.prices import Prices
@@ -35,7 +35,7 @@ def sweep_place(request: PlaceRequest, sweep: "Sweep", limits: ConstraintOptions
     asked = {value: _of_value(request, sweep, value, limits) for value in sweep.values}
     if request.out is not None:
         check_writable(request.out / _PICTURE)
-    for sentence in prices.unknown(request.cluster):
+    for sentence in prices.unknown(of_value.cluster for of_value in asked.values()):
         log(f"gdp: note: --prices: {sentence}")
     table = _SweepTable(request, sweep, prices)
     with progress.stop_on_interrupt() as stop:
@@ -186,7 +186,8 @@ def _of_value(request: PlaceRequest, sweep: "Sweep", value: int | str, limits: C
     asked, reading = request.asked, request.reading
     if isinstance(value, str):
         cluster = Cluster.parse(value)
-        constraints = limits.constraints(cluster)
+        with prefixed(f"--sweep {sweep.what}={value}"):
+            constraints = limits.constraints(cluster)
         return replace(
             request, devices=value, cluster=cluster, constraints=constraints, asked=replace(asked, cluster=value)
         )

@@ -5,7 +5,7 @@ my-card: {watts: 300}
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -55,9 +55,9 @@ class Prices:
                 raise InputError("no kinds of devices; KIND: {dollars_per_hour: 1.5, watts: 300} is expected")
             return cls(MappingProxyType({kind: dict(_figures(kind, row)) for kind, row in document.items()}))
 
-    def unknown(self, cluster: Cluster) -> list[str]:
-        """Returns a sentence on each kind that is neither in the catalogue nor in `cluster`."""
-        known = {*KINDS, *(device.kind for device in cluster.devices)}
+    def unknown(self, clusters: Iterable[Cluster]) -> list[str]:
+        """Returns a sentence on each kind that is neither in the catalogue nor in one of `clusters`."""
+        known = {*KINDS, *(device.kind for cluster in clusters for device in cluster.devices)}
         return [
             f"{kind}: no such kind of device; {suggest(kind, sorted(known))}" for kind in self.own if kind not in known
         ]

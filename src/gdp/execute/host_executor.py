@@ -116,8 +116,11 @@ class ThreadExecutor(HostExecutor):
 
 
 def host_executor(program: Program, order: Sequence[npt.ArrayLike], targets: Sequence[Target]) -> HostExecutor:
-    """Makes an executor of the program on `targets` [D]."""
-    if may_fork(targets):
+    """Makes an executor of the program on `targets` [D].
+
+    PyTorch with CUDA has threads for gradients after a capture, and then no forked process of it computes any.
+    """
+    if may_fork(targets) and torch.version.cuda is None:
         return ForkedExecutor(program, order, targets)
     return ThreadExecutor(program, order, targets)
 

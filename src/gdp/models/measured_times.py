@@ -110,7 +110,7 @@ class MeasuredTimes:
         """Turns SQLite's errors into InputErrors."""
         try:
             yield
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             reason = " ".join(str(error).split())
             raise InputError(
                 f"{self.path}: cannot be used as a file of measured times ({reason}); name another"

@@ -339,7 +339,8 @@ def _is_asked(value: object) -> bool:
 
 def _is_layout(value: object) -> bool:
     """an object, as --parallel writes it"""
-    return type(value) is dict
+    lists = ("places", "ring", "hosts")
+    return type(value) is dict and all(value.get(key) is None or files.is_number_list(value[key]) for key in lists)
 
 
 _PLAN_FIELDS = {

@@ -133,6 +133,8 @@ def _assigned(problem: Problem, placement: I64, replica: I64, stage_of: I64) -> 
 def _order(problem: Problem, devices: I64, ring: Sequence[int] | None) -> I64:
     """[R] Returns the replicas in the order of the ring, those of a host together."""
     order = np.arange(len(devices)) if ring is None else np.array(ring, np.int64)
+    if sorted(order.tolist()) != list(range(len(devices))):
+        raise InputError("layout: ring is no order of the replicas; the plan is of another model, place it anew")
     hosts = np.array([host_of(problem.cluster.devices[device].name) for device in devices[order, 0].tolist()])
     first = {host: place for place, host in reversed(list(enumerate(hosts.tolist())))}
     return np.asarray(order[np.argsort([first[host] for host in hosts.tolist()], kind="stable")], np.int64)
