@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Callable
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gdp.cli import main
 
@@ -27,9 +28,11 @@ PRELOADED = [
 ]
 
 
-def fork_server() -> ForkServerContext:
+def fork_server() -> ForkServerContext | SpawnContext:
     """Returns the context of processes that begin with PyTorch loaded."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or PyTorch adds stack traces to the line of an error
+    if torch.version.cuda is not None:  # after a capture its forked processes compute no gradients
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:

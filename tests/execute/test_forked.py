@@ -119,7 +119,6 @@ def train_until_ended(out: Path) -> None:
         (out / "interrupted").touch()
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="the server that forks it has captured, see host_executor")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_processes_end_with_their_parent(number: signal.Signals, tmp_path: Path) -> None:
     """However that ends, in a step: none is left, and no shared memory has a name that could be left."""
