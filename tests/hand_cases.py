@@ -4,7 +4,8 @@ Each case names the rule of docs/machine-model.md, sections 3 and 4, that it wou
 carries the op times by device name, so that costs derived from graph and cluster equal `op_time_ns`.
 
 How to read the drawings: one column is 1 ns; op 3 running for 2 ns is `33`, a zero-time op is `(3)`; `a` is tensor 0,
-`b` tensor 1, ... in transfer over a route (its channel occupied); `~` is its latency. Unless said otherwise a route
+`b` tensor 1, ... in transfer over a route (its channel occupied); `~` is its latency; `h0` is what the host of d0
+issues, `:` a device that is held by an op not yet issued. Unless said otherwise a route
 moves 1 byte per ns without latency over a channel of its own.
 """
 
@@ -24,6 +25,7 @@ class HandCase:
     graph: Graph
     cluster: Cluster
     op_time_ns: tuple[tuple[int, ...], ...]  # [N][D]
+    host_time_ns: tuple[tuple[int, ...], ...]  # [N][D]
     placement: tuple[int, ...]  # [N]
     priority: tuple[int, ...] | None  # [N], None: the b-levels
     op_start_ns: tuple[int, ...]  # [N]
@@ -32,10 +34,12 @@ class HandCase:
     step_time_ns: int
     peak_memory_bytes: tuple[int, ...]  # [D]
 
+    op_begin_ns: tuple[int, ...]  # [N]
+
     @property
     def op_finish_ns(self) -> tuple[int, ...]:
-        pairs = zip(self.op_start_ns, self.op_time_ns, self.placement, strict=True)
-        return tuple(start + times[device] for start, times, device in pairs)
+        pairs = zip(self.op_begin_ns, self.op_time_ns, self.placement, strict=True)
+        return tuple(begin + times[device] for begin, times, device in pairs)
 
 
 def make_cluster(num_devices: int, routes: Mapping[tuple[int, int], Route], memory_bytes: int = 2**50) -> Cluster:
@@ -65,6 +69,9 @@ def _case(
     priority: tuple[int, ...] | None = None,
     routes: Mapping[tuple[int, int], Route] | None = None,
     transfers: tuple[tuple[int, int, int, int, int], ...] = (),
+    hosts: tuple[int, ...] | None = None,
+    waits: tuple[int, ...] = (),  # ops that the host waits for
+    begin: tuple[int, ...] | None = None,  # None: as they start
 ) -> HandCase:
     op_time_ns = tuple((time,) * len(order) if isinstance(time, int) else time for time in times)
     ops = [
@@ -72,6 +79,8 @@ def _case(
             name=f"op{number}",
             resident_bytes=resident[number] if resident else 0,
             time_ns={f"d{device}": time for device, time in enumerate(row)},
+            host_ns=hosts[number] if hosts else 0,
+            host_waits=number in waits,
         )
         for number, row in enumerate(op_time_ns)
     ]
@@ -80,6 +89,7 @@ def _case(
         graph=Graph.build("test", ops, tensors),
         cluster=make_cluster(len(order), routes or {}),
         op_time_ns=op_time_ns,
+        host_time_ns=tuple((op.host_ns,) * len(order) for op in ops),
         placement=placement,
         priority=priority,
         op_start_ns=start,
@@ -87,6 +97,7 @@ def _case(
         order=order,
         step_time_ns=step,
         peak_memory_bytes=peak,
+        op_begin_ns=begin or start,
     )
 
 
@@ -371,4 +382,52 @@ MEMORY = (
     ),
 )  # fmt: skip
 
-HAND_CASES = (*DISPATCH, *TRANSFERS, *MEMORY)
+HOSTS = (
+    # h0 |000111222 |
+    # d0 |:::0::1::2|   each op of 1 ns waits for its host, 3 ns: 3 * 3 + 1
+    _case(
+        "a chain of small ops is bound by its host",
+        placement=(0, 0, 0), times=(1, 1, 1), hosts=(3, 3, 3), tensors=(Tensor(0, (1,), 2), Tensor(1, (2,), 5)),
+        start=(0, 4, 7), begin=(3, 6, 9), order=((0, 1, 2),), step=10, peak=(7,),
+    ),
+    # h0 |00112233    |
+    # d0 |::0000000123|   while op 0 computes, from 2 to 9, the host issues 1, 2, 3 until 8
+    _case(
+        "the host runs ahead behind a large kernel",
+        placement=(0, 0, 0, 0), times=(7, 1, 1, 1), hosts=(2, 2, 2, 2),
+        start=(0, 9, 10, 11), begin=(2, 9, 10, 11), order=((0, 1, 2, 3),), step=12, peak=(0,),
+    ),
+    # h0 |00.......1122|
+    # d0 |::0000000::1:2|   the host issues op 1 when 0 has ended, at 9: 9 + 2; op 2 starts at 12, issued at 13
+    _case(
+        "a host that waits for an op issues the next one after its end",
+        placement=(0, 0, 0), times=(7, 1, 1), hosts=(2, 2, 2), waits=(0,),
+        start=(0, 9, 12), begin=(2, 11, 13), order=((0, 1, 2),), step=14, peak=(0,),
+    ),
+    # h0 |000 |
+    # d0 |:::0|    a 4 arrives at d1 at 3 + 4 = 7: a zero-time op ends at 3, not at the 0 at which it starts
+    # d1 |.......11|
+    _case(
+        "an op of no time ends when its host has issued it",
+        placement=(0, 1), times=(0, 2), hosts=(3, 0), tensors=(Tensor(0, (1,), 4),),
+        start=(0, 7), begin=(3, 7), transfers=((0, 1, 3, 7, 7),), order=((0,), (1,)), step=9, peak=(4, 4),
+    ),
+    # h0 |0022 |        h1 |111|
+    # d0 |::0:2|   a host issues for its own device alone: 2 starts at 3, and is issued at 4
+    # d1 |:::1 |
+    _case(
+        "each device has a host of its own",
+        placement=(0, 1, 0), times=(1, 1, 1), hosts=(2, 3, 2),
+        start=(0, 0, 3), begin=(2, 3, 4), order=((0, 2), (1,)), step=5, peak=(0, 0),
+    ),
+    # h0 |0001111 |
+    # d0 |:::0aa:1|   a 2 is sent until 6, b 3 is held from 4, though op 1 computes from 7: 2 + 3
+    # d1 |      2 |
+    _case(
+        "an op holds its memory from its start",
+        placement=(0, 0, 1), times=(1, 1, 1), hosts=(3, 4, 0), tensors=(Tensor(0, (2,), 2), Tensor(1, (), 3)),
+        start=(0, 4, 6), begin=(3, 7, 6), transfers=((0, 1, 4, 6, 6),), order=((0, 1), (2,)), step=8, peak=(5, 2),
+    ),
+)  # fmt: skip
+
+HAND_CASES = (*DISPATCH, *TRANSFERS, *MEMORY, *HOSTS)

@@ -1,4 +1,4 @@
-"""The machine model in plain Python: docs/machine-model.md, sections 3 and 4, transcribed rule by rule.
+"""The machine model in plain Python: docs/machine-model.md, sections 3 to 4, transcribed rule by rule.
 
 The oracle that faster code is compared with, so it shares nothing with it and prefers the literal to the quick:
 readiness is looked up anew whenever a device is idle, and memory is computed afterwards, from the finished schedule.
@@ -50,6 +50,8 @@ class Inputs:
     bytes_per_second: list[list[int]]  # [D][D]
     route_channels: list[list[list[int]]]  # [D][D] the channels of each route
     op_time_ns: list[list[int]]  # [N][D]
+    host_time_ns: list[list[int]]  # [N][D]
+    host_waits: list[bool]  # [N]
     placement: list[int]  # [N]
 
     @property
@@ -69,6 +71,7 @@ class Schedule:
     """A finished step: times in ns, transfers in the order in which they were requested."""
 
     op_start_ns: list[int]  # [N]
+    op_begin_ns: list[int]  # [N] when it begins to compute: from its start on it holds its device
     op_finish_ns: list[int]  # [N]
     transfers: list[Transfer]
     order: list[list[int]]  # [D] the ops of each device in the order in which it started them
@@ -76,8 +79,10 @@ class Schedule:
     peak_memory_bytes: list[int]  # [D]
 
 
-def read_inputs(graph: "Graph", cluster: "Cluster", op_time_ns: Any, placement: Iterable[int]) -> Inputs:
-    """`graph`, `cluster`, `op_time_ns` [N, D] and `placement` [N] as plain lists.
+def read_inputs(
+    graph: "Graph", cluster: "Cluster", op_time_ns: Any, placement: Iterable[int], host_time_ns: Any = None
+) -> Inputs:
+    """`graph`, `cluster`, `op_time_ns` [N, D], `placement` [N] and `host_time_ns` [N, D] (default: 0) as plain lists.
 
     Raises ValueError if an op is placed where it cannot run: such a placement has no step time.
     """
@@ -97,6 +102,8 @@ def read_inputs(graph: "Graph", cluster: "Cluster", op_time_ns: Any, placement: 
         bytes_per_second=[_ints(row) for row in cluster.bytes_per_second],
         route_channels=[[_ints(channels) for channels in row] for row in cluster.route_channels],
         op_time_ns=[_ints(row) for row in op_time_ns],
+        host_time_ns=[[0] * len(row) if host_time_ns is None else _ints(host_time_ns[op]) for op, row in enumerate(op_time_ns)],
+        host_waits=[bool(waits) for waits in graph.host_waits],
         placement=_ints(placement),
     )
     for op in range(inputs.num_ops):
@@ -117,10 +124,15 @@ def b_levels(graph: "Graph", op_time_ns: Any) -> list[int]:
 
 
 def run(
-    graph: "Graph", cluster: "Cluster", op_time_ns: Any, placement: Iterable[int], priority: Iterable[int] | None = None
+    graph: "Graph",
+    cluster: "Cluster",
+    op_time_ns: Any,
+    placement: Iterable[int],
+    priority: Iterable[int] | None = None,
+    host_time_ns: Any = None,
 ) -> Schedule:
     """The step under `placement` [N], ops dispatched by `priority` [N] (default: `b_levels`)."""
-    inputs = read_inputs(graph, cluster, op_time_ns, placement)
+    inputs = read_inputs(graph, cluster, op_time_ns, placement, host_time_ns)
     priorities = b_levels(graph, op_time_ns) if priority is None else _ints(priority)
 
     def choose(ready: list[int], device: int, num_started: int) -> int | None:
@@ -130,13 +142,18 @@ def run(
 
 
 def replay(
-    graph: "Graph", cluster: "Cluster", op_time_ns: Any, placement: Iterable[int], order: Iterable[Iterable[int]]
+    graph: "Graph",
+    cluster: "Cluster",
+    op_time_ns: Any,
+    placement: Iterable[int],
+    order: Iterable[Iterable[int]],
+    host_time_ns: Any = None,
 ) -> Schedule:
     """The step in which each device starts its ops in the order `order` [D] lists them.
 
     Raises DeadlockError if that order never ends, ValueError if it does not list each device's ops exactly once.
     """
-    inputs = read_inputs(graph, cluster, op_time_ns, placement)
+    inputs = read_inputs(graph, cluster, op_time_ns, placement, host_time_ns)
     orders = [_ints(ops) for ops in order]
     placed = [[op for op in range(inputs.num_ops) if inputs.placement[op] == d] for d in range(inputs.num_devices)]
     if [sorted(ops) for ops in orders] != placed:
@@ -152,6 +169,8 @@ def replay(
 def _execute(inputs: Inputs, choose: Callable[[list[int], int, int], int | None]) -> Schedule:
     """Section 3. `choose(ready ops, device, number of ops it has started)` is the op that an idle device starts."""
     start: dict[int, int] = {}
+    begin: dict[int, int] = {}
+    host_clock = [0] * inputs.num_devices
     finish: dict[int, int] = {}
     order: list[list[int]] = [[] for _ in range(inputs.num_devices)]
     running: dict[int, int] = {}  # device -> op
@@ -167,7 +186,11 @@ def _execute(inputs: Inputs, choose: Callable[[list[int], int, int], int | None]
         waiting = [op for op in range(inputs.num_ops) if inputs.placement[op] == device and op not in start]
         op = choose([op for op in waiting if is_ready(op)], device, len(order[device]))
         if op is not None:
-            start[op], finish[op] = now, now + inputs.time_ns(op)
+            host_clock[device] += inputs.host_time_ns[op][device]  # section 3a
+            start[op], begin[op] = now, max(now, host_clock[device])
+            finish[op] = begin[op] + inputs.time_ns(op)
+            if inputs.host_waits[op]:
+                host_clock[device] = max(host_clock[device], finish[op])
             order[device].append(op)
             running[device] = op
         return op
@@ -204,7 +227,7 @@ def _execute(inputs: Inputs, choose: Callable[[list[int], int, int], int | None]
                 in_flight.remove(transfer)
                 there.add((transfer.tensor, transfer.destination))
         started = [start_one(device) for device in range(inputs.num_devices) if device not in running]
-        if any(op is not None and inputs.time_ns(op) == 0 for op in started):
+        if any(op is not None and finish[op] == now for op in started):
             continue
         upcoming = [finish[op] for op in running.values()] + [transfer.arrival_ns for transfer in in_flight]
         if not upcoming:
@@ -217,6 +240,7 @@ def _execute(inputs: Inputs, choose: Callable[[list[int], int, int], int | None]
     starts, finishes = [start[op] for op in range(inputs.num_ops)], [finish[op] for op in range(inputs.num_ops)]
     return Schedule(
         op_start_ns=starts,
+        op_begin_ns=[begin[op] for op in range(inputs.num_ops)],
         op_finish_ns=finishes,
         transfers=transfers,
         order=order,

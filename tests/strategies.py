@@ -5,9 +5,10 @@ the same seed make a graph that is the beginning of the larger one, up to the nu
 """
 
 import random
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,16 +32,18 @@ FEATURES = (
     "shared channels",  # a route has 0 to 3 channels out of a few; without: one of its own
     "tight memory",  # devices hold 0 to 8 bytes
     "priorities",  # random, with ties; without: None, the default
+    "hosts",  # ops take time on hosts, which wait for some; without: none does
 )
 
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """A step to simulate. `op_time_ns` equals the op times that `graph` gives by device name."""
+    """A step to simulate. Its times equal those that `graph`, by device name, and `cluster` give."""
 
     graph: Graph
     cluster: Cluster
     op_time_ns: I64  # [N, D]
+    host_time_ns: I64  # [N, D]
     placements: I64  # [B, N] every op where it can run
     priority: I64 | None  # [N]
 
@@ -60,28 +63,32 @@ def instances(
     num_placements: int = 1,
     keep_groups: bool = False,
     features: Set[str] = frozenset(FEATURES),
+    always: Set[str] = frozenset(),
 ) -> Instance:
-    """Steps of 1 to `max_ops` ops on `min_devices` to `max_devices` devices with some of `features`.
+    """Steps of 1 to `max_ops` ops on `min_devices` to `max_devices` devices with some of `features` and `always` others.
 
     Each group has a device that can run all its ops; only with `keep_groups` do the placements put them on one.
     """
     num_ops = draw(st.sampled_from(range(1, max_ops + 1)))  # drawn evenly, where `integers` favours the least
     num_devices = draw(st.sampled_from(range(min_devices, max_devices + 1)))
-    chosen = draw(st.sets(st.sampled_from([feature for feature in FEATURES if feature in features])))
+    chosen = draw(st.sets(st.sampled_from([feature for feature in FEATURES if feature in features]))) | always
     seed = draw(st.integers(0, 2**32 - 1))
     graph, op_time_ns = _graph(seed, num_ops, num_devices, chosen)
     rng = random.Random(seed)
+    cluster = _cluster(seed, num_devices, chosen)
+    issue_ns = np.array([device.issue_ns for device in cluster.devices])
     return Instance(
         graph=graph,
-        cluster=_cluster(seed, num_devices, chosen),
+        cluster=cluster,
         op_time_ns=op_time_ns,
+        host_time_ns=(op_time_ns > 0) * graph.kernels[:, None] * issue_ns + graph.host_ns[:, None],
         placements=np.array([_placement(rng, graph, op_time_ns, keep_groups) for _ in range(num_placements)], np.int64),
         priority=np.array(rng.choices(range(-1, 3), k=num_ops), np.int64) if "priorities" in chosen else None,
     )
 
 
 def _graph(seed: int, num_ops: int, num_devices: int, features: Set[str]) -> tuple[Graph, I64]:
-    rng, time_rng = random.Random(f"graph {seed}"), random.Random(f"times {seed}")
+    rng, time_rng, host_rng = (random.Random(f"{name} {seed}") for name in ("graph", "times", "hosts"))
     sizes = (0, 1, 2**20, 10**9 + 7, 10**12) if "large figures" in features else (0, 0, 1, 2, 3, 4)
     times = (0, 1, 10**6, 10**9) if "large figures" in features else (0, 0, 1, 1, 2, 3)
     window = rng.choice((2, 4, 40))  # how many tensors back an op looks for inputs: from chains to bushes
@@ -111,6 +118,7 @@ def _graph(seed: int, num_ops: int, num_devices: int, features: Set[str]) -> tup
                 resident_bytes=rng.choice(sizes) if "resident" in features else 0,
                 group=group,
                 time_ns={f"d{device}": time for device, time in enumerate(row)},
+                **_host_fields(host_rng, times) if "hosts" in features else {},
             )
         )
     numbers = list(range(len(tensors)))  # new number of each tensor
@@ -126,8 +134,14 @@ def _graph(seed: int, num_ops: int, num_devices: int, features: Set[str]) -> tup
     return Graph.build("test", ops, renumbered), op_time_ns
 
 
+def _host_fields(rng: random.Random, times: Sequence[int]) -> dict[str, Any]:
+    host_ns = rng.choice((0, 0, *times))
+    return {"kernels": rng.choice((0, 1, 1, 2)), "host_ns": host_ns, "host_waits": rng.random() < 0.2}
+
+
 def _cluster(seed: int, num_devices: int, features: Set[str]) -> Cluster:
-    rng = random.Random(f"cluster {seed}")
+    rng, host_rng = random.Random(f"cluster {seed}"), random.Random(f"issues {seed}")
+    issues = (0, 1, 2, 10**6) if "large figures" in features else (0, 0, 1, 1, 2)
     latencies = (0, 0, 1, 2, 5000) if "latencies" in features else (0,)
     rates = (12 * 10**9, 732_000_001) if "large figures" in features else (10**9, 10**9, 2 * 10**9, 3 * 10**8)
     shared = [f"c{number}" for number in range(rng.choice((1, 2, 4)))]
@@ -145,6 +159,7 @@ def _cluster(seed: int, num_devices: int, features: Set[str]) -> Cluster:
             flops_per_second={"float32": 10**9},
             memory_bytes_per_second=10**9,
             launch_ns=0,
+            issue_ns=host_rng.choice(issues) if "hosts" in features else 0,
         )
         for number in range(num_devices)
     ]

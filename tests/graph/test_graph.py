@@ -176,6 +176,10 @@ def _by_the_definition(graph: Graph) -> str:
         add_numbers([int(tensor[field]) for tensor in tensors])
     add_numbers([sum(len(tensor["consumers"]) for tensor in tensors[:end]) for end in range(len(tensors) + 1)])
     add_numbers([op for tensor in tensors for op in tensor["consumers"]])
+    for field in ("kernels", "host_ns", "host_waits"):
+        if field in ops[0]:
+            add_texts([field])
+            add_numbers([int(op[field]) for op in ops])
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
@@ -188,7 +192,8 @@ def test_a_fingerprint_is_as_defined(instance: Instance) -> None:
 def test_what_a_fingerprint_leaves_out() -> None:
     """The graph's name and whether defaults are spelled out make no difference, all else does."""
     graph = Graph.from_document(document())
-    explicit = with_op(flops=7, kind="", dtype="float32", group=-1, time_ns={})
+    hosts = {"kernels": 1, "host_ns": 0, "host_waits": False}
+    explicit = with_op(flops=7, kind="", dtype="float32", group=-1, time_ns={}, **hosts)
     assert Graph.from_document(document(name="other")).fingerprint == graph.fingerprint
     assert Graph.from_document({**explicit, "tensors": document()["tensors"]}).fingerprint == graph.fingerprint
     others = [
@@ -200,6 +205,9 @@ def test_what_a_fingerprint_leaves_out() -> None:
         with_op(flops=7, microbatch=1),
         with_op(flops=7, replica=1),
         with_op(flops=7, role="recomputed"),
+        with_op(flops=7, kernels=0),
+        with_op(flops=7, host_ns=2),
+        with_op(flops=7, host_waits=True),
     ]
     prints = {Graph.from_document({**other, "tensors": document()["tensors"]}).fingerprint for other in others}
     assert len(prints | {graph.fingerprint}) == len(others) + 1

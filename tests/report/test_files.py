@@ -31,7 +31,7 @@ def simulation() -> Simulation:
 def _simulate(instance: Instance) -> Simulation:
     times = np.array(instance.op_time_ns, np.int64)
     limits = np.full(times.shape[1], 2**62)
-    problem = Problem(instance.graph, instance.cluster, times, times >= 0, limits, np.full(len(times), -1))
+    problem = Problem(instance.graph, instance.cluster, times, 0 * times, times >= 0, limits, np.full(len(times), -1))
     return simulate(problem, instance.placement, priority=instance.priority)
 
 

@@ -271,7 +271,7 @@ def test_says_why_things_waited(shared: Any, tmp_path: Path) -> None:
     )
     times = np.repeat(np.array([[10], [50], [4], [3], [2], [3]], np.int64), 2, axis=1)
     cluster = make_cluster(2, {})
-    problem = Problem(graph, cluster, times, times >= 0, np.full(2, 2**40), np.full(6, -1))
+    problem = Problem(graph, cluster, times, 0 * times, times >= 0, np.full(2, 2**40), np.full(6, -1))
     placement = np.array([0, 1, 1, 0, 1, 0])
     simulation = simulate(problem, placement)
     plan = Plan(

@@ -8,7 +8,7 @@ from hand_cases import HAND_CASES, HandCase, make_cluster
 from reference_simulator import DeadlockError, b_levels, replay, run
 from strategies import Instance, instances
 
-FIELDS = ("op_start_ns", "op_finish_ns", "transfers", "order", "step_time_ns", "peak_memory_bytes")
+FIELDS = ("op_start_ns", "op_begin_ns", "op_finish_ns", "transfers", "order", "step_time_ns", "peak_memory_bytes")
 
 
 def _plain(value: object) -> object:
@@ -20,7 +20,8 @@ def test_hand_case(case: HandCase) -> None:
     """Run, and replay of the order of that run, give the figures worked out by hand."""
     arguments = (case.graph, case.cluster, case.op_time_ns, case.placement)
     expected = {field: _plain(getattr(case, field)) for field in FIELDS}
-    ran, replayed = run(*arguments, case.priority), replay(*arguments, case.order)
+    ran = run(*arguments, case.priority, case.host_time_ns)
+    replayed = replay(*arguments, case.order, case.host_time_ns)
     assert {field: _plain(getattr(ran, field)) for field in FIELDS} == expected
     assert {field: _plain(getattr(replayed, field)) for field in FIELDS} == expected
 
@@ -78,8 +79,8 @@ def test_forbidden_device() -> None:
 def test_replay_equals_run(instance: Instance) -> None:
     """Replaying the order of a run gives the run."""
     arguments = (instance.graph, instance.cluster, instance.op_time_ns, instance.placement)
-    ran = run(*arguments, instance.priority)
-    assert replay(*arguments, ran.order) == ran
+    ran = run(*arguments, instance.priority, instance.host_time_ns)
+    assert replay(*arguments, ran.order, instance.host_time_ns) == ran
 
 
 @given(instances())
@@ -87,7 +88,7 @@ def test_replay_equals_run(instance: Instance) -> None:
 def test_devices_are_greedy(instance: Instance) -> None:
     """A device starts an op as soon as it is free and one is ready, and none that was ready before and ranks higher."""
     graph, placement = instance.graph, instance.placement.tolist()
-    ran = run(graph, instance.cluster, instance.op_time_ns, placement, instance.priority)
+    ran = run(graph, instance.cluster, instance.op_time_ns, placement, instance.priority, instance.host_time_ns)
     priority = b_levels(graph, instance.op_time_ns) if instance.priority is None else instance.priority.tolist()
     there = {(k, placement[op]): ran.op_finish_ns[op] for k, op in enumerate(graph.producers.tolist())}
     there |= {(transfer.tensor, transfer.destination): transfer.arrival_ns for transfer in ran.transfers}
@@ -110,7 +111,7 @@ def test_devices_are_greedy(instance: Instance) -> None:
 def test_transfers_are_needed_and_queue(instance: Instance) -> None:
     """A tensor goes once to each other device with consumers, and starts when made or when a channel becomes free."""
     graph, cluster, placement = instance.graph, instance.cluster, instance.placement.tolist()
-    ran = run(graph, cluster, instance.op_time_ns, placement, instance.priority)
+    ran = run(graph, cluster, instance.op_time_ns, placement, instance.priority, instance.host_time_ns)
     source = [placement[op] for op in graph.producers.tolist()]
     uses = {(k, placement[op]) for k, op in zip(graph.edge_tensors.tolist(), graph.consumers.tolist(), strict=True)}
     sent = [(transfer.tensor, transfer.destination) for transfer in ran.transfers]

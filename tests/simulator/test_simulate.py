@@ -21,7 +21,8 @@ def _problem(instance: Instance | HandCase, *, for_many: bool = False) -> Proble
     """Builds the problem; `for_many`: for the engine for more devices than a word has bits, on however few."""
     times = np.array(instance.op_time_ns, np.int64)
     limits_bytes = UNLIMITED[: times.shape[1]].copy()
-    problem = Problem(instance.graph, instance.cluster, times, times >= 0, limits_bytes, np.full(times.shape[0], -1))
+    hosts, microbatch = np.array(instance.host_time_ns, np.int64), np.full(times.shape[0], -1)
+    problem = Problem(instance.graph, instance.cluster, times, hosts, times >= 0, limits_bytes, microbatch)
     problem.simulator.is_for_many |= for_many
     return problem
 
@@ -36,6 +37,7 @@ def _figures(simulation: Simulation) -> dict[str, object]:
     )
     return {
         "op_start_ns": simulation.op_start_ns.tolist(),
+        "op_begin_ns": simulation.op_begin_ns.tolist(),
         "op_finish_ns": simulation.op_finish_ns.tolist(),
         "transfers": [tuple(row) for row in np.stack(transfers, axis=1).tolist()],
         "order": [ops.tolist() for ops in simulation.order],
@@ -47,6 +49,7 @@ def _figures(simulation: Simulation) -> dict[str, object]:
 def _expected(schedule: Schedule) -> dict[str, object]:
     return {
         "op_start_ns": list(schedule.op_start_ns),
+        "op_begin_ns": list(schedule.op_begin_ns),
         "op_finish_ns": list(schedule.op_finish_ns),
         "transfers": [tuple(transfer) for transfer in schedule.transfers],
         "order": [list(ops) for ops in schedule.order],
@@ -64,6 +67,7 @@ def test_hand_case(case: HandCase) -> None:
         simulate(problem, case.placement, order=[np.array(ops, np.int64) for ops in case.order]),
     ):
         assert simulation.op_start_ns.tolist() == list(case.op_start_ns)
+        assert simulation.op_begin_ns.tolist() == list(case.op_begin_ns)
         assert _figures(simulation)["transfers"] == list(case.transfers)
         assert [tuple(ops.tolist()) for ops in simulation.order] == list(case.order)
         assert simulation.step_time_ns == case.step_time_ns
@@ -75,9 +79,10 @@ def _check_against_reference(instance: Instance, *problems: Problem) -> None:
     replayed.
     """
     arguments = (instance.graph, instance.cluster, instance.op_time_ns, instance.placement)
-    schedule = run(*arguments, instance.priority)
+    hosts = instance.host_time_ns
+    schedule = run(*arguments, instance.priority, hosts)
     order = [np.flatnonzero(instance.placement == device) for device in range(instance.cluster.num_devices)]
-    expected, replayed = _expected(schedule), _expected(replay(*arguments, order))  # an order that no priority gives
+    expected, replayed = _expected(schedule), _expected(replay(*arguments, order, hosts))  # an order that no priority gives
     levels_ns = b_levels(instance.graph, instance.op_time_ns)
     for problem in problems:
         assert _figures(simulate(problem, instance.placement, priority=instance.priority)) == expected
@@ -90,6 +95,21 @@ def _check_against_reference(instance: Instance, *problems: Problem) -> None:
 @settings(max_examples=2500)
 def test_equals_reference(instance: Instance) -> None:
     """The engine for up to 64 devices and the one for more equal the machine model in plain Python."""
+    _check_against_reference(instance, _problem(instance), _problem(instance, for_many=True))
+
+
+@given(instances(always={"hosts"}))
+@settings(max_examples=400)
+def test_hosts_equal_reference(instance: Instance) -> None:
+    """With the clocks of hosts, both engines equal the machine model in plain Python."""
+    _check_against_reference(instance, _problem(instance), _problem(instance, for_many=True))
+
+
+@pytest.mark.long
+@given(instances(always={"hosts"}))
+@settings(max_examples=2500)
+def test_many_hosts_equal_reference(instance: Instance) -> None:
+    """2,500 further instances."""
     _check_against_reference(instance, _problem(instance), _problem(instance, for_many=True))
 
 

@@ -110,14 +110,22 @@ def quick_bound(problem: Problem) -> int:
         return _known_ns[problem]
     times = problem.simulator.time_table_ns
     least_ns = np.where(times >= 0, times, _NEVER).min(axis=1)
-    return max(int(problem.simulator.arrays.tail_ns.max()), -(-int(least_ns.sum()) // problem.num_devices))
+    work_ns = -(-int(least_ns.sum()) // problem.num_devices)
+    return max(int(problem.simulator.arrays.tail_ns.max()), work_ns, _host_bound(problem))
 
 
 def _lower_bound(problem: Problem) -> int:
     times, device_class, multiplicity = _classes(problem.op_time_ns)
     heads, tails = _heads_and_tails(problem, times, device_class, len(multiplicity))
     through_ns = np.where(times >= 0, heads + np.maximum(times, 0) + tails, np.iinfo(np.int64).max).min(axis=1)
-    return max(int(through_ns.max()), _interval_bound(times, multiplicity, heads.min(axis=1), tails.min(axis=1)))
+    interval_ns = _interval_bound(times, multiplicity, heads.min(axis=1), tails.min(axis=1))
+    return max(int(through_ns.max()), interval_ns, _host_bound(problem))
+
+
+def _host_bound(problem: Problem) -> int:
+    """Returns the work of hosts shared out evenly: an op ends after its host has issued all before it on its device."""
+    runs, host_ns = narrow(problem.op_time_ns) >= 0, narrow(problem.host_time_ns)
+    return -(-int(np.where(runs, host_ns, _NEVER).min(axis=1).sum()) // problem.num_devices)
 
 
 def _classes(op_time_ns: I64) -> tuple[I64, I64, I64]:

@@ -42,7 +42,7 @@ def simulate(
     model_options: ReadingOptions,
     batches: BatchesOption = None,
     costs: Annotated[
-        Path | None, typer.Option(metavar="FILE.npz", help="Write the time of each op on each device, in ns.")
+        Path | None, typer.Option(metavar="FILE.npz", help="Write the times of each op on each device and its host, in ns.")
     ] = None,
     given: Given,
     json: JsonOption = False,
@@ -162,11 +162,11 @@ def _scored(problem: "Problem", path: Path) -> _Answer:
 
 
 def _write_costs(path: Path, problem: "Problem") -> None:
-    """Writes `op_time_ns` [N, D]: the time of each op on each device, -1 where it cannot run."""
+    """Writes `op_time_ns` [N, D], the time of each op on each device, -1 where it cannot run, and `host_time_ns`."""
     import numpy as np
 
     from gdp import files
 
     content = io.BytesIO()
-    np.savez_compressed(content, op_time_ns=problem.op_time_ns)
+    np.savez_compressed(content, op_time_ns=problem.op_time_ns, host_time_ns=problem.host_time_ns)
     files.write_bytes(path, content.getvalue())

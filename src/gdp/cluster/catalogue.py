@@ -94,6 +94,7 @@ class DeviceKind:
     nominal_gib: int = 0  # as it is sold
     driver: str = ""  # its name there, without NVIDIA in front
     watts: float | None = None  # at most; None: not known
+    issue_ns: int = 0
     dollars_per_hour: float | None = None  # of a cloud, on demand, with its share of the host; None: not known
 
     @property
@@ -103,7 +104,8 @@ class DeviceKind:
     def device(self, name: str, kind: str, memory_bytes: int | None = None) -> Device:
         """Returns the device `name` of this kind, which is called `kind`, with other memory if it is given."""
         memory_bytes = self.memory_bytes if memory_bytes is None else memory_bytes
-        return Device(name, kind, memory_bytes, self.flops_per_second, self.memory_bytes_per_second, self.launch_ns)
+        rates = self.flops_per_second, self.memory_bytes_per_second
+        return Device(name, kind, memory_bytes, *rates, self.launch_ns, self.issue_ns)
 
 
 _TABLES = tomllib.loads((files("gdp.cluster") / "catalogue.toml").read_text(encoding="utf-8"))

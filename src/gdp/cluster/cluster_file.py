@@ -88,6 +88,7 @@ _FIGURES: Mapping[str, _Figure] = {
     "flops": ("flops_per_second", _is_rates, _parse_rates),
     "memory_bandwidth": ("memory_bytes_per_second", _is_quantity, parse_rate),
     "launch": ("launch_ns", _is_quantity, parse_time),
+    "issue": ("issue_ns", _is_quantity, parse_time),
 }
 _DEVICE_FIELDS = {"name": _is_text, "kind": _is_text} | {field: check for field, (_, check, _) in _FIGURES.items()}
 _LINK_FIELDS = {
@@ -106,7 +107,7 @@ def _read_device(record: object, number: int) -> Device:
     files.require_keys(record, where, _DEVICE_FIELDS, {"name", "kind"})
     assert isinstance(record, dict)
     kind = KINDS.get(record["kind"])
-    figures = ({} if kind is None else figures_of(kind)) | record
+    figures = {"issue": 0} | ({} if kind is None else figures_of(kind)) | record
     if missing := [key for key in _DEVICE_FIELDS if key not in figures]:
         raise InputError(
             f"{where}: kind {record['kind']!r} is not built in, so {', '.join(missing)} must be given; "
@@ -117,8 +118,9 @@ def _read_device(record: object, number: int) -> Device:
 
 
 def figures_of(device: Device | DeviceKind) -> dict[str, Any]:
-    """Returns the figures of a device, or of those of a kind, as a document has them."""
-    return {field: getattr(device, name) for field, (name, _, _) in _FIGURES.items()}
+    """Returns the figures of a device, or of those of a kind, as a document has them: without an issue of 0."""
+    figures = {field: getattr(device, name) for field, (name, _, _) in _FIGURES.items()}
+    return {field: value for field, value in figures.items() if value or field != "issue"}
 
 
 def _read_links(records: Sequence[object], devices: Sequence[Device]) -> dict[tuple[int, int], Route]:

@@ -83,7 +83,7 @@ def predict(program: Program, simulation: Simulation, measurement: Measurement, 
     """Compares the times of `simulation` with those of the steps measured."""
     graph, devices = program.graph, simulation.problem.cluster.devices
     measured, waited = measurement.op_medians_ns()
-    predicted = simulation.op_finish_ns - simulation.op_start_ns
+    predicted = simulation.op_finish_ns - simulation.op_begin_ns
     rows = [np.flatnonzero(simulation.placement == number) for number in range(len(devices))]
     by_kind: dict[str, list[int]] = defaultdict(list)
     for op, kind in enumerate(graph.kinds):

@@ -66,7 +66,7 @@ class Served:
         predicted, found = Throughput.of(simulation, layout), []
         for record in measurement.records:
             start, finish, _ = record.op_times_ns(measurement.num_ops)
-            found.append(Throughput.of(replace(simulation, op_start_ns=start, op_finish_ns=finish), layout))
+            found.append(Throughput.of(replace(simulation, op_begin_ns=start, op_finish_ns=finish), layout))
         times, latencies = ([getattr(one, key) for one in found] for key in ("time_per_batch_ns", "latency_ns"))
         return cls(predicted.time_per_batch_ns, int(np.median(times)), predicted.latency_ns, int(np.median(latencies)))
 

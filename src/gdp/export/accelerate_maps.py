@@ -194,6 +194,7 @@ def fetching_late(problem: Problem, placement: Placement) -> tuple[Problem, Plac
         problem,
         graph=builder.build(graph.name, np.argsort(old)),
         op_time_ns=problem.op_time_ns[old],
+        host_time_ns=problem.host_time_ns[old],
         allowed=problem.allowed[old],
         microbatch=problem.microbatch[old],
     )

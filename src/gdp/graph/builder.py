@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gdp.arrays import I64, Bool
-from gdp.graph.columns import NUMBERS, OF_TENSORS, TEXTS
+from gdp.graph.columns import NUMBERS, OF_HOSTS, OF_TENSORS, TEXTS
 from gdp.graph.document import Tensor
 from gdp.graph.graph import Graph
 
@@ -46,8 +46,8 @@ class GraphBuilder:
         self._ops["kinds"] += [kind] * count
         self._ops["times_ns"] += [MappingProxyType(dict(figures.get("times_ns", {})))] * count
         for name in _FIGURES:
-            default = -1 if name == "groups" else 0
-            self._ops[name].append(np.broadcast_to(np.asarray(block.get(name, default), np.int64), count))
+            default = ({"groups": -1} | OF_HOSTS).get(name, 0)
+            self._ops[name].append(np.broadcast_to(np.asarray(block.get(name, default), type(default)), count))
         return self._numbered(count)
 
     def copy_ops(self, graph: Graph, ops: I64, **changed: Any) -> I64:
@@ -163,7 +163,7 @@ def with_controls(graph: Graph, producers: I64, consumers: I64) -> Graph:
 
 
 _TEXTS = (*TEXTS, "times_ns")
-_FIGURES = tuple(name for name in NUMBERS if name != "origins")
+_FIGURES = tuple(name for name in (*NUMBERS, *OF_HOSTS) if name != "origins")
 
 
 class UniqueNames:

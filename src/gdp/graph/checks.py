@@ -32,7 +32,7 @@ def check(graph: "Graph") -> None:
             if name in numbers:
                 raise InputError(f"op {number}: name {name!r} is also that of op {numbers[name]}; names must be unique")
             numbers[name] = number
-    for name in ("flops", "bytes_accessed", "resident_bytes", "microbatch", "replica"):
+    for name in ("flops", "bytes_accessed", "resident_bytes", "microbatch", "replica", "kernels", "host_ns"):
         values = getattr(graph, OP_COLUMNS[name])
         lowest = int(np.argmin(values))
         if values[lowest] < 0:

@@ -23,7 +23,7 @@ from safetensors.numpy import save
 from gdp import files
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
-from gdp.graph.columns import NUMBERS, OP_COLUMNS, TEXTS
+from gdp.graph.columns import NUMBERS, OF_HOSTS, OP_COLUMNS, TEXTS
 from gdp.graph.copies import first_copies, label_end, role_codes
 from gdp.graph.document import FORMAT, VERSION, is_times
 from gdp.graph.fingerprint import numbered, times_as_text
@@ -43,14 +43,18 @@ COLUMNS = TensorFormat(
 _OP, _TENSOR, _CONSUMER, _OFFSET = "op", "tensor", "consumer", "offset"  # what a column has an entry for
 _OFFSETS = "tensor/consumers.offsets"
 _NUMBERS = {
-    **{f"op/{field}": (column, _OP) for field, column in OP_COLUMNS.items() if column in NUMBERS},
+    **{f"op/{field}": (column, _OP) for field, column in OP_COLUMNS.items() if column in (*NUMBERS, "kernels", "host_ns")},
     "tensor/producer": ("producers", _TENSOR),
     "tensor/bytes": ("tensor_bytes", _TENSOR),
     "tensor/view_of": ("view_of", _TENSOR),
     "tensor/consumers": ("consumers", _CONSUMER),
     _OFFSETS: ("consumer_offsets", _OFFSET),
 }
-_FLAGS = {"tensor/resident": "is_resident", "tensor/keep": "is_kept"}
+_FLAGS = {
+    "tensor/resident": ("is_resident", _TENSOR),
+    "tensor/keep": ("is_kept", _TENSOR),
+    "op/host_waits": ("host_waits", _OP),
+}
 _TEXTS = {f"op/{field}": column for field, column in OP_COLUMNS.items() if column in TEXTS and field != "name"}
 _NAME, _TIMES = "op/name", "op/time_ns"
 _NO_TIMES: Mapping[str, int] = MappingProxyType({})
@@ -68,12 +72,14 @@ def write_columns(graph: "Graph", path: str | Path) -> None:
     numbers = np.where(is_listed, np.cumsum(is_listed) - 1, -1)
     columns: dict[str, npt.NDArray[Any]] = {
         **{name: _small(getattr(graph, field)) for name, (field, _) in _NUMBERS.items()},
-        **{name: getattr(graph, field) for name, field in _FLAGS.items()},
+        **{name: getattr(graph, field) for name, (field, _) in _FLAGS.items()},
         _NAME: _small(numbers),
         f"{_NAME}.values": _json(names[is_listed].tolist()),
     }
     for name, field in _TEXTS.items():
         columns |= _numbered(name, getattr(graph, field))
+    for field in OF_HOSTS.keys() - set(graph.host_columns):
+        del columns[f"op/{field}"]
     columns |= _numbered(_TIMES, times_as_text(graph))
     files.write_bytes(path, save(columns, COLUMNS.header(name=graph.name)))
 
@@ -101,8 +107,11 @@ def read_columns(path: str | Path) -> dict[str, Any]:
     with COLUMNS.opened(path, "numpy") as (header, file):
         reader = _Reader(file)
         fields: dict[str, Any] = {"name": header["name"]}
-        fields |= {field: reader.numbers(name, of) for name, (field, of) in _NUMBERS.items()}
-        fields |= {field: reader.column(name, _TENSOR, ("BOOL",)) for name, field in _FLAGS.items()}
+        for name, (field, of) in (_NUMBERS | _FLAGS).items():
+            if name in reader.absent:
+                fields[field] = np.full(len(fields["flops"]), OF_HOSTS[field])
+            else:
+                fields[field] = reader.column(name, of, ("BOOL",)) if name in _FLAGS else reader.numbers(name, of)
         fields |= {field: tuple(reader.texts(name)) for name, field in _TEXTS.items()}
         fields["times_ns"] = tuple(_times(reader.texts(_TIMES)))
         offsets, num_consumers = fields["consumer_offsets"], len(fields["consumers"])
@@ -119,7 +128,8 @@ class _Reader:
         self._file, self._counts = file, dict[str, int]()
         values = (f"{name}.values" for name in (*_TEXTS, _NAME, _TIMES))
         known = {*_NUMBERS, *_FLAGS, *_TEXTS, _NAME, _TIMES, *values}
-        for name in sorted(set(file.keys()) ^ known):
+        self.absent = {f"op/{field}" for field in OF_HOSTS} - set(file.keys())
+        for name in sorted(set(file.keys()) ^ known - self.absent):
             raise InputError(f"column {name!r} is {'missing' if name in known else 'unknown'}; {COLUMNS.remedy}")
 
     def column(self, name: str, of: str, dtypes: Sequence[str]) -> npt.NDArray[Any]:

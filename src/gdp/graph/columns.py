@@ -15,6 +15,9 @@ OP_COLUMNS = {
     "microbatch": "microbatches",
     "replica": "replicas",
     "role": "roles",
+    "kernels": "kernels",
+    "host_ns": "host_ns",
+    "host_waits": "host_waits",
 }
 """The column of each field of ops, in the order of the fields."""
 TENSOR_COLUMNS = {
@@ -31,3 +34,5 @@ TEXTS = "op_names", "kinds", "dtypes", "phases", "modules", "roles"
 NUMBERS = "flops", "bytes_accessed", "resident_bytes", "groups", "origins", "microbatches", "replicas"
 OF_TENSORS = "producers", "tensor_bytes", "is_resident", "is_kept", "view_of"
 """Columns with a text for each op, a number for each op, and a value for each tensor."""
+OF_HOSTS = {"kernels": 1, "host_ns": 0, "host_waits": False}
+"""Columns of ops for hosts, with the values of ops that tell nothing: files and fingerprints lack a column of these."""

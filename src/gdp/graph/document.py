@@ -33,6 +33,9 @@ class Op:
     microbatch: int = 0
     replica: int = 0
     role: str = ""
+    kernels: int = 1
+    host_ns: int = 0
+    host_waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,9 @@ OP_FIELDS = {
     "microbatch": files.is_size,
     "replica": files.is_size,
     "role": files.is_string,
+    "kernels": files.is_size,
+    "host_ns": files.is_size,
+    "host_waits": files.is_flag,
 }
 TENSOR_FIELDS = {
     "producer": files.is_size,

@@ -39,6 +39,9 @@ def graph_fingerprint(graph: "Graph") -> str:
     _add_numbered(digest, times_as_text(graph))
     for name in (*NUMBERS, *OF_TENSORS, "consumer_offsets", "consumers"):
         _add_numbers(digest, getattr(graph, name))
+    for name in graph.host_columns:
+        _add_texts(digest, [name])
+        _add_numbers(digest, getattr(graph, name))
     return digest.hexdigest()
 
 

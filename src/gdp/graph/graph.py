@@ -19,7 +19,7 @@ from gdp.arrays import I64, Bool, by_first
 from gdp.errors import InputError, prefixed, suggest
 from gdp.graph.checks import check
 from gdp.graph.column_file import is_in_columns, read_columns, write_columns
-from gdp.graph.columns import NUMBERS, OF_TENSORS, OP_COLUMNS, TENSOR_COLUMNS, TEXTS
+from gdp.graph.columns import NUMBERS, OF_HOSTS, OF_TENSORS, OP_COLUMNS, TENSOR_COLUMNS, TEXTS
 from gdp.graph.copies import EXCHANGE, first_copies, have_role, role_codes, roots
 from gdp.graph.document import FORMAT, VERSION, Op, Tensor, read_document
 from gdp.graph.fingerprint import graph_fingerprint, numbered
@@ -57,6 +57,9 @@ class Graph:
     microbatches: I64  # [N]
     replicas: I64  # [N]
     roles: tuple[str, ...]  # [N] of `gdp.graph.copies.ROLES`
+    kernels: I64  # [N]
+    host_ns: I64  # [N] on the host, beside the issue of kernels
+    host_waits: Bool  # [N] the host goes on when the op has ended
     times_ns: tuple[Mapping[str, int], ...]  # [N] by device name or kind; -1 cannot run
     producers: I64  # [T]
     tensor_bytes: I64  # [T]
@@ -157,8 +160,9 @@ class Graph:
         for field, column in OP_COLUMNS.items():
             if column in TEXTS:
                 columns[column] = tuple(ops[field])
-            elif column in NUMBERS:
+            elif column in NUMBERS or column in OF_HOSTS:
                 columns[column] = _int64(ops[field], "op", field)
+        columns["host_waits"] = columns["host_waits"].astype(np.bool_)
         for field, column in TENSOR_COLUMNS.items():
             if field in ("resident", "keep"):
                 columns[column] = np.array(tensors[field], np.bool_)
@@ -227,7 +231,7 @@ class Graph:
         """Returns the columns of `ops`, in this order, for another graph; their origins are numbered as here."""
         chosen = ops.tolist()
         texts = {name: tuple(map(getattr(self, name).__getitem__, chosen)) for name in (*TEXTS, "times_ns")}
-        return texts | {name: getattr(self, name)[ops] for name in NUMBERS}
+        return texts | {name: getattr(self, name)[ops] for name in (*NUMBERS, *OF_HOSTS)}
 
     @cached_property
     def _op_columns(self) -> tuple[Sequence[Any], ...]:
@@ -263,18 +267,25 @@ class Graph:
         return by_first(np.where(self.groups >= 0, self.groups, -1 - np.arange(self.num_ops)))
 
     @cached_property
+    def host_columns(self) -> tuple[str, ...]:
+        """Those of `OF_HOSTS` that files and fingerprints have: where an op differs from the default."""
+        return tuple(name for name, default in OF_HOSTS.items() if (getattr(self, name) != default).any())
+
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of all columns; see `gdp.graph.fingerprint`. The graph's name is left out."""
         return graph_fingerprint(self)
 
     def to_document(self) -> dict[str, Any]:
-        """Returns the `gdp-graph` document with every field explicit."""
-        ops, tensors = zip(*self._op_columns, strict=True), zip(*self._tensor_columns, strict=True)
+        """Returns the `gdp-graph` document with every field explicit, but for hosts."""
+        columns = dict(zip(OP_COLUMNS, self._op_columns, strict=True))
+        fields = [name for name in columns if name not in OF_HOSTS or name in self.host_columns]
+        ops, tensors = zip(*map(columns.get, fields), strict=True), zip(*self._tensor_columns, strict=True)
         return {
             "format": FORMAT,
             "version": VERSION,
             "name": self.name,
-            "ops": [dict(zip(OP_COLUMNS, values, strict=True)) for values in ops],
+            "ops": [dict(zip(fields, values, strict=True)) for values in ops],
             "tensors": [dict(zip(TENSOR_COLUMNS, values, strict=True)) for values in tensors],
         }
 

@@ -189,10 +189,10 @@ def single(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Place
     devices = np.flatnonzero(np.broadcast_to(is_anywhere, problem.num_devices))
     if not len(devices):
         return None
-    has_twins = problem.simulator.time_table_ns.shape[1] == 1
+    tables = problem.simulator.time_table_ns, narrow(problem.host_time_ns)
     alike: dict[tuple[bytes, int], int] = {}  # the first device of each kind and memory
     for device in devices.tolist():
-        times = b"" if has_twins else problem.op_time_ns[:, device].tobytes()
+        times = b"".join(table[:, device].tobytes() for table in tables if table.shape[1] > 1)
         alike.setdefault((times, int(problem.memory_limit_bytes[device])), device)
     tried = TriedPlacements(problem, clock)
     elsewhere = np.argmax(problem.allowed, axis=1)  # of copies on the host

@@ -87,7 +87,7 @@ class Copies:
         """Returns [D] the replica that each device computes most for, -1 without ops."""
         simulation = self.simulation
         totals = np.zeros((simulation.problem.num_devices, self.num_replicas))
-        work = np.maximum(simulation.op_finish_ns - simulation.op_start_ns, 1e-3)
+        work = np.maximum(simulation.op_finish_ns - simulation.op_begin_ns, 1e-3)
         np.add.at(totals, (simulation.placement, self.replica), work)
         return np.where(totals.any(axis=1), totals.argmax(axis=1), -1)
 

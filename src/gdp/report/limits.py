@@ -1,4 +1,4 @@
-"""Finds the limit of a step (a device, a channel, the critical path), and explains the start of each op and transfer.
+"""Finds the limit of a step (a device, a channel, the critical path, a host), and explains each start of an op or transfer.
 
     device a   op 1 |--------|op 4 |----|        op 4 starts when op 1 ends: the device was busy
     channel             |======|                 its transfer starts when op 1 ends: the tensor was made
@@ -24,7 +24,7 @@ _FULL = 0.7  # share of the step above which a limit is named alone; a choice: a
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Holds three shares of the step, each at most 1: no order of the same placement takes less than any of them."""
+    """Holds shares of the step, each at most 1. No order of the same placement takes less than any of the first three."""
 
     device: str  # that computes longest
     device_share: float
@@ -33,12 +33,14 @@ class Limits:
     path_share: float  # of the longest chain of ops and transfers that must follow one another, nothing queueing
     path_ends: tuple[str, str]  # the first and the last op of that chain that take time
     path_transfers_share: float  # of the transfers in it
+    host: str  # the device that waits longest for its host
+    host_share: float  # of these waits, 0 where hosts take no time
 
     @classmethod
     def of(cls, simulation: Simulation) -> "Limits":
         """Returns the limits of a simulated step."""
         cluster, step_ns = simulation.problem.cluster, max(simulation.step_time_ns, 1)
-        device = int(np.argmax(simulation.busy_fraction))
+        device, host = (int(np.argmax(f)) for f in (simulation.busy_fraction, simulation.host_wait_fraction))
         occupied_ns = np.zeros(max(len(cluster.channels), 1), np.int64)
         sources = simulation.placement[simulation.problem.graph.producers[simulation.transfer_tensors]]
         lengths_ns = simulation.transfer_end_ns - simulation.transfer_start_ns
@@ -61,6 +63,8 @@ class Limits:
             path_share=path_ns / step_ns,
             path_ends=(names[timed[0]], names[timed[-1]]),
             path_transfers_share=(path_ns - int(busy_ns.sum())) / step_ns,
+            host=cluster.devices[host].name,
+            host_share=float(simulation.host_wait_fraction[host]),
         )
 
     def __str__(self) -> str:
@@ -69,6 +73,8 @@ class Limits:
         path = f"the longest chain of ops and transfers takes {self.path_share:.0%} of it"
         ends = f"it goes from {self.path_ends[0]} to {self.path_ends[1]}, {self.path_transfers_share:.0%} are transfers"
         most = max(self.device_share, self.channel_share, self.path_share)
+        if self.host_share > most:
+            return f"The host limits the step: {self.host} waits for it for {self.host_share:.0%} of the step, {device}."
         if most < _FULL:
             return f"Devices wait for one another, which limits the step: {device}, {channel}, {path}."
         if most == self.device_share:

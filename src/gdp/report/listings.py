@@ -19,8 +19,10 @@ def cluster_report(cluster: Cluster) -> Iterator[RenderableType]:
     """Yields the devices of a cluster and its routes."""
     is_many = cluster.num_devices > MOST_DEVICES
     shown = cluster.devices[:SHOWN_OF_MANY] if is_many else cluster.devices
-    rows = ((device.name, device.kind, *_figures(device)) for device in shown)
-    yield new_table("device", "kind", ">memory", ">float32", ">bandwidth", ">launch", rows=rows)
+    count = 7 if any(device.issue_ns for device in cluster.devices) else 6
+    rows = ((device.name, device.kind, *_figures(device))[:count] for device in shown)
+    headings = ("device", "kind", ">memory", ">float32", ">bandwidth", ">launch", ">issue")[:count]
+    yield new_table(*headings, rows=rows)
     if is_many:
         yield Text(f"and {cluster.num_devices - len(shown)} more devices; routes from the first one, by rate:")
     costs = zip(_costs(Prices().of(cluster)), ("W", "$ an hour"), strict=True)
@@ -74,12 +76,12 @@ def _renamed(channel: str, names: Mapping[str, str]) -> str:
     return channel if owner is None else names[owner] + channel.removeprefix(owner)
 
 
-def _figures(device: Device | DeviceKind) -> tuple[str, str, str, str]:
+def _figures(device: Device | DeviceKind) -> tuple[str, ...]:
     return (
         format_gib(device.memory_bytes),
         f"{digits(device.flops_per_second['float32'] / 1e12, 3)} TFLOP/s",
         f"{digits(device.memory_bytes_per_second / 1e9, 3)} GB/s",
-        f"{digits(device.launch_ns / 1e3, 3)} us",
+        *(f"{digits(time_ns / 1e3, 3)} us" for time_ns in (device.launch_ns, device.issue_ns)),
     )
 
 

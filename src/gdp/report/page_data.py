@@ -257,7 +257,8 @@ def _peak(simulation: Simulation, allocations: Allocations, curve: MemoryCurve) 
 
 def _shortened(limits: Limits) -> Limits:
     first, last = map(short, limits.path_ends)
-    return replace(limits, device=short(limits.device), channel=short(limits.channel), path_ends=(first, last))
+    device, channel, host = map(short, (limits.device, limits.channel, limits.host))
+    return replace(limits, device=device, channel=channel, host=host, path_ends=(first, last))
 
 
 def _numbered(names: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64]]:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64, Bool, wide
+from gdp.arrays import I64, Bool, narrow, wide
 from gdp.cluster import Cluster, Device
 from gdp.cluster.catalogue import KINDS
 from gdp.errors import InputError
@@ -67,6 +67,23 @@ def op_time_classes(graph: Graph, cluster: Cluster) -> tuple[I64, I64]:
             columns[figures] = np.where(is_measured, times_ns, modelled_ns)
         classes.append(list(columns).index(figures))
     return np.stack(list(columns.values()), axis=1), np.array(classes, np.int64)
+
+
+def host_times(graph: Graph, cluster: Cluster, op_time_ns: I64) -> I64:
+    """int64[N, D]: ns of each op on the host of each device: to issue its kernels, none where it takes no time, and its
+    `host_ns`. InputError where that overflows."""
+    issue_ns = np.array([device.issue_ns for device in cluster.devices], np.int64)
+    most = int(graph.kernels.max()) * int(issue_ns.max()) + int(graph.host_ns.max())
+    if most > _MAX:
+        raise InputError(
+            f"graph {graph.name!r} on {cluster.name!r}: {graph.kernels.max()} kernels at {issue_ns.max()} ns and "
+            f"{graph.host_ns.max()} ns take hosts 2^63 ns or more; check kernels, host_ns and issue"
+        )
+    if not most:
+        return np.broadcast_to(np.int64(0), op_time_ns.shape)
+    issue_ns = issue_ns[:1] if (issue_ns == issue_ns[0]).all() else issue_ns
+    issued_ns = np.where(narrow(op_time_ns) > 0, graph.kernels[:, None] * issue_ns, 0)
+    return wide(issued_ns + graph.host_ns[:, None], cluster.num_devices)
 
 
 def count_time_sources(graph: Graph, cluster: Cluster) -> dict[str, dict[str, int]]:

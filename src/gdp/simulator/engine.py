@@ -1,6 +1,6 @@
 """The machine model as compiled code: one event-driven run over flat arrays. `simulate.py` is its public face.
 
-docs/machine-model.md, section 3, is the definition (section 4, memory, is `memory.py`'s). All figures are int64.
+docs/machine-model.md, sections 3 and 3a, are the definition (section 4, memory, is `memory.py`'s). All figures are int64.
 
     loop:
         each idle device starts its ready op of lowest rank (or the next op of the order to replay)
@@ -120,18 +120,30 @@ def _choose(scratch, num_started, dispatch, device, now):
 
 
 @inlined
-def _start(scratch, schedule, dispatch, tail_ns, stops, device, own, now):
+def issue(hosts, host_ns, op, device, now, duration):
+    """Returns when an op begins to compute that `device` starts at `now`: once its host has issued it."""
+    issued = host_ns[device] + hosts.time_ns[op, device if hosts.time_ns.shape[1] > 1 else np.uint64(0)]
+    begin = max(now, issued)
+    host_ns[device] = begin + duration if hosts.waits[op] else issued
+    return begin
+
+
+@inlined
+def _start(arrays, scratch, schedule, dispatch, stops, device, own, now):
     """Returns when the op of rank `own` ends, which `device` starts, and if `stops` a lower bound of the step time."""
     remaining_ns, num_started = scratch.remaining_ns, schedule.num_ops
     op, duration = dispatch.op_of_rank[own], scratch.duration_ns[own]
-    bound = 0
+    begin, bound = now, 0
+    if len(arrays.hosts.waits) > 0:
+        begin = issue(arrays.hosts, scratch.host_ns, op, device, now, duration)
     if stops:
-        bound = now + max(tail_ns[op], remaining_ns[device])
+        bound = begin + max(arrays.tail_ns[op], remaining_ns[device])
         remaining_ns[device] -= duration
-    schedule.finish_ns[op] = now + duration
+    schedule.start_ns[op] = now
+    schedule.finish_ns[op] = begin + duration
     schedule.ops[device, num_started[device]] = op
     num_started[device] += 1
-    return now + duration, bound
+    return begin + duration, bound
 
 
 @inlined
@@ -181,7 +193,7 @@ def run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
     `op_time_ns` is int64 [N, D], or [N, 1] where all devices are alike. Its -1 are never read: placements are checked
     before. The step time is exact when the status is COMPLETED, a lower bound when it is STOPPED.
     """
-    tensor_offsets, consumer_offsets, tail_ns = arrays.tensor_offsets, arrays.consumer_offsets, arrays.tail_ns
+    tensor_offsets, consumer_offsets = arrays.tensor_offsets, arrays.consumer_offsets
     waiting, duration_ns, remaining_ns = scratch.waiting, scratch.duration_ns, scratch.remaining_ns
     bits0, bits1, bits2, lowest = scratch.bits0, scratch.bits1, scratch.bits2, scratch.lowest
     running, until_ns, channel_free_ns = scratch.running, scratch.until_ns, scratch.channel_free_ns
@@ -202,6 +214,7 @@ def run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
     lowest[:] = _EMPTY
     until_ns[:] = NEVER
     remaining_ns[:] = 0
+    scratch.host_ns[:] = 0
     num_started[:] = 0
     channel_free_ns[:] = 0
     ready_ns[:] = 0
@@ -236,7 +249,7 @@ def run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
                 until_ns[device] = soonest_ns[device]
                 awaited &= ~(np.uint64(soonest_ns[device] == NEVER) << device)
                 continue
-            until, bound = _start(scratch, schedule, dispatch, tail_ns, stops, device, own, now)
+            until, bound = _start(arrays, scratch, schedule, dispatch, stops, device, own, now)
             if bound >= stop_ns:
                 return STOPPED, bound
             running[device], until_ns[device] = own, until
@@ -338,7 +351,7 @@ def run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
                 own = _choose(scratch, num_started, dispatch, source, now)
                 if own == _EMPTY:
                     break
-                until, bound = _start(scratch, schedule, dispatch, tail_ns, stops, source, own, now)
+                until, bound = _start(arrays, scratch, schedule, dispatch, stops, source, own, now)
                 if bound >= stop_ns:
                     return STOPPED, bound
                 first, last = np.uint64(successor_offsets[own]), np.uint64(successor_offsets[own + one])

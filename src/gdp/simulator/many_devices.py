@@ -7,14 +7,14 @@ There sets of devices are bits of one integer, and all devices are looked at whe
 - a list has the devices where something changed, in any order: starting an op touches its own device alone;
 - routes in use are chained by device, so that the next run need not look at all of them.
 
-No array grows with ops times devices. docs/machine-model.md, section 3, is the definition; the loop is that of
+No array grows with ops times devices. docs/machine-model.md, sections 3 and 3a, are the definition; the loop is that of
 `engine.py`, which says why each step is exact.
 """
 
 import numpy as np
 
 from gdp.compiled import inlined, inner
-from gdp.simulator.engine import NEVER, STOPPED, end_of_run, is_sent, request_transfer
+from gdp.simulator.engine import NEVER, STOPPED, end_of_run, is_sent, issue, request_transfer
 from gdp.simulator.heaps import pop_top, push, replace_top, trailing_zeros
 
 
@@ -63,6 +63,7 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
         is_idle[device] = 1
         is_changed[device] = 0
     scratch.channel_free_ns[:] = 0
+    scratch.host_ns[:] = 0
     destinations[:] = zero
     schedule.num_transfers[0] = 0
     for op in range(num_ops):
@@ -104,13 +105,17 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
                 op = dispatch.op_of_rank[own[0]]
                 num_ready[device] = pop_top(own, own, num_ready[device])
             duration = op_time_ns[op, device if devices_differ else zero]
-            if now + tail_ns[op] >= stop_ns or now + remaining_ns[device] >= stop_ns:
-                return STOPPED, max(now + tail_ns[op], now + remaining_ns[device])
+            begin = now
+            if len(arrays.hosts.waits) > 0:
+                begin = issue(arrays.hosts, scratch.host_ns, op, device, now, duration)
+            bound = begin + max(tail_ns[op], remaining_ns[device])
+            if bound >= stop_ns:
+                return STOPPED, bound
             remaining_ns[device] -= duration
             is_idle[device] = 0
-            started_zero |= duration == 0
-            num_running = push(end_ns, end_item, num_running, now + duration, np.int64(op))
-            schedule.finish_ns[op] = now + duration
+            started_zero |= begin + duration == now
+            num_running = push(end_ns, end_item, num_running, begin + duration, np.int64(op))
+            schedule.start_ns[op], schedule.finish_ns[op] = now, begin + duration
             schedule.ops[0, begins[device] + num_started[device]] = op
             num_started[device] += 1
         num_changed = np.int64(0)

@@ -19,7 +19,7 @@ from gdp.errors import InputError
 from gdp.graph import Graph, GraphSource
 from gdp.graph.microbatches import microbatch_of
 from gdp.simulator.constraints import ConstraintKeywords, Constraints, allowed_devices, memory_limits
-from gdp.simulator.costs import op_times
+from gdp.simulator.costs import host_times, op_times
 from gdp.simulator.orders import B_LEVEL, BY_CALL, order_priority, orders_for
 from gdp.simulator.simulator import Simulator
 
@@ -42,6 +42,7 @@ class Problem:
     graph: Graph
     cluster: Cluster
     op_time_ns: I64  # [N, D] -1 = cannot run there
+    host_time_ns: I64  # [N, D] what the device's host takes for the op
     allowed: Bool  # [N, D]
     memory_limit_bytes: I64  # [D] at most the device's memory
     microbatch: I64  # [N] of each op; -1: shared by all, or the graph has none
@@ -49,7 +50,7 @@ class Problem:
     other_simulator: Simulator | None = None  # of a problem that may have the same graph, cluster and times
 
     def __post_init__(self) -> None:
-        for array in (self.op_time_ns, self.allowed, self.memory_limit_bytes, self.microbatch):
+        for array in (self.op_time_ns, self.host_time_ns, self.allowed, self.memory_limit_bytes, self.microbatch):
             array.setflags(write=False)
 
     @classmethod
@@ -60,11 +61,12 @@ class Problem:
         constraints: Constraints | None = None,
         *,
         op_time_ns: I64 | None = None,
+        host_time_ns: I64 | None = None,
         **keywords: Unpack[ConstraintKeywords],
     ) -> "Problem":
         """Returns the problem of placing `graph` on `cluster`; a `Capture` and the text of DEVICES are taken as well.
 
-        `op_time_ns` [N, D] replaces the cost model. The constraints are one value, or keywords: `pins` are (regular
+        `op_time_ns` and `host_time_ns` [N, D] replace the cost model. The constraints are one value, or keywords: `pins` are (regular
         expression, device name), and ops whose module path or name it matches anywhere go to that device. `forbid` are
         (regular expression, name or kind of device), and ops whose kind it matches anywhere do not go there.
         `max_memory_bytes` lowers the memory of devices by name; `reserve` keeps a fraction of every device's memory
@@ -74,14 +76,10 @@ class Problem:
         """
         graph, cluster = Graph.of(graph), Cluster.of(cluster)
         times = op_times(graph, cluster) if op_time_ns is None else np.array(op_time_ns, np.int64, order="C")
-        if times.shape != (graph.num_ops, cluster.num_devices):
-            raise InputError(
-                f"op_time_ns has shape {times.shape}; "
-                f"({graph.num_ops}, {cluster.num_devices}), ops x devices, is expected"
-            )
-        if (narrow(times) < -1).any():
-            raise InputError(f"op_time_ns holds {times.min()}; at least -1 (cannot run there) is expected")
-        _check_sums(graph, cluster, times)
+        _check_table("op_time_ns", times, graph, cluster, -1)
+        hosts = host_times(graph, cluster, times) if host_time_ns is None else np.array(host_time_ns, np.int64)
+        _check_table("host_time_ns", hosts, graph, cluster, 0)
+        _check_sums(graph, cluster, times, hosts)
         runnable = wide(narrow(times) >= 0, cluster.num_devices)
         if not narrow(runnable).any(axis=1).all():
             op = int(np.argmin(narrow(runnable).any(axis=1)))
@@ -92,7 +90,7 @@ class Problem:
         constraints = Constraints.of(constraints, keywords)
         limits_bytes = memory_limits(cluster, constraints)
         allowed = allowed_devices(graph, cluster, runnable, constraints, limits_bytes)
-        return cls(graph, cluster, times, allowed, limits_bytes, microbatch_of(graph))
+        return cls(graph, cluster, times, hosts, allowed, limits_bytes, microbatch_of(graph))
 
     def in_order(self, order: str) -> "Problem":
         """The same problem with another `order`."""
@@ -104,8 +102,8 @@ class Problem:
 
     def excerpt(self, graph: Graph, ops: I64) -> "Problem":
         """The same problem of `graph`, whose ops are these `ops` [M]."""
-        times_ns, allowed = rows_of(self.op_time_ns, ops), rows_of(self.allowed, ops)
-        return replace(self, graph=graph, op_time_ns=times_ns, allowed=allowed, microbatch=self.microbatch[ops])
+        tables = {name: rows_of(getattr(self, name), ops) for name in ("op_time_ns", "host_time_ns", "allowed")}
+        return replace(self, graph=graph, microbatch=self.microbatch[ops], **tables)
 
     def on_devices(self, numbers: Sequence[int]) -> "Problem":
         """The same problem on the devices with these `numbers` alone."""
@@ -113,6 +111,7 @@ class Problem:
             self,
             cluster=only(self.cluster, numbers),
             op_time_ns=pick(self.op_time_ns, numbers),
+            host_time_ns=pick(self.host_time_ns, numbers),
             allowed=pick(self.allowed, numbers),
             memory_limit_bytes=self.memory_limit_bytes[list(numbers)],
         )
@@ -125,7 +124,8 @@ class Problem:
     @cached_property
     def simulator(self) -> Simulator:
         """The arrays, ranks and workspaces of this problem's simulations."""
-        values, other = (self.graph, self.cluster, self.op_time_ns, self.microbatch), self.other_simulator
+        values = self.graph, self.cluster, self.op_time_ns, self.microbatch, self.host_time_ns
+        other = self.other_simulator
         return other if other is not None and other.is_of(*values) else Simulator(*values)
 
     @property
@@ -205,7 +205,16 @@ class Problem:
         return reasons
 
 
-def _check_sums(graph: Graph, cluster: Cluster, op_time_ns: I64) -> None:
+def _check_table(name: str, times: I64, graph: Graph, cluster: Cluster, least: int) -> None:
+    """InputError for times of another shape, or below the `least`."""
+    if times.shape != (graph.num_ops, cluster.num_devices):
+        shape = f"({graph.num_ops}, {cluster.num_devices})"
+        raise InputError(f"{name} has shape {times.shape}; {shape}, ops x devices, is expected")
+    if (narrow(times) < least).any():
+        raise InputError(f"{name} holds {times.min()}; at least {least}{' (cannot run there)' * -least} is expected")
+
+
+def _check_sums(graph: Graph, cluster: Cluster, op_time_ns: I64, host_time_ns: I64) -> None:
     """InputError where sums of sizes or times could pass int64: no figure may wrap around."""
     sizes = graph.tensor_bytes
     total_bytes = _exact_sum(graph.resident_bytes) + _exact_sum(sizes)
@@ -220,7 +229,7 @@ def _check_sums(graph: Graph, cluster: Cluster, op_time_ns: I64) -> None:
         transfers_ns = (_exact_sum(used) * 10**9 // slowest + len(used) * (latest_ns + 1)) * (cluster.num_devices - 1)
     else:
         transfers_ns = 0
-    total_ns = _exact_sum(narrow(op_time_ns).max(axis=1)) + transfers_ns
+    total_ns = sum(_exact_sum(narrow(times).max(axis=1)) for times in (op_time_ns, host_time_ns)) + transfers_ns
     if total_ns > _LARGEST:
         raise InputError(
             f"graph {graph.name!r} on {cluster.name!r}: op times and transfers sum to {total_ns} ns; "

@@ -44,6 +44,13 @@ class MemoryArrays(NamedTuple):
     readers: Readers
 
 
+class Hosts(NamedTuple):
+    """What ops ask of the hosts of devices; without rows, which costs a run nothing, where that is nothing."""
+
+    time_ns: Any  # int64 [N, D], or [N, 1] where devices are alike
+    waits: Any  # bool [N]
+
+
 class Arrays(NamedTuple):
     """A graph on a cluster, as all placements share it."""
 
@@ -59,6 +66,7 @@ class Arrays(NamedTuple):
     route_channels: Any  # uint32 [sum of channels over routes]
     tail_ns: Any  # int64 [N] shortest possible time from an op's start to the step's end
     memory: MemoryArrays
+    hosts: Hosts
 
 
 class Dispatch(NamedTuple):
@@ -99,6 +107,7 @@ class Scratch(NamedTuple):
     soonest_ns: Annotated[Any, "int64 [D]"]  # when the first one in the queue is ready, NEVER if there is none
     heap_ns: Annotated[Any, "int64 [N]"]  # when an op is ready
     heap_item: Annotated[Any, "int64 [N]"]  # its rank
+    host_ns: Annotated[Any, "int64 [D]"]  # the clock of each device's host
 
 
 class ManyScratch(NamedTuple):
@@ -123,6 +132,7 @@ class ManyScratch(NamedTuple):
     end_item: Annotated[Any, "int64 [D]"]  # op
     heap_ns: Annotated[Any, "int64 [E]"]  # arrival
     heap_item: Annotated[Any, "int64 [E]"]  # transfer
+    host_ns: Annotated[Any, "int64 [D]"]  # the clock of each device's host
 
 
 class Schedule(NamedTuple):
@@ -138,6 +148,7 @@ class Schedule(NamedTuple):
     arrival_ns: Annotated[Any, "int64 [E]"]
     num_transfers: Annotated[Any, "int64 [1]"]
     begins: Annotated[Any, "int64 [D]"]  # where each device's ops begin in their row
+    start_ns: Annotated[Any, "int64 [N]"]
 
     def orders(self) -> tuple[I64, ...]:
         """Returns the ops of each device [D] in the order of their starts."""

@@ -39,6 +39,7 @@ class Simulation:
     problem: Problem
     placement: Placement  # [N]
     op_start_ns: I64  # [N]
+    op_begin_ns: I64  # [N] when it begins to compute: from its start on it holds its device, and waits for the host
     op_finish_ns: I64  # [N]
     order: tuple[I64, ...]  # [D] ops of each device in the order of their starts
     transfer_tensors: I64  # [R] one row a transfer, in the order of their requests
@@ -81,8 +82,16 @@ class Simulation:
     @cached_property
     def busy_fraction(self) -> npt.NDArray[np.float64]:
         """[D] share of the step in which the device computes."""
-        busy = np.bincount(self.placement, self.op_finish_ns - self.op_start_ns, self.problem.num_devices)
-        return np.asarray(busy / max(self.step_time_ns, 1), np.float64)
+        return self._shares(self.op_finish_ns - self.op_begin_ns)
+
+    @cached_property
+    def host_wait_fraction(self) -> npt.NDArray[np.float64]:
+        """[D] share of the step in which the device waits for its host to issue the op that it has started."""
+        return self._shares(self.op_begin_ns - self.op_start_ns)
+
+    def _shares(self, times_ns: I64) -> npt.NDArray[np.float64]:
+        sums = np.bincount(self.placement, times_ns, self.problem.num_devices)
+        return np.asarray(sums / max(self.step_time_ns, 1), np.float64)
 
     @cached_property
     def mfu(self) -> tuple[float, str] | None:
@@ -146,7 +155,8 @@ def simulate(
         return Simulation(
             problem=problem,
             placement=placed,
-            op_start_ns=finish_ns - times_ns[np.arange(len(placed)), placed if times_ns.shape[1] > 1 else 0],
+            op_start_ns=schedule.start_ns.copy(),
+            op_begin_ns=finish_ns - times_ns[np.arange(len(placed)), placed if times_ns.shape[1] > 1 else 0],
             op_finish_ns=finish_ns,
             order=done,
             transfer_tensors=simulator.tensor_numbers[schedule.transfer_tensor[sent]],
@@ -304,7 +314,7 @@ def run_batch(arrays, op_times_ns, placements, dispatch, stop_ns, floor_ns, work
             arrays, op_times_ns, placements[index], dispatch, stop_ns, floor_ns, workspace
         )
         if status == COMPLETED and peak_bytes.shape[1] > 0:
-            find_peaks(arrays, op_times_ns[-1], placements[index], workspace[1], workspace[2])
+            find_peaks(arrays, placements[index], workspace[1], workspace[2])
             for device in range(peak_bytes.shape[1]):
                 peak_bytes[index, device] = workspace[2].peak_bytes[device]
         elif status == DEADLOCK:

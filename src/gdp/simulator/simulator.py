@@ -19,7 +19,7 @@ from gdp.simulator.costs import transfer_occupancy_ns
 from gdp.simulator.longest_paths import longest_paths, ranks_of
 from gdp.simulator.orders import OrderTraits, order_priority
 from gdp.simulator.readers import readers_of
-from gdp.simulator.records import MOST_INPUTS, Arrays, Dispatch, MemoryArrays, Workspace
+from gdp.simulator.records import MOST_INPUTS, Arrays, Dispatch, Hosts, MemoryArrays, Workspace
 
 Ranks = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]
 """(rank of each op [N], op of each rank [N])"""
@@ -32,9 +32,9 @@ class Simulator:
     Threads may share a simulator: each borrows a workspace of its own.
     """
 
-    def __init__(self, graph: Graph, cluster: Cluster, op_time_ns: I64, microbatch: I64) -> None:
+    def __init__(self, graph: Graph, cluster: Cluster, op_time_ns: I64, microbatch: I64, host_time_ns: I64) -> None:
         self.graph, self.cluster = graph, cluster
-        self.op_time_ns, self.microbatch = op_time_ns, microbatch  # [N, D], [N]
+        self.op_time_ns, self.microbatch, self.host_time_ns = op_time_ns, microbatch, host_time_ns  # [N, D], [N], [N, D]
         self.is_for_many = cluster.is_large  # runs are those of `many_devices.py`
         self.num_timed, self.fastest_s = 0, inf  # simulations in full, and the seconds of the fastest one
         self._ranks: dict[str, Ranks] = {}
@@ -46,10 +46,10 @@ class Simulator:
         """The type of a placement as kernels take it."""
         return np.uint16 if self.is_for_many else np.uint8
 
-    def is_of(self, graph: Graph, cluster: Cluster, op_time_ns: I64, microbatch: I64) -> bool:
+    def is_of(self, *values: Graph | Cluster | I64) -> bool:
         """Returns whether these are the very values that it simulates."""
-        own = self.graph, self.cluster, self.op_time_ns, self.microbatch
-        return all(one is other for one, other in zip(own, (graph, cluster, op_time_ns, microbatch), strict=True))
+        own = self.graph, self.cluster, self.op_time_ns, self.microbatch, self.host_time_ns
+        return all(one is other for one, other in zip(own, values, strict=True))
 
     @cached_property
     def mean_op_time_ns(self) -> I64:
@@ -93,7 +93,16 @@ class Simulator:
     @cached_property
     def arrays(self) -> Arrays:
         """The flat arrays of the compiled engine."""
-        return _flatten(self.graph, self.cluster, self.tensor_numbers, longest_paths(self.graph, self.fastest_ns))
+        hosts = Hosts(np.zeros((0, 1), np.int64), np.zeros(0, np.bool_))
+        if self.has_hosts:
+            hosts = Hosts(np.array(narrow(self.host_time_ns), order="C"), np.array(self.graph.host_waits))
+        tail_ns = longest_paths(self.graph, self.fastest_ns)
+        return _flatten(self.graph, self.cluster, self.tensor_numbers, tail_ns, hosts)
+
+    @cached_property
+    def has_hosts(self) -> bool:
+        """Returns whether an op takes time on a host; without one, nothing waits for hosts."""
+        return bool(narrow(self.host_time_ns).any())
 
     @cached_property
     def order_traits(self) -> OrderTraits:
@@ -140,7 +149,7 @@ class Simulator:
         self._spare_workspaces.append(workspace)
 
 
-def _flatten(graph: Graph, cluster: Cluster, numbers: I64, tail_ns: I64) -> Arrays:
+def _flatten(graph: Graph, cluster: Cluster, numbers: I64, tail_ns: I64, hosts: Hosts) -> Arrays:
     """`numbers` [T] sorts the graph's tensors by producer."""
     num_ops, num_tensors, num_devices = graph.num_ops, graph.num_tensors, cluster.num_devices
     position = np.empty(num_tensors, np.int64)
@@ -193,6 +202,7 @@ def _flatten(graph: Graph, cluster: Cluster, numbers: I64, tail_ns: I64) -> Arra
         route_channels=cluster.channels_in_turn.astype(np.uint32),
         tail_ns=tail_ns,
         memory=memory,
+        hosts=hosts,
     )
 
 

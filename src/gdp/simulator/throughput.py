@@ -7,7 +7,7 @@ Two stages of 2 and 3 ns, two batches in flight: batch 2 enters at 5, where batc
 
 Each place in flight of a replica takes `ROUNDS` batches in turn. The first half fills the replica, the second half is
 measured: the time per batch is what a place takes for a batch, over the places. It is never less than what the
-replica's busiest device computes for a batch. Replicas do not wait for one another, so their rates add up.
+replica's busiest device computes for a batch, or its host takes. Replicas do not wait for one another, so their rates add up.
 """
 
 import math
@@ -49,16 +49,21 @@ class Throughput:
         graph = simulation.problem.graph
         rate, latency_ns = Fraction(0), 0
         busy = np.zeros(simulation.problem.num_devices)
-        duration_ns = simulation.op_finish_ns - simulation.op_start_ns
+        placement, host_time_ns = simulation.placement, simulation.problem.host_time_ns
+        duration_ns = simulation.op_finish_ns - simulation.op_begin_ns
+        host_ns = host_time_ns[np.arange(len(placement)), placement]
         for replica, done in enumerate(batch_ends(graph, layout)):
             in_flight = layout.microbatches[replica]
             ends = simulation.op_finish_ns[done].reshape(ROUNDS, in_flight)
             own = graph.replicas == replica
-            work_ns = np.bincount(simulation.placement[own], duration_ns[own], len(busy)).astype(np.int64)
+            work_ns, issue_ns = (
+                np.bincount(placement[own], times_ns[own], len(busy)).astype(np.int64)
+                for times_ns in (duration_ns, host_ns)
+            )
             measured_ns = int((ends[-1] - ends[_FILL - 1]).sum())
             per_batch_ns = max(
                 Fraction(measured_ns, (ROUNDS - _FILL) * in_flight**2),
-                Fraction(int(work_ns.max()), ROUNDS * in_flight),
+                Fraction(int(max(work_ns.max(), issue_ns.max())), ROUNDS * in_flight),
                 Fraction(1),
             )
             rate += 1 / per_batch_ns

@@ -7,6 +7,9 @@
 
 The ops of a group merge with others only if all of them do, into ops of one group: the replicas of a chain, say.
 
+Where hosts take time, b takes none of its host, nor does z, and the host does not wait for a or z: each op that is left
+begins to compute when it did before.
+
 A plan of the reduced problem expands to a plan of the original: each merged op becomes its members, one after the
 other, on the same device. Its replay has exactly the same step time, for nothing leaves a merged op before its last
 member ends, and that member takes time, so completions are requested in the same rounds (docs/machine-model.md,
@@ -74,10 +77,11 @@ def reduce(problem: Problem) -> Reduction:
     )  # a source on an idle device starts, and allocates, at once
     op = np.flatnonzero(only_successor >= 0)
     after = only_successor[op]
-    is_chain = only_predecessor[after] == op
-    is_source = (only_predecessor[op] == -1) & no_time[op] & ~allocates[op]
+    takes_host, waits = narrow(problem.host_time_ns).any(axis=1), graph.host_waits & problem.simulator.has_hosts
+    is_chain = (only_predecessor[after] == op) & ~takes_host[after]
+    is_source = (only_predecessor[op] == -1) & no_time[op] & ~allocates[op] & ~takes_host[op]
     # what must stay in memory may lie on another device than its reader
-    is_free = takes_time[after] & ~keeps[op] & (graph.resident_bytes[op] == 0)
+    is_free = takes_time[after] & ~keeps[op] & (graph.resident_bytes[op] == 0) & ~waits[op]
     chosen = np.flatnonzero((is_chain | is_source) & is_free)
     op, after = op[chosen], after[chosen]
     can_run = times_ns >= 0
@@ -128,6 +132,9 @@ def _merge(problem: Problem, reduced_op: I64, is_last: npt.NDArray[np.bool_]) ->
     times = np.zeros((num_ops, times_ns.shape[1]), np.int64)
     np.add.at(times, reduced_op, np.maximum(times_ns, 0))
     times[times_ns[lasts] < 0] = -1
+    host_ns = narrow(problem.host_time_ns)
+    hosts = np.zeros((num_ops, host_ns.shape[1]), np.int64)
+    np.add.at(hosts, reduced_op, host_ns)
 
     # a merged op holds what its members produce for each other until it ends: one tensor without consumers
     inner_bytes = np.zeros(num_ops, np.int64)
@@ -169,6 +176,7 @@ def _merge(problem: Problem, reduced_op: I64, is_last: npt.NDArray[np.bool_]) ->
         merged,
         problem.cluster,
         wide(times, problem.num_devices),
+        wide(hosts, problem.num_devices),
         rows_of(problem.allowed, lasts),
         problem.memory_limit_bytes,
         problem.microbatch[lasts],

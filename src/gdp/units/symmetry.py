@@ -41,7 +41,7 @@ def can_exchange(problem: Problem, first: int, second: int) -> bool:
     cluster = problem.cluster
     swap = np.arange(problem.num_devices)
     swap[[first, second]] = second, first
-    per_device = (problem.op_time_ns, problem.allowed, problem.memory_limit_bytes)
+    per_device = (problem.op_time_ns, problem.host_time_ns, problem.allowed, problem.memory_limit_bytes)
     per_pair = (cluster.latency_ns, cluster.bytes_per_second)
     return (
         all(np.array_equal(values[..., first], values[..., second]) for values in per_device)
