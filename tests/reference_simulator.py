@@ -93,6 +93,7 @@ def read_inputs(
         )
         for number in range(graph.num_tensors)
     ]  # fmt: skip
+    no_hosts = [[0] * len(row) for row in op_time_ns]
     inputs = Inputs(
         resident_bytes=_ints(graph.resident_bytes),
         tensors=tensors,
@@ -102,7 +103,7 @@ def read_inputs(
         bytes_per_second=[_ints(row) for row in cluster.bytes_per_second],
         route_channels=[[_ints(channels) for channels in row] for row in cluster.route_channels],
         op_time_ns=[_ints(row) for row in op_time_ns],
-        host_time_ns=[[0] * len(row) if host_time_ns is None else _ints(host_time_ns[op]) for op, row in enumerate(op_time_ns)],
+        host_time_ns=[_ints(row) for row in (no_hosts if host_time_ns is None else host_time_ns)],
         host_waits=[bool(waits) for waits in graph.host_waits],
         placement=_ints(placement),
     )

@@ -65,7 +65,7 @@ def instances(
     features: Set[str] = frozenset(FEATURES),
     always: Set[str] = frozenset(),
 ) -> Instance:
-    """Steps of 1 to `max_ops` ops on `min_devices` to `max_devices` devices with some of `features` and `always` others.
+    """Steps of 1 to `max_ops` ops on `min_devices` to `max_devices` devices: some of `features` and all of `always`.
 
     Each group has a device that can run all its ops; only with `keep_groups` do the placements put them on one.
     """

@@ -158,3 +158,10 @@ def test_work_between_head_and_tail() -> None:
 def test_large_times_do_not_overflow() -> None:
     """Times near the largest give a bound without overflow."""
     assert lower_bound(make_problem([[2**59, 2**59]] * 2, [(0, 1, 1)])) == 2**60
+
+
+def test_hosts_share_their_work_at_best() -> None:
+    """A device is done only when its host has issued all its ops: 3 x 7 on 2 hosts are 10.5, though ops take 1."""
+    problem = make_problem([[1] * 2] * 3)
+    slow = Problem.build(problem.graph, problem.cluster, op_time_ns=problem.op_time_ns, host_time_ns=np.full((3, 2), 7))
+    assert (lower_bound(slow), quick_bound(slow)) == (11, 11)

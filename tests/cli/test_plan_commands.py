@@ -128,7 +128,8 @@ def test_a_plan_is_simulated_shown_exported_and_run(
         patch.chdir("elsewhere")
         patch.delitem(sys.modules, "models", raising=False)
         assert main(["simulate", plan, "--costs", "costs.npz"]) == 0
-        assert np.load("costs.npz")["op_time_ns"].shape == (len(Plan.load(plan).placement), 2)
+        costs = np.load("costs.npz")
+        assert costs["op_time_ns"].shape == costs["host_time_ns"].shape == (len(Plan.load(plan).placement), 2)
         assert main(["report", plan]) == 0
         if case in EXPORTS:
             assert main(["export", plan, "--to", EXPORTS[case]]) == 0

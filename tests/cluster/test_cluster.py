@@ -14,6 +14,7 @@ from gdp.cluster import Cluster, Device, Route
 from gdp.cluster.catalogue import KINDS, LINKS, MACHINES
 from gdp.cluster.quantities import parse_number, parse_rate, parse_size, parse_time
 from gdp.errors import InputError
+from hand_cases import make_cluster
 
 TWO_BOXES = """\
 format: gdp-cluster
@@ -220,6 +221,7 @@ BAD_FILES = {
         HEAD + "devices:\n  - {name: a, kind: l4-24g, launch: -1us}\n",
         ["launch is '-1us'", "at least 0"],
     ),
+    "negative issue": (HEAD + "devices:\n  - {name: a, kind: l4-24g, issue: -1us}\n", ["issue is '-1us'"]),
     "unknown device": (TWO + LINK.replace("to: b", "to: bb"), ["link 0: to 'bb'", "did you mean b?"]),
     "link without latency": (TWO + "  - {from: a, to: b, bandwidth: 1}\n", ["link 0", "latency is missing", "add it"]),
     "covered twice": (TWO + LINK + LINK, ["link 1: a->b is also in link 0", "exactly one entry"]),
@@ -554,3 +556,17 @@ def test_usable_memory(kind: str, nominal: int, reported: float) -> None:
     assert KINDS[kind].nominal_gib == nominal
     assert KINDS[kind].memory_bytes == int((reported - 0.5) * 1024) * 2**20
     assert KINDS["p100-pcie-16g"].memory_bytes == 16 * 2**30
+
+
+def test_an_issue_of_zero_is_left_out(tmp_path: Path) -> None:
+    """Clusters whose hosts take no time have the fingerprint of before; the issue of another survives its file."""
+    cluster = make_cluster(2, {})
+    assert cluster.fingerprint == "dc261074081141c55de4dab9f275155a9a7e892dd68d3b4dbd49853968044ccd"
+    document = cluster.to_document()
+    assert "issue" not in document["devices"][0]
+    document["devices"][1]["issue"] = "5us"
+    slow = Cluster.from_document(document)
+    slow.save(tmp_path / "slow.yaml")
+    read = Cluster.load(tmp_path / "slow.yaml")
+    assert [device.issue_ns for device in read.devices] == [0, 5000]
+    assert read.fingerprint == slow.fingerprint != cluster.fingerprint

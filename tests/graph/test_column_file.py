@@ -50,6 +50,17 @@ def changed(directory: Path, change: Callable[[Columns], None], header: dict[str
     return path
 
 
+def test_columns_of_hosts_may_be_absent(tmp_path: Path) -> None:
+    """A file has the columns of hosts that tell something, and is read without the others."""
+    graph = Graph.build("two", [Op("a", kernels=3), Op("b", host_waits=True)], [])
+    read = stored(graph, tmp_path)
+    assert read.fingerprint == graph.fingerprint
+    names = {name for name in load((tmp_path / "graph.safetensors").read_bytes()) if name.startswith("op/")}
+    assert names >= {"op/kernels", "op/host_waits"}
+    assert "op/host_ns" not in names
+    assert read.host_ns.tolist() == [0, 0]
+
+
 @given(instances())
 def test_columns_keep_a_graph(instance: Instance) -> None:
     """A graph survives its columns, and keeps its fingerprint."""

@@ -189,6 +189,14 @@ def test_a_fingerprint_is_as_defined(instance: Instance) -> None:
     assert instance.graph.fingerprint == _by_the_definition(instance.graph)
 
 
+def test_fingerprints_without_hosts_stay() -> None:
+    """Plans that were made before ops told of hosts are still of their graphs, and files are as they were."""
+    ops = [Op("a", "mm", 7, 3), Op("b", time_ns={"gpu0": 2})]
+    graph = Graph.build("two", ops, [Tensor(0, (1,), 4)])
+    assert graph.fingerprint == "c474828a1edcd18286bcab1e980f8869ebe45e16681d2064fc20ef919c10e9dc"
+    assert not {"kernels", "host_ns", "host_waits"} & graph.to_document()["ops"][0].keys()
+
+
 def test_what_a_fingerprint_leaves_out() -> None:
     """The graph's name and whether defaults are spelled out make no difference, all else does."""
     graph = Graph.from_document(document())

@@ -1,5 +1,7 @@
 """Replicas: nothing of the whole batch is lost or made twice, rings take the time and the bytes of the textbook."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -70,6 +72,19 @@ def test_a_ring_of_three_takes_the_time_of_four_hops() -> None:
     simulation = simulate(Problem.build(whole, cluster), placement)
     assert simulation.step_time_ns == 3000 + 4 * 11_000 + 2 * 3 + 1
     assert simulation.feasible
+
+
+def test_copies_take_their_hosts_along() -> None:
+    """A copy for a micro-batch or a replica has the kernels, host time and waits of its first one."""
+    graph = chain([5, 5])
+    numbers = np.arange(graph.num_ops)
+    graph = replace(graph, kernels=numbers + 2, host_ns=numbers, host_waits=numbers % 2 == 1)
+    whole = replicated([accumulated(graph, 3)] * 2)
+    copies = np.flatnonzero(whole.first_copy != np.arange(whole.num_ops))
+    assert len(copies) > 2 * graph.num_ops
+    for name in ("kernels", "host_ns", "host_waits"):
+        assert (getattr(whole, name)[copies] == getattr(whole, name)[whole.first_copy[copies]]).all()
+    assert set(whole.host_ns.tolist()) == set(numbers.tolist())
 
 
 def test_one_replica_is_the_graph_itself() -> None:

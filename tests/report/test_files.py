@@ -29,9 +29,9 @@ def simulation() -> Simulation:
 
 
 def _simulate(instance: Instance) -> Simulation:
-    times = np.array(instance.op_time_ns, np.int64)
+    times, hosts = (np.array(table, np.int64) for table in (instance.op_time_ns, instance.host_time_ns))
     limits = np.full(times.shape[1], 2**62)
-    problem = Problem(instance.graph, instance.cluster, times, 0 * times, times >= 0, limits, np.full(len(times), -1))
+    problem = Problem(instance.graph, instance.cluster, times, hosts, times >= 0, limits, np.full(len(times), -1))
     return simulate(problem, instance.placement, priority=instance.priority)
 
 

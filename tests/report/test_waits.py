@@ -14,9 +14,9 @@ from strategies import Instance, instances
 
 
 def _simulate(case: Instance | HandCase) -> Simulation:
-    times = np.array(case.op_time_ns, np.int64)
+    times, hosts = (np.array(table, np.int64) for table in (case.op_time_ns, case.host_time_ns))
     limits = np.full(times.shape[1], 2**62)
-    problem = Problem(case.graph, case.cluster, times, 0 * times, times >= 0, limits, np.full(len(times), -1))
+    problem = Problem(case.graph, case.cluster, times, hosts, times >= 0, limits, np.full(len(times), -1))
     return simulate(problem, case.placement, priority=case.priority)
 
 

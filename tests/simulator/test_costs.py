@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -13,6 +14,7 @@ from gdp.cluster import Cluster, Device, Route
 from gdp.errors import InputError
 from gdp.graph import Graph, Op
 from gdp.simulator.costs import count_time_sources, op_times, transfer_occupancy_ns, unused_names
+from gdp.simulator.problem import Problem
 
 LARGEST = 2**63 - 1
 
@@ -132,3 +134,15 @@ def test_missing_float_types_are_told() -> None:
     assert "'bfloat16', for which v100-sxm-32g has no rate" in note
     assert op_times(graph, both).tolist() == [[5_000 + 51, 5_000 + 1_000]]  # 50.3 ns, rounded up
     assert unused_names(graph, Cluster.parse("1xa100-sxm-80g")) == []
+
+
+def test_times_on_hosts_by_hand() -> None:
+    """A host issues the kernels of ops that take time, and takes `host_ns`; what int64 cannot hold is an error."""
+    devices = [device("a", "x", 7), replace(device("b", "x", 7), issue_ns=5)]
+    ops = Op("o", flops=3, kernels=2, host_ns=1), Op("parameter"), Op("item", host_ns=4)
+    problem = Problem.build(graph_of(*ops), cluster_of(*devices))
+    assert problem.host_time_ns.tolist() == [[1, 11], [0, 0], [4, 4]]  # 2 x 5 + 1
+    with pytest.raises(InputError, match="check kernels, host_ns and issue"):
+        Problem.build(graph_of(Op("o", flops=3, kernels=2**62)), cluster_of(*devices))
+    with pytest.raises(InputError, match="host_time_ns holds -1; at least 0 is expected"):
+        Problem.build(graph_of(*ops), cluster_of(*devices), host_time_ns=np.full((3, 2), -1))

@@ -82,7 +82,8 @@ def _check_against_reference(instance: Instance, *problems: Problem) -> None:
     hosts = instance.host_time_ns
     schedule = run(*arguments, instance.priority, hosts)
     order = [np.flatnonzero(instance.placement == device) for device in range(instance.cluster.num_devices)]
-    expected, replayed = _expected(schedule), _expected(replay(*arguments, order, hosts))  # an order that no priority gives
+    expected = _expected(schedule)
+    replayed = _expected(replay(*arguments, order, hosts))  # an order that no priority gives
     levels_ns = b_levels(instance.graph, instance.op_time_ns)
     for problem in problems:
         assert _figures(simulate(problem, instance.placement, priority=instance.priority)) == expected

@@ -42,7 +42,7 @@ def simulate(
     model_options: ReadingOptions,
     batches: BatchesOption = None,
     costs: Annotated[
-        Path | None, typer.Option(metavar="FILE.npz", help="Write the times of each op on each device and its host, in ns.")
+        Path | None, typer.Option(metavar="FILE.npz", help="Write the times of ops on devices and hosts, in ns.")
     ] = None,
     given: Given,
     json: JsonOption = False,

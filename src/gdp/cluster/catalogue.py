@@ -94,8 +94,8 @@ class DeviceKind:
     nominal_gib: int = 0  # as it is sold
     driver: str = ""  # its name there, without NVIDIA in front
     watts: float | None = None  # at most; None: not known
-    issue_ns: int = 0
     dollars_per_hour: float | None = None  # of a cloud, on demand, with its share of the host; None: not known
+    issue_ns: int = 0
 
     @property
     def is_cpu(self) -> bool:

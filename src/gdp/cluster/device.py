@@ -63,6 +63,7 @@ def check_devices(devices: Sequence[Device]) -> None:
         for field, value in {**rates, "memory_bandwidth": device.memory_bytes_per_second}.items():
             if not field.isprintable() or not 1 <= value < 2**63:
                 raise InputError(f"{label}: {field!r} is {value}; more than 0 and less than 2^63 is expected")
-        for field, value in {"memory": device.memory_bytes, "launch": device.launch_ns, "issue": device.issue_ns}.items():
+        times_ns = {"launch": device.launch_ns, "issue": device.issue_ns}
+        for field, value in {"memory": device.memory_bytes, **times_ns}.items():
             if not 0 <= value < 2**63:
                 raise InputError(f"{label}: {field} is {value}; an integer from 0 to 2^63 - 1 is expected")

@@ -43,7 +43,9 @@ COLUMNS = TensorFormat(
 _OP, _TENSOR, _CONSUMER, _OFFSET = "op", "tensor", "consumer", "offset"  # what a column has an entry for
 _OFFSETS = "tensor/consumers.offsets"
 _NUMBERS = {
-    **{f"op/{field}": (column, _OP) for field, column in OP_COLUMNS.items() if column in (*NUMBERS, "kernels", "host_ns")},
+    **{f"op/{field}": (column, _OP) for field, column in OP_COLUMNS.items() if column in NUMBERS},
+    "op/kernels": ("kernels", _OP),
+    "op/host_ns": ("host_ns", _OP),
     "tensor/producer": ("producers", _TENSOR),
     "tensor/bytes": ("tensor_bytes", _TENSOR),
     "tensor/view_of": ("view_of", _TENSOR),

@@ -395,7 +395,7 @@ def _simulate(search, placement):
         )
         if status != COMPLETED or step_time_ns >= search.best[0]:
             continue
-        find_peaks(search.arrays, renamed, search.workspace.schedule, search.workspace.memory)
+        find_peaks(search.arrays, search.op_time_ns, renamed, search.workspace.schedule, search.workspace.memory)
         fits = True
         for device in range(len(search.limit_bytes)):
             fits &= search.workspace.memory.peak_bytes[device] <= search.limit_bytes[device]

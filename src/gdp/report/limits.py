@@ -1,4 +1,4 @@
-"""Finds the limit of a step (a device, a channel, the critical path, a host), and explains each start of an op or transfer.
+"""Finds the limit of a step (a device, a channel, the critical path, a host), and explains the start of each event.
 
     device a   op 1 |--------|op 4 |----|        op 4 starts when op 1 ends: the device was busy
     channel             |======|                 its transfer starts when op 1 ends: the tensor was made
@@ -24,7 +24,7 @@ _FULL = 0.7  # share of the step above which a limit is named alone; a choice: a
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Holds shares of the step, each at most 1. No order of the same placement takes less than any of the first three."""
+    """Holds shares of the step, each at most 1: no order of the same placement takes less than any but the last."""
 
     device: str  # that computes longest
     device_share: float
@@ -74,7 +74,8 @@ class Limits:
         ends = f"it goes from {self.path_ends[0]} to {self.path_ends[1]}, {self.path_transfers_share:.0%} are transfers"
         most = max(self.device_share, self.channel_share, self.path_share)
         if self.host_share > most:
-            return f"The host limits the step: {self.host} waits for it for {self.host_share:.0%} of the step, {device}."
+            waits = f"{self.host} waits for it for {self.host_share:.0%} of the step"
+            return f"The host limits the step: {waits}, {device}."
         if most < _FULL:
             return f"Devices wait for one another, which limits the step: {device}, {channel}, {path}."
         if most == self.device_share:

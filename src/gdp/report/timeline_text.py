@@ -61,7 +61,7 @@ def worked_until(simulation: Simulation, ops: I64, times_ns: npt.ArrayLike) -> F
     """Returns the time for which `ops` of one device, in the order of their starts, have run by each of `times_ns`."""
     if not len(ops):
         return np.zeros(np.shape(times_ns))
-    starts, ends = simulation.op_start_ns[ops], simulation.op_finish_ns[ops]
+    starts, ends = simulation.op_begin_ns[ops], simulation.op_finish_ns[ops]
     # piecewise linear, its corners at starts and ends
     corners = np.stack((starts, ends), axis=1).ravel()
     worked = np.repeat(np.concatenate(([0], np.cumsum(ends - starts))), 2)[1:-1]

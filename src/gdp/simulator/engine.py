@@ -1,6 +1,6 @@
 """The machine model as compiled code: one event-driven run over flat arrays. `simulate.py` is its public face.
 
-docs/machine-model.md, sections 3 and 3a, are the definition (section 4, memory, is `memory.py`'s). All figures are int64.
+docs/machine-model.md, sections 3 and 3a, define it (section 4, memory, is `memory.py`'s). All figures are int64.
 
     loop:
         each idle device starts its ready op of lowest rank (or the next op of the order to replay)
@@ -129,6 +129,14 @@ def issue(hosts, host_ns, op, device, now, duration):
 
 
 @inlined
+def start_of(hosts, op_time_ns, schedule, op, device):
+    """Returns when an op started: its time before it ended, unless it may have waited for its host."""
+    if len(hosts.waits) > 0:
+        return schedule.start_ns[op]
+    return schedule.finish_ns[op] - op_time_ns[op, device if op_time_ns.shape[1] > 1 else np.uint64(0)]
+
+
+@inlined
 def _start(arrays, scratch, schedule, dispatch, stops, device, own, now):
     """Returns when the op of rank `own` ends, which `device` starts, and if `stops` a lower bound of the step time."""
     remaining_ns, num_started = scratch.remaining_ns, schedule.num_ops
@@ -136,10 +144,10 @@ def _start(arrays, scratch, schedule, dispatch, stops, device, own, now):
     begin, bound = now, 0
     if len(arrays.hosts.waits) > 0:
         begin = issue(arrays.hosts, scratch.host_ns, op, device, now, duration)
+        schedule.start_ns[op] = now
     if stops:
         bound = begin + max(arrays.tail_ns[op], remaining_ns[device])
         remaining_ns[device] -= duration
-    schedule.start_ns[op] = now
     schedule.finish_ns[op] = begin + duration
     schedule.ops[device, num_started[device]] = op
     num_started[device] += 1

@@ -7,7 +7,7 @@ There sets of devices are bits of one integer, and all devices are looked at whe
 - a list has the devices where something changed, in any order: starting an op touches its own device alone;
 - routes in use are chained by device, so that the next run need not look at all of them.
 
-No array grows with ops times devices. docs/machine-model.md, sections 3 and 3a, are the definition; the loop is that of
+No array grows with ops times devices. docs/machine-model.md, sections 3 and 3a, define it; the loop is that of
 `engine.py`, which says why each step is exact.
 """
 
@@ -108,6 +108,7 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
             begin = now
             if len(arrays.hosts.waits) > 0:
                 begin = issue(arrays.hosts, scratch.host_ns, op, device, now, duration)
+                schedule.start_ns[op] = now
             bound = begin + max(tail_ns[op], remaining_ns[device])
             if bound >= stop_ns:
                 return STOPPED, bound
@@ -115,7 +116,7 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
             is_idle[device] = 0
             started_zero |= begin + duration == now
             num_running = push(end_ns, end_item, num_running, begin + duration, np.int64(op))
-            schedule.start_ns[op], schedule.finish_ns[op] = now, begin + duration
+            schedule.finish_ns[op] = begin + duration
             schedule.ops[0, begins[device] + num_started[device]] = op
             num_started[device] += 1
         num_changed = np.int64(0)

@@ -18,24 +18,25 @@ dozen additions. Loads that a condition selects from are done before it, or else
 import numpy as np
 
 from gdp.compiled import inlined, inner
+from gdp.simulator.engine import start_of
 from gdp.simulator.heaps import pop_top, push
 
 NEVER = np.iinfo(np.int64).max
 
 
 @inner
-def find_peaks(arrays, placement, schedule, memory):
+def find_peaks(arrays, op_time_ns, placement, schedule, memory):
     """Writes the peaks under `placement` [N] to `memory.peak_bytes`. `schedule` is that of a completed run."""
     _find_last_readers(arrays.memory.readers, placement, schedule.finish_ns, memory)
     _find_last_transfers(arrays, schedule, memory)
     memory.peak_bytes[:] = 0
     for op in arrays.memory.residents:
         memory.peak_bytes[placement[op]] += arrays.memory.resident_bytes[op]
-    shift = _fill_slices(arrays, placement, schedule, memory)
+    shift = _fill_slices(arrays, op_time_ns, placement, schedule, memory)
     _bound_peaks(memory)
     _collect_events(arrays, placement, schedule, memory, shift)
     for device in range(len(memory.peak_bytes)):
-        _sweep(arrays, schedule, memory, np.uint64(device), shift)
+        _sweep(arrays, op_time_ns, schedule, memory, np.uint64(device), shift)
 
 
 @inner
@@ -113,11 +114,11 @@ def _find_last_transfers(arrays, schedule, memory):
 
 
 @inner
-def _fill_slices(arrays, placement, schedule, memory):
+def _fill_slices(arrays, op_time_ns, placement, schedule, memory):
     """Adds up what is allocated and freed in each slice; returns the logarithm of the length of a slice in ns."""
     alloc_bytes, copy_bytes, producers = arrays[11][1], arrays[11][4], arrays[11][5]
     finish_ns, transfer_tensor, transfer_route, transfer_start_ns = schedule[0], schedule[3], schedule[4], schedule[5]
-    transfer_end_ns, num_transfers, start_ns = schedule[6], schedule[8], schedule[10]
+    transfer_end_ns, num_transfers = schedule[6], schedule[8]
     frees_bytes, allocated_bytes, used_bytes = memory[2], memory[5], memory[6]
     num_ops, num_devices = np.uint64(len(finish_ns)), np.uint64(len(memory[11]))
     num_slices = np.uint64(len(allocated_bytes)) // num_devices
@@ -133,7 +134,8 @@ def _fill_slices(arrays, placement, schedule, memory):
         shift += np.uint64(1)
     for op in range(num_ops):
         device, finish = np.uint64(placement[op]), finish_ns[op]
-        allocated_bytes[device * num_slices + (np.uint64(start_ns[op]) >> shift)] += alloc_bytes[op]
+        start = start_of(arrays[12], op_time_ns, schedule, op, device)
+        allocated_bytes[device * num_slices + (np.uint64(start) >> shift)] += alloc_bytes[op]
         used_bytes[device * num_slices + (np.uint64(finish) >> shift)] += frees_bytes[op]
     for transfer in range(np.uint64(num_transfers[0])):
         tensor = transfer_tensor[transfer]
@@ -199,10 +201,10 @@ def _first_op_from(finish_ns, ops, begin, end, time_ns):
 
 
 @inner
-def _sweep(arrays, schedule, memory, device, shift):
+def _sweep(arrays, op_time_ns, schedule, memory, device, shift):
     """Goes through the slices of `device` that matter and raises its peak to the most in use within them."""
     alloc_bytes, copy_bytes = arrays[11][1], arrays[11][4]
-    finish_ns, all_ops, num_ops, transfer_tensor, _, transfer_start_ns, transfer_end_ns, _, _, begins, starts_ns = schedule
+    finish_ns, all_ops, num_ops, transfer_tensor, _, transfer_start_ns, transfer_end_ns, _, _, begins, _ = schedule
     _, _, frees_bytes, _, _, allocated_bytes, used_bytes, last_event, event_before = memory[:9]
     heap_ns, heap_item, peak_bytes = memory[9:]
     num_devices = np.uint64(len(peak_bytes))
@@ -231,7 +233,8 @@ def _sweep(arrays, schedule, memory, device, shift):
             start_ns = NEVER
             if index < end_index:
                 op = ops[index]
-                start_ns = starts_ns[op] if starts_ns[op] < end_ns else NEVER
+                start_ns = start_of(arrays[12], op_time_ns, schedule, op, device)
+                start_ns = start_ns if start_ns < end_ns else NEVER
             while True:
                 # transfers' events until the op starts, and the end of the op before where it comes
                 upcoming = min(heap_ns[0] if size > 0 else NEVER, freed_ns)

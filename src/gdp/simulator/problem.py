@@ -66,13 +66,13 @@ class Problem:
     ) -> "Problem":
         """Returns the problem of placing `graph` on `cluster`; a `Capture` and the text of DEVICES are taken as well.
 
-        `op_time_ns` and `host_time_ns` [N, D] replace the cost model. The constraints are one value, or keywords: `pins` are (regular
-        expression, device name), and ops whose module path or name it matches anywhere go to that device. `forbid` are
-        (regular expression, name or kind of device), and ops whose kind it matches anywhere do not go there.
-        `max_memory_bytes` lowers the memory of devices by name; `reserve` keeps a fraction of every device's memory
-        free. `pin` and `max_memory`, as on the command line, are other names; `Constraints` has all notations. Raises
-        InputError where no device is left for an op or a group, and where pins ask for more resident bytes than their
-        device has.
+        `op_time_ns` and `host_time_ns` [N, D] replace the cost model. The constraints are one value, or keywords:
+        `pins` are (regular expression, device name), and ops whose module path or name it matches anywhere go to that
+        device. `forbid` are (regular expression, name or kind of device), and ops whose kind it matches anywhere do not
+        go there. `max_memory_bytes` lowers the memory of devices by name; `reserve` keeps a fraction of every device's
+        memory free. `pin` and `max_memory`, as on the command line, are other names; `Constraints` has all notations.
+        Raises InputError where no device is left for an op or a group, and where pins ask for more resident bytes than
+        their device has.
         """
         graph, cluster = Graph.of(graph), Cluster.of(cluster)
         times = op_times(graph, cluster) if op_time_ns is None else np.array(op_time_ns, np.int64, order="C")

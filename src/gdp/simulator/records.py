@@ -148,7 +148,7 @@ class Schedule(NamedTuple):
     arrival_ns: Annotated[Any, "int64 [E]"]
     num_transfers: Annotated[Any, "int64 [1]"]
     begins: Annotated[Any, "int64 [D]"]  # where each device's ops begin in their row
-    start_ns: Annotated[Any, "int64 [N]"]
+    start_ns: Annotated[Any, "int64 [N]"]  # where hosts take time; else it follows from the ends
 
     def orders(self) -> tuple[I64, ...]:
         """Returns the ops of each device [D] in the order of their starts."""

@@ -151,12 +151,13 @@ def simulate(
         placed = devices.astype(np.int64)
         sent = slice(0, int(schedule.num_transfers[0]))
         finish_ns = schedule.finish_ns.copy()
+        begin_ns = finish_ns - times_ns[np.arange(len(placed)), placed if times_ns.shape[1] > 1 else 0]
         simulator.time(time.perf_counter() - began)
         return Simulation(
             problem=problem,
             placement=placed,
-            op_start_ns=schedule.start_ns.copy(),
-            op_begin_ns=finish_ns - times_ns[np.arange(len(placed)), placed if times_ns.shape[1] > 1 else 0],
+            op_start_ns=schedule.start_ns.copy() if simulator.has_hosts else begin_ns,
+            op_begin_ns=begin_ns,
             op_finish_ns=finish_ns,
             order=done,
             transfer_tensors=simulator.tensor_numbers[schedule.transfer_tensor[sent]],
@@ -314,7 +315,7 @@ def run_batch(arrays, op_times_ns, placements, dispatch, stop_ns, floor_ns, work
             arrays, op_times_ns, placements[index], dispatch, stop_ns, floor_ns, workspace
         )
         if status == COMPLETED and peak_bytes.shape[1] > 0:
-            find_peaks(arrays, placements[index], workspace[1], workspace[2])
+            find_peaks(arrays, op_times_ns[-1], placements[index], workspace[1], workspace[2])
             for device in range(peak_bytes.shape[1]):
                 peak_bytes[index, device] = workspace[2].peak_bytes[device]
         elif status == DEADLOCK:

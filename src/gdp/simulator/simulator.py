@@ -34,7 +34,8 @@ class Simulator:
 
     def __init__(self, graph: Graph, cluster: Cluster, op_time_ns: I64, microbatch: I64, host_time_ns: I64) -> None:
         self.graph, self.cluster = graph, cluster
-        self.op_time_ns, self.microbatch, self.host_time_ns = op_time_ns, microbatch, host_time_ns  # [N, D], [N], [N, D]
+        self.op_time_ns, self.microbatch = op_time_ns, microbatch  # [N, D], [N]
+        self.host_time_ns = host_time_ns  # [N, D]
         self.is_for_many = cluster.is_large  # runs are those of `many_devices.py`
         self.num_timed, self.fastest_s = 0, inf  # simulations in full, and the seconds of the fastest one
         self._ranks: dict[str, Ranks] = {}

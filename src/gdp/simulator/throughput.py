@@ -7,7 +7,8 @@ Two stages of 2 and 3 ns, two batches in flight: batch 2 enters at 5, where batc
 
 Each place in flight of a replica takes `ROUNDS` batches in turn. The first half fills the replica, the second half is
 measured: the time per batch is what a place takes for a batch, over the places. It is never less than what the
-replica's busiest device computes for a batch, or its host takes. Replicas do not wait for one another, so their rates add up.
+replica's busiest device computes for a batch, or its host takes. Replicas do not wait for one another, so their rates
+add up.
 """
 
 import math

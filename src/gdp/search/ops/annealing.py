@@ -18,7 +18,7 @@ import numpy as np
 from numba.np.random.random_methods import buffered_bounded_lemire_uint32
 
 from gdp.compiled import inner, kernel
-from gdp.simulator.engine import COMPLETED, NEVER
+from gdp.simulator.engine import COMPLETED, NEVER, start_of
 from gdp.simulator.memory import find_peaks
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import mean_step_time
@@ -77,7 +77,7 @@ def is_too_wide(problem: Problem) -> bool:
 
 
 @inner
-def _critical_path(arrays, schedule, state):
+def _critical_path(arrays, op_time_ns, schedule, state):
     """Fills `state.path` with the ops of a critical path of the completed run in `schedule`, last first; returns their
     number.
 
@@ -105,7 +105,7 @@ def _critical_path(arrays, schedule, state):
         path[length] = op
         length += 1
         device = placement[op]
-        start_ns = schedule.start_ns[op]
+        start_ns = start_of(arrays.hosts, op_time_ns, schedule, op, np.uint64(device))
         cause = np.int64(previous[op])
         if start_ns == 0:
             return length
@@ -152,7 +152,7 @@ def anneal(arrays, objective, dispatch, workspace, grouping, state, rng, config)
     length = 0
     if guided > 0.0:
         mean_step_time(arrays, nominal_ns, placement, dispatch, np.int64(NEVER), floor_ns, workspace)
-        length = _critical_path(arrays, schedule, state)
+        length = _critical_path(arrays, nominal_ns[0], schedule, state)
     for _ in range(num_moves):
         if length > 0 and rng.random() < guided:
             group = group_of_op[path[_draw_below(rng, length)]]
@@ -188,7 +188,7 @@ def anneal(arrays, objective, dispatch, workspace, grouping, state, rng, config)
         accepted = status == COMPLETED and step_time_ns < stop_ns
         excess = 0
         if accepted and (is_over or memory_binds):
-            find_peaks(arrays, placement, schedule, memory)
+            find_peaks(arrays, nominal_ns[0], placement, schedule, memory)
             for device in range(len(limit_bytes)):
                 excess += max(0, memory.peak_bytes[device] - limit_bytes[device])
             accepted = excess <= figures[CURRENT_EXCESS] * threshold
