@@ -511,6 +511,7 @@ class ClusterDevice(TypedDict):
     flops: NotRequired[Annotated[dict[str, Quantity], d("by dtype, per second")]]
     memory_bandwidth: NotRequired[Quantity]
     launch: NotRequired[Quantity]
+    issue: NotRequired[Annotated[Quantity, d("of its host, for each kernel")]]
 
 
 ClusterLink = TypedDict(
