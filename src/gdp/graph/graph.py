@@ -280,7 +280,7 @@ class Graph:
         """Returns the `gdp-graph` document with every field explicit, but for hosts."""
         columns = dict(zip(OP_COLUMNS, self._op_columns, strict=True))
         fields = [name for name in columns if name not in OF_HOSTS or name in self.host_columns]
-        ops, tensors = zip(*map(columns.get, fields), strict=True), zip(*self._tensor_columns, strict=True)
+        ops, tensors = zip(*map(columns.__getitem__, fields), strict=True), zip(*self._tensor_columns, strict=True)
         return {
             "format": FORMAT,
             "version": VERSION,
