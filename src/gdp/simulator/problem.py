@@ -102,8 +102,14 @@ class Problem:
 
     def excerpt(self, graph: Graph, ops: I64) -> "Problem":
         """The same problem of `graph`, whose ops are these `ops` [M]."""
-        tables = {name: rows_of(getattr(self, name), ops) for name in ("op_time_ns", "host_time_ns", "allowed")}
-        return replace(self, graph=graph, microbatch=self.microbatch[ops], **tables)
+        return replace(
+            self,
+            graph=graph,
+            op_time_ns=rows_of(self.op_time_ns, ops),
+            host_time_ns=rows_of(self.host_time_ns, ops),
+            allowed=rows_of(self.allowed, ops),
+            microbatch=self.microbatch[ops],
+        )
 
     def on_devices(self, numbers: Sequence[int]) -> "Problem":
         """The same problem on the devices with these `numbers` alone."""
