@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from gdp.report.limits import AFTER_OP, AFTER_TRANSFER, AT_ONCE, CHANNEL_BUSY, DEVICE_BUSY, Waits
+from gdp.report.limits import AFTER_OP, AFTER_TRANSFER, AT_ONCE, CHANNEL_BUSY, DEVICE_BUSY, Limits, Waits
 from gdp.report.memory_curves import alive_at, memory_curves
 from gdp.simulator.allocations import Allocations
 from gdp.simulator.problem import Problem
@@ -75,3 +75,10 @@ def test_every_reason_is_found() -> None:
     """The hand-made cases have starts for each of the five reasons."""
     reasons = {step.after for case in HAND_CASES for step in Waits.of(_simulate(case)).path}
     assert reasons == {AT_ONCE, AFTER_OP, AFTER_TRANSFER, DEVICE_BUSY, CHANNEL_BUSY}
+
+
+def test_a_host_that_limits_a_step_is_named() -> None:
+    """Ops of 1 ns that hosts take 3 ns to issue: the device waits from 0 to 3, from 4 to 6 and from 7 to 9 of 10 ns."""
+    case = next(case for case in HAND_CASES if case.name == "a chain of small ops is bound by its host")
+    expected = "The host limits the step: d0 waits for it for 70% of the step, d0 computes for 30% of the step."
+    assert str(Limits.of(_simulate(case))) == expected
