@@ -77,7 +77,7 @@ def reduce(problem: Problem) -> Reduction:
     )  # a source on an idle device starts, and allocates, at once
     op = np.flatnonzero(only_successor >= 0)
     after = only_successor[op]
-    takes_host = (narrow(problem.host_time_ns) > 0).any(axis=1)
+    takes_host = narrow(problem.host_time_ns).max(axis=1) > 0
     waits = graph.host_waits & problem.simulator.has_hosts
     is_chain = (only_predecessor[after] == op) & ~takes_host[after]
     is_source = (only_predecessor[op] == -1) & no_time[op] & ~allocates[op] & ~takes_host[op]
