@@ -80,15 +80,12 @@ class PlaceRequest:
                 raise InputError(f"--requests is {self.requests}; a rate per second above 0 is expected")
             refuse_beside("--requests", {"--sweep": sweep is not None, "--parallel": self.parallel is not None})
         has_layout = self.parallel not in (None, "none")
-        others = {
-            "--placer": self.options.placer != "auto",
-            "--for": self.target is not None,
-            "--sweep": sweep is not None,
-        }
+        others = {"--placer": self.options.placer != "auto", "--for": self.target is not None}
         if self.batches is not None:
             _check_reading_for_batches(self.reading)
             has_checkpoint = self.options.checkpoint is not None
-            refuse_beside("--batches", {"--parallel": has_layout, "--checkpoint": has_checkpoint, **others})
+            more = {"--parallel": has_layout, "--checkpoint": has_checkpoint, "--sweep": sweep is not None}
+            refuse_beside("--batches", {**more, **others})
         elif has_layout:
             _check_reading_for_layouts(self.reading, is_file=self.source.is_file)
             refuse_beside("--parallel", {**others, "--times": self.times is not None})
