@@ -582,3 +582,27 @@ def test_models_that_cannot_be_captured(model: nn.Module, options: dict[str, Any
     with pytest.raises(InputError, match=message) as caught:
         capture(model, (torch.randn(3),), name="bad", **options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_runs_again_waits_for_the_gradient(reentrant: bool) -> None:
+    """The first op that runs again for a layer comes after all gradients of the layer above, as in PyTorch.
+
+    Else a device with time to spare would run all layers again at once, and hold their activations.
+    """
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            return x.sum()
+
+    graph = capture(Layers(), (torch.randn(2, 4).requires_grad_(),)).graph
+    again = graph.op_names.index("layers.0.0.addmm_backward_0")
+    (turn,) = [tensor for tensor in graph.edge_tensors[graph.consumers == again] if graph.tensor_bytes[tensor] == 0]
+    before = graph.op_names[graph.producers[turn]]
+    assert before == "layers.1.0.sum_backward_0"

@@ -136,6 +136,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sent: list[OpRecord] = []  # to the host, since the last op
         self._since_fetch: list[OpRecord] = []  # ops before the next fetch, after the one before it
         self._has_fetched = False  # since the last op
+        self._gradients: list[OpRecord] = []  # the last op of the backward pass that a checkpoint does not run again
 
     def add_gradient(self, parameter: Tensor) -> None:
         """Notes that the memory of a parameter's gradient belongs to the update of the parameter."""
@@ -246,6 +247,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._since_fetch = [] if self._has_fetched else self._since_fetch
             self._since_fetch.append(record)
             self._has_fetched = False
+        if record.phase != "backward" or source is not None:
+            return
+        if not (torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0):
+            self._gradients = [record]
+        elif all(self.memories.values[value].producer.phase != "backward" for value in record.reads):
+            record.after = [*record.after, *self._gradients]  # a checkpoint runs again when its gradient is there
 
     def _new_values(self, result: Any, kind: str, module: str) -> tuple[list[int], list[Tensor]]:
         """Returns the value of each tensor of a result, -1 for memory that is known already, and the new tensors."""
