@@ -46,6 +46,31 @@ def test_bags_read_rows(mode: str, others: int) -> None:
     assert forward == (20 * 8, 640 + 160 + 32 + 128 + others)
 
 
+@pytest.mark.parametrize(
+    ("options", "inputs", "num_bytes"),
+    [
+        # 4 offsets of bags, which are found by another op, 4 bags, 2 x 4 sizes and maxima, bags of 20 ids
+        ({"padding_idx": 3}, (IDS,), 32 + 128 + 64 + 160),
+        ({"padding_idx": 3}, (IDS.flatten(), torch.arange(0, 20, 5)), 32 + 128 + 64 + 160),
+        # five offsets, the last is the end
+        ({"include_last_offset": True}, (IDS.flatten(), torch.arange(0, 21, 5)), 40 + 128 + 64),
+    ],
+)
+def test_bags_of_other_forms(options: dict[str, Any], inputs: tuple[Tensor, ...], num_bytes: int) -> None:
+    """20 rows of 8 floats are 640 bytes, their ids 160, whatever is left out or wherever bags end."""
+    captured = capture(nn.EmbeddingBag(1000, 8, mode="sum", **options), inputs, training=False)
+    assert costs(captured, "_embedding_bag") == [(20 * 8, 640 + 160 + num_bytes)]
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 0}, {"scale_grad_by_freq": True}, {"max_norm": 1.0}])
+def test_embeddings_read_rows(options: dict[str, Any]) -> None:
+    """20 rows are read and written with their ids; the gradient of the table is written whole."""
+    captured = capture(nn.Embedding(1000, 8, **options), (IDS,))
+    assert costs(captured, "embedding") == [(0, 160 + 2 * 640)]
+    assert costs(captured, "embedding_dense_backward") == [(20 * 8, 640 + 160 + 32000)]
+    assert len(costs(captured, "embedding_renorm_")) == ("max_norm" in options)
+
+
 def test_weighted_bags_read_rows() -> None:
     """Weights of 20 rows: a product more; their gradient reads the rows, and a norm reads and writes them."""
 
@@ -81,6 +106,14 @@ ROWS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {  # of a table [1000,
     "index_put_ columns": (lambda w: set_columns(w, 0.0), 40 + 4 + 4 * 1000 * 5),
     "scatter_": (lambda w: w.scatter_(0, IDS, 1.0), 160 + 80),
     "scatter_add_": (lambda w: w.scatter_add_(0, IDS, torch.ones(4, 5)), 160 + 80 + 2 * 80),
+    "scatter_reduce_": (lambda w: w.scatter_reduce_(0, IDS, torch.ones(4, 5), "amax"), 160 + 80 + 2 * 80),
+    "index_put_ sums": (lambda w: w.index_put_((IDS[0],), torch.ones(5, 8), accumulate=True), 40 + 160 + 2 * 160),
+    "index of two dimensions": (lambda w: w[IDS[0], IDS[0]], 40 + 2 * 20),
+    "gather along a dimension": (lambda w: w.take_along_dim(IDS[0, :, None], 0), 320 + 2 * 160),  # an index each
+    "segment_reduce": (  # all rows, two lengths, two sums
+        lambda w: torch.segment_reduce(w, "sum", lengths=torch.tensor([500, 500]), unsafe=True),
+        32000 + 16 + 64,
+    ),
 }
 
 
@@ -107,6 +140,8 @@ DROPOUTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {  # and whether 
     "in place": (lambda x: functional.dropout(x, 0.1, inplace=True), False),  # composed on cards, too
     "of channels": (lambda x: functional.dropout1d(x.reshape(4, 4, 8), 0.1), False),
     "alpha": (lambda x: functional.alpha_dropout(x, 0.1, training=True), False),
+    "of images": (lambda x: functional.dropout2d(x.reshape(1, 4, 4, 8), 0.1), False),
+    "alpha of channels": (lambda x: functional.feature_alpha_dropout(x.reshape(4, 4, 8), 0.1, training=True), False),
 }
 
 
@@ -162,6 +197,42 @@ def test_norms_are_one_kernel(has_weight: bool) -> None:
     weight = 16 * has_weight
     assert costs(captured, "_fused_rms_norm") == [(4 * 32, 2 * NORM_BYTES + 16 + weight)]
     assert costs(captured, "_fused_rms_norm_backward") == [(9 * 32, 3 * NORM_BYTES + 16 + 2 * weight)]
+
+
+LAYERS: dict[str, tuple[nn.Module, str, tuple[int, int], tuple[int, int]]] = {  # of [4, 8, 6], forward and backward
+    # in and out 768 each, weight and bias 32 each, means and deviations of 4 x 2 groups; the input has no gradient
+    "group norm": (nn.GroupNorm(2, 8), "native_group_norm", (8 * 192, 2 * 768 + 128), (13 * 192, 2 * 768 + 160)),
+    # ... of the batch; running means and deviations are read and written; backward reads them, and writes three
+    "batch norm": (
+        nn.BatchNorm1d(8),
+        "native_batch_norm",
+        (8 * 192, 2 * 768 + 64 + 64 + 128),
+        (13 * 192, 3 * 768 + 224),
+    ),
+    # v of 16 x 6 is 384 bytes, g and the norms of rows 64 each, w as v
+    "weight norm": (
+        nn.utils.parametrizations.weight_norm(nn.Linear(6, 16)),
+        "_weight_norm_interface",
+        (3 * 96, 2 * 384 + 128),
+        (5 * 96, 3 * 384 + 3 * 64),
+    ),
+    # of columns: v of 6 x 16, g and the norms 24 each
+    "weight norm of columns": (
+        nn.utils.parametrizations.weight_norm(nn.Linear(6, 16), dim=1),
+        "_weight_norm_interface",
+        (3 * 96, 2 * 384 + 48),
+        (5 * 96, 3 * 384 + 3 * 24),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_other_norms_are_one_kernel(case: str) -> None:
+    """Norms that have one kernel on CPUs and cards cost what that reads and writes."""
+    layer, kind, forward, backward = LAYERS[case]
+    captured = capture(layer, (torch.ones(4, 8, 6),))
+    assert costs(captured, kind) == [forward]
+    assert costs(captured, f"{kind}_backward") == [backward]
 
 
 CELLS: dict[str, tuple[nn.Module, list[str], int, int]] = {  # kernel, FLOPs and bytes for 4 x 32 states
@@ -299,6 +370,9 @@ def fp4(a: Tensor, b: Tensor) -> Tensor:
 
 PRODUCTS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {  # and the type of the arithmetic
     "mm": (torch.mm, (zeros(M, K), zeros(K, N)), "bfloat16"),
+    "mm int8": (torch.mm, (zeros(M, K, dtype=INT8), zeros(K, N, dtype=INT8)), "int8"),
+    "mm of halves": (torch.inner, (zeros(M, K, dtype=torch.half), zeros(N, K, dtype=torch.half)), "float16"),
+    "bmm": (lambda a, b: torch.einsum("mk,kn->mn", a, b), (zeros(M, K), zeros(K, N)), "bfloat16"),
     "mm wide": (lambda a, b: torch.mm(a, b, out_dtype=torch.float32), (zeros(M, K), zeros(K, N)), "bfloat16"),
     "_scaled_mm": (scaled, (zeros(M, K, dtype=FP8), zeros(N, K, dtype=FP8)), "float8_e4m3fn"),
     "_scaled_mm e5m2": (scaled, (zeros(M, K, dtype=torch.float8_e5m2), zeros(N, K, dtype=FP8)), "float8_e5m2"),
@@ -345,6 +419,15 @@ def test_wide_sums_and_lists_of_products() -> None:
     batch = zeros(2, M, K), zeros(2, K, N)
     captured = capture(Calls(lambda _, c, a, b: torch.addbmm(c, a, b), 1), (zeros(M, N), *batch), training=False)
     assert [flops for flops, _ in costs(captured, "addbmm")] == [2 * 2 * M * K * N + M * N]
+    wide = zeros(M, N, dtype=torch.float32)
+    if hasattr(torch.ops.aten.baddbmm, "dtype"):
+        for function, name in ((torch.addmm, "addmm"), (torch.baddbmm, "baddbmm")):
+            inputs = (wide, *(item[0] for item in batch)) if name == "addmm" else (wide.expand(2, M, N), *batch)
+            model = Calls(lambda _, c, a, b, f=function: f(c, a, b, out_dtype=torch.float32), 1)
+            captured = capture(model, inputs, training=False)
+            count = 1 if name == "addmm" else 2
+            assert [flops for flops, _ in costs(captured, name)] == [count * (2 * M * K * N + M * N)]
+            assert captured.graph.dtypes[captured.graph.kinds.index(f"aten.{name}")] == "bfloat16"
     captured = capture(Calls(lambda _, a, b: torch.bmm(a, b, out_dtype=torch.float32), 1), batch, training=False)
     assert captured.graph.dtypes[captured.graph.kinds.index("aten.bmm")] == "bfloat16"
     if not hasattr(torch.ops.aten, "_foreach_mm"):

@@ -57,6 +57,17 @@ def _nested(net: Controlled, x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, torch.cos, inner, (x,))
 
 
+def _chained(net: Controlled, x: Tensor) -> Tensor:
+    for _ in range(3):
+        x = torch.cond(x.sum() > 0, net.linear, torch.sin, (x,))
+    return x
+
+
+def _branch_of_scan(net: Controlled, x: Tensor) -> Tensor:
+    scanned = lambda y: scan(_cell(net), torch.zeros(1, WIDTH), y.unsqueeze(1))[1]  # noqa: E731
+    return torch.cond(x.sum() > 0, scanned, lambda y: y.unsqueeze(1).clone(), (x,))
+
+
 @pytest.mark.parametrize(
     ("control", "num_products", "note"),
     [
@@ -71,6 +82,10 @@ def _nested(net: Controlled, x: Tensor) -> Tensor:
         (lambda net, x: while_loop(lambda _turn, x: x.sum() < 1, _turn(net), (0, x))[1], 1, LOOP_NOTE),
         (lambda net, x: scan(_cell(net), torch.zeros(1, WIDTH), x.unsqueeze(1))[1], 1, None),  # six rows
         (lambda net, x: scan(_cell(net), torch.zeros(1, WIDTH), x.unsqueeze(0), dim=1, reverse=True)[1], 1, None),
+        (_chained, 3, COND_NOTE),
+        (_branch_of_scan, 1, COND_NOTE),
+        (lambda net, x: torch.vmap(net.linear)(x), 1, None),
+        (lambda net, x: net.linear(associative_scan(torch.mul, x, dim=1, combine_mode="generic")), 1, None),
         (lambda net, x: mapped(net.linear, x.unsqueeze(1)), 1, None),
         (lambda net, x: net.linear(associative_scan(torch.add, x, dim=0)), 1, None),
     ],

@@ -45,6 +45,17 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...], int]] = {
     "_linalg_svd wide": (lambda a: L.svd(a, full_matrices=False), (16, 32), 14 * 8192 + 8 * 4096),
     "linalg_matrix_exp": (torch.matrix_exp, (3, 16, 16), 3 * 5 * 2 * 4096),
     "linalg_householder_product": (lambda a: L.householder_product(a, a[0]), (32, 16), 2 * (8192 - 4096 / 3)),
+    # R, 3 right-hand sides by 16 reflections, and their triangular solutions
+    "linalg_lstsq": (
+        lambda a: L.lstsq(a, a[:, :3]).solution,
+        (32, 16),
+        2 * (8192 - 4096 / 3) + 3 * (2 * 16 * (64 - 16) + 16**2),
+    ),
+    "linalg_lstsq wide": (
+        lambda a: L.lstsq(a, a[:, :, 0]).solution,
+        (3, 16, 32),
+        3 * (2 * (8192 - 4096 / 3) + 2 * 16 * (64 - 16) + 16**2),
+    ),
     "cholesky_solve": (lambda a: torch.cholesky_solve(a[:, :3], a), (16, 16), 2 * 3 * 16**2),
     # 64 x 10 pairs of 32: subtract, absolute value, sum; by a product of 2 x 32 and three more, with both squares
     "_cdist_forward": (lambda a: torch.cdist(a, a[:10], p=1.0), (64, 32), 3 * 640 * 32),

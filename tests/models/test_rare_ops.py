@@ -116,6 +116,28 @@ def test_flops_of_gradients(function: Callable[..., Any], kind: str, flops: int)
     assert not captured.coverage.unknown
 
 
+@pytest.mark.parametrize(
+    ("targets", "lengths", "reduction"),
+    [
+        (torch.ones(2, 4).long(), (torch.tensor([10, 9]), torch.tensor([4, 3])), "mean"),
+        (torch.ones(8).long(), (torch.tensor([10, 9]), torch.tensor([4, 4])), "none"),
+        (torch.ones(2, 4).long(), ((10, 9), (4, 3)), "sum"),
+    ],
+)
+def test_connectionist_losses(targets: Tensor, lengths: tuple[Any, Any], reduction: str) -> None:
+    """10 times, 2 sequences, 2 x 4 + 1 states, 8 classes: 13 FLOPs a state; backward 16, and 3 a class."""
+
+    def function(x: Tensor) -> Tensor:
+        return functional.ctc_loss(x.log_softmax(-1), targets, *lengths, reduction=reduction)
+
+    model, x = Function(function), torch.randn(10, 2, 8)
+    captured = capture(model, (x,))
+    found = flops_of(captured)
+    assert (found["_ctc_loss"], found["_ctc_loss_backward"]) == (13 * 180, 16 * 180 + 3 * 160)
+    assert not captured.coverage.unknown
+    assert captured.program.replay(model, (x,)).loss == model(x).mean()
+
+
 @pytest.mark.parametrize(("dtype", "rate"), [(torch.complex64, "float32"), (torch.complex128, "float64")])
 def test_complex_products_run_at_the_rate_of_their_parts(dtype: torch.dtype, rate: str) -> None:
     """Products of complex numbers have the type of their parts, in PyTorch; batches and sums alike."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 
 from gdp.errors import InputError
 from gdp.models.pytorch import capture, capture_fn
@@ -15,6 +16,18 @@ from gdp.models.source import ModelSource
 pytestmark = pytest.mark.filterwarnings("ignore")  # prototypes of PyTorch, deprecated modules
 FLOPS = 4 * 8 * (2 * 8 + 1)  # of 4 rows through a Linear of 8 x 8, with its bias: 8 products and a bias each
 INPUT = torch.ones(4, 8)
+
+
+class Then(nn.Module):
+    """A function of a Linear's result."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function, self.linear = function, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the function's result."""
+        return self.function(self.linear(x))
 
 
 class Product(nn.Module):
@@ -49,12 +62,18 @@ def _quantised() -> Tensor:
         (lambda: (Product(_csr()), (INPUT,)), "sparse tensors"),
         (lambda: (Product(), (INPUT, torch.eye(4).to_sparse_csc())), "sparse tensors"),
         (lambda: (Product(torch.eye(4).to_sparse_bsr((2, 2))), (INPUT,)), "sparse tensors"),
+        (lambda: (Product(), (INPUT, torch.eye(4).to_sparse_bsc((2, 2)))), "sparse tensors"),
+        (lambda: (nn.ParameterList([nn.Parameter(torch.eye(4).to_sparse())]), (INPUT,)), "sparse tensors"),
+        (lambda: (nn.Linear(8, 8), ([torch.eye(8).to_sparse()],)), "sparse tensors"),
+        (lambda: (nn.Linear(8, 8), ({"adjacency": torch.eye(8).to_sparse()},)), "sparse tensors"),
         (lambda: (nn.Linear(8, 8), (_jagged(),)), "nested (jagged) tensors"),
         (lambda: (nn.Linear(8, 8), (torch.nested.nested_tensor([INPUT, INPUT]),)), "nested (jagged) tensors"),
         (lambda: (nn.Linear(8, 8), (_quantised(),)), "quantised tensors"),
         (lambda: (torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(8, 8))), (INPUT,)), "quantised"),
         (lambda: (nn.Sequential(torch.jit.script(nn.Linear(8, 8))), (INPUT,)), "modules of torch.jit"),
         (lambda: (torch.jit.trace(nn.Linear(8, 8), INPUT), (INPUT,)), "modules of torch.jit"),
+        (lambda: (torch.jit.freeze(torch.jit.script(nn.Linear(8, 8).eval())), (INPUT,)), "modules of torch.jit"),
+        (lambda: (Then(torch.jit.trace(torch.relu, INPUT)), (INPUT,)), "modules of torch.jit"),
         (lambda: (torch.distributed.fsdp.fully_shard(nn.Linear(8, 8)), (INPUT,)), "cut over processes"),
         (lambda: (nn.Sequential(nn.LazyLinear(8)), (INPUT,)), "lazy modules"),
     ],
@@ -65,6 +84,33 @@ def test_refused_kinds(build: Callable[[], Any], said: str) -> None:
         capture_fn(build, training=False)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda x: x.to_sparse().to_dense(), "sparse tensors, "),
+        (
+            lambda x: torch.sparse.mm(torch.sparse_coo_tensor(torch.zeros(2, 3).long(), torch.ones(3), (4, 4)), x),
+            "sparse",
+        ),
+        (lambda x: _csr() @ x, "sparse tensors, "),
+        (lambda x: torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 2, 4])), "nested (jagged) tensors, "),
+        (lambda x: torch.nested.as_nested_tensor([x, x]), "nested (jagged) tensors, "),
+        (lambda x: x.to_mkldnn().to_dense(), "oneDNN's layouts, "),
+        (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8).dequantize(), "quantised tensors of torch.ao, "),
+        (
+            lambda x: pack_padded_sequence(x[None], torch.tensor([3])).data,
+            "packed sequences, whose sizes are content, ",
+        ),
+        (lambda x: pack_sequence([x[:2], x]).data, "packed sequences, whose sizes are content, "),
+    ],
+)
+def test_refused_kinds_inside(function: Callable[[Tensor], Tensor], said: str) -> None:
+    """A kind that the model makes itself is refused with the line that makes it."""
+    with pytest.raises(InputError, match=r"not supported: .*test_unsupported.py line \d+; (give|leave)") as refused:
+        capture(Then(function), (INPUT,), training=False)
+    assert said in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -98,10 +144,55 @@ def _of_another_mode() -> tuple[Any, ...]:
     return net, (torch.ones(4, 8),)
 
 
+def _with_a_parameter_on_meta() -> tuple[Any, ...]:
+    net = nn.Linear(8, 8)
+    net.weight = nn.Parameter(torch.empty(8, 8, device="meta"))
+    return net, (INPUT,)
+
+
+def _all_on_meta() -> tuple[Any, ...]:
+    with torch.device("meta"):
+        return nn.Linear(8, 8), (torch.ones(4, 8),)
+
+
+def _by_default() -> tuple[Any, ...]:
+    torch.set_default_device("meta")
+    try:
+        return nn.Linear(8, 8), (torch.ones(4, 8),)
+    finally:
+        torch.set_default_device(None)
+
+
+def _of_accelerate() -> tuple[Any, ...]:
+    from accelerate import init_empty_weights
+
+    with init_empty_weights():
+        return nn.Linear(8, 8), (INPUT,)
+
+
+def _assigned() -> tuple[Any, ...]:
+    net, inputs = _on_meta()
+    net.load_state_dict({"weight": torch.ones(8, 8), "bias": torch.ones(8)}, assign=True)
+    return net, inputs
+
+
+def _mixed() -> tuple[Any, ...]:
+    net = nn.Sequential(nn.Identity(), nn.Linear(8, 8, device="meta"))
+    net.register_buffer("scale", torch.ones(8))
+    return net, (INPUT,)
+
+
 @pytest.mark.parametrize(
     "build",
     [
         _on_meta,
+        _with_a_parameter_on_meta,
+        _all_on_meta,
+        _by_default,
+        _of_accelerate,
+        _assigned,
+        _mixed,
+        lambda: (nn.utils.skip_init(nn.Linear, 8, 8), (INPUT,)),
         _of_another_mode,
         lambda: (nn.Linear(8, 8, device="meta").to_empty(device="cpu"), (INPUT,)),
         lambda: (nn.Linear(8, 8).to("meta").to_empty(device="cuda"), (INPUT,)),

@@ -15,11 +15,13 @@ SCRIPTED = "modules of torch.jit, whose code is not Python's; give the plain mod
 WRAPPED = (
     "modules that are cut over processes already (DDP, FSDP, DTensor); give the plain module: gdp chooses the layout"
 )
+PACKED = "packed sequences, whose sizes are content; give recurrent layers the padded batch"
 LAZY = "lazy modules, whose sizes are known after a first call; give the plain module, such as nn.Linear(64, 8)"
 
 _PLACES = {  # parts of the paths of PyTorch's files, or of a message
     "torch/nested/": NESTED,
     "torch/ao/": QUANTISED,
+    "aten._pack_padded_sequence": PACKED,
     "torch/jit/": SCRIPTED,
     "ScriptModule": SCRIPTED,
     "torch/distributed/": WRAPPED,

@@ -334,6 +334,10 @@ _FORMULAS: dict[str, Formula] = linear_algebra.FORMULAS | by_name(
         # exponential, 1 + x, logarithm, product, two sums
         "binary_cross_entropy_with_logits": _read(6),
         "nll_loss_forward nll_loss2d_forward": _read(1, 1),
+        # of each time and state: a logarithm of the sum of three exponentials; backward: as much, three for the sums of
+        # states of a class, three of each class
+        "_ctc_loss": lambda args, kwargs, outputs: 13 * outputs[1].numel(),
+        "_ctc_loss_backward": lambda args, kwargs, outputs: int(16 * args[6].numel() + 3 * outputs[0].numel()),
         "native_dropout": _out(3),  # draw, times mask, scale
         "glu addr": _out(2),
         "glu_backward addcmul addcdiv": _out(3),

@@ -44,6 +44,13 @@ def _euclidean_distance(args: Sequence[Any], kwargs: Mapping[str, Any], outputs:
     return 2 * int(first.numel() + second.numel()) + (2 * width + 3) * int(outputs[0].numel())
 
 
+def _least_squares(args: Sequence[Any], kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """A, b: R, then the reflections of each right-hand side and a triangular solution (Golub and Van Loan, 5.3)."""
+    (m, n), matrices = sorted(args[0].shape[-2:])[::-1], math.prod(args[0].shape[:-2])
+    each = 2 * n * (2 * m - n) + n * n
+    return int(matrices * textbook.qr(m, n, has_q=False) + args[1].numel() // args[0].shape[-2] * each)
+
+
 def _trilinear(args: Sequence[Any], kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
     """Three tensors, the dimensions that each lacks, the dimensions added up: two products, as PyTorch computes it.
 
@@ -64,6 +71,7 @@ def _trilinear(args: Sequence[Any], kwargs: Mapping[str, Any], outputs: list[Ten
 FORMULAS: dict[str, Formula] = by_name(
     {
         "_trilinear": _trilinear,
+        "linalg_lstsq": _least_squares,
         "_euclidean_dist": _euclidean_distance,
         # of each pair and coordinate: subtract, absolute value or power, sum; backward: the like times g, sum
         "_cdist_forward _pdist_forward": _pairs(3, -1, 0),
