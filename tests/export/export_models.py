@@ -139,7 +139,61 @@ def gemma3n() -> Example:
     return Gemma3nForCausalLM(config).eval(), (torch.arange(32).reshape(2, 16),)
 
 
+def siglip() -> Example:
+    """A model with `logit_scale` and `logit_bias` of its own, and a probe of its vision head."""
+    from transformers import SiglipConfig, SiglipModel
+
+    torch.manual_seed(0)
+    text = {**_SMALL, "vocab_size": 100, "max_position_embeddings": 16, "projection_size": 32}
+    text |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = SiglipConfig(text_config=text, vision_config={**_SMALL, "image_size": 32, "patch_size": 8})
+    return SiglipModel(config).eval(), (torch.arange(32).reshape(2, 16), torch.randn(2, 3, 32, 32))
+
+
+class Queries(nn.Module):
+    """Queries of the model itself and of a body in a body, as BLIP-2's, for layers that have tensors of their own."""
+
+    class Inner(nn.Module):
+        """Layers in a dictionary, with a parameter and a buffer beside them."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleDict({name: nn.ModuleList(nn.Linear(64, 64) for _ in range(2)) for name in "ab"})
+            self.position = nn.Parameter(torch.randn(3, 64))
+            self.register_buffer("steps", torch.arange(3.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.position
+            for layer in (*self.blocks["a"], *self.blocks["b"]):
+                x = torch.relu(layer(x))
+            return x * self.steps[:, None]
+
+    class Outer(nn.Module):
+        """The inner body, with a scale."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = Queries.Inner(), nn.Parameter(torch.ones(64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) * self.scale  # type: ignore[no-any-return]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query_tokens = nn.Parameter(torch.randn(1, 3, 64))
+        self.body, self.head = Queries.Outer(), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.query_tokens.expand(len(x), -1, -1) + x))  # type: ignore[no-any-return]
+
+
+def queries() -> Example:
+    torch.manual_seed(0)
+    return Queries().eval(), (torch.randn(2, 3, 64),)
+
+
 MODELS = {"tied": tied, "bert": bert, "llama": llama, "owned": owned, "clip": clip, "gemma3n": gemma3n}
+MODELS |= {"siglip": siglip, "queries": queries}
 
 
 @cache

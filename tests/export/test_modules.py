@@ -163,6 +163,18 @@ def labelled(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
                 {"head"},
             ],
         ),
+        ("siglip", [{"logit_scale", "logit_bias"}, {"text_model.encoder.layers.0"}, {"text_model.encoder.layers.1"}]),
+        # the inner buffer, and the outer scale behind it, are with the last layer
+        (
+            "queries",
+            [
+                {"input", "query_tokens", "body.inner.position"},
+                {"body.inner.blocks.a.1"},
+                {"body.inner.blocks.b.0"},
+                {"body.inner.blocks.b.1", "body.inner.steps", "body.scale"},
+                {"head"},
+            ],
+        ),
         ("clip", [{"input", "logit_scale", "text_projection", "visual_projection"}, {"vision_model.encoder.layers.1"}]),
         (
             "gemma3n",

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
 
 import gdp
 from gdp.errors import InputError
@@ -27,6 +28,32 @@ class Loop(nn.Module):
         for step in steps:
             h = self.cell(step, h)
         return h
+
+
+class Attention(nn.Module):
+    """Attention of an input to itself."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=batch_first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]  # type: ignore[no-any-return]
+
+
+class Scan(nn.Module):
+    """A recurrence by PyTorch's operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def step(state: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+            state = torch.tanh(self.linear(state) + row)
+            return state, state.clone()
+
+        return scan(step, torch.zeros(x.shape[1], 8), x)[1]  # type: ignore[no-any-return]
 
 
 class Decay(nn.Module):
@@ -93,6 +120,11 @@ def encoder(batch_first: bool) -> tuple[Any, ...]:
     )
 
 
+def decoder(batch_first: bool) -> tuple[Any, ...]:
+    sizes = [(4, 32, 16), (4, 16, 16)] if batch_first else [(32, 4, 16), (16, 4, 16)]
+    return nn.TransformerDecoderLayer(16, 2, 32, batch_first=batch_first), tuple(map(torch.randn, sizes))
+
+
 X = torch.randn(16, 4, 8)
 OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     # a step has a product with weights and a kernel that adds biases: 2 * 16 ops in a row, of half of the time 2 * 8
@@ -100,6 +132,10 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     "decay": (lambda: (Decay(), (X,)), "follow one another"),
     "lstm": (lambda: (Recurrent(nn.LSTM(8, 8)), (X,)), "8 time steps, not 16"),
     "gru": (lambda: (Recurrent(nn.GRU(8, 8, 2)), (X,)), "time"),
+    "lstm with projections": (lambda: (Recurrent(nn.LSTM(8, 16, proj_size=8)), (X,)), "8 time steps, not 16"),
+    "scan": (lambda: (Scan(), (X,)), "8 ops with weights follow one another, not 16"),
+    "attention": (lambda: (Attention(False), (torch.randn(32, 4, 16),)), "as if a sequence were cut"),
+    "decoder": (lambda: decoder(False), "as if a sequence were cut"),
     "seq2seq": (lambda: seq2seq(False), "inputs of other lengths are not cut"),
     "encoder": (lambda: encoder(False), "as if a sequence were cut"),
 }
@@ -111,6 +147,8 @@ BATCHES: dict[str, Callable[[], Any]] = {
     "samples": lambda: (Samples(), (torch.randn(16, 8),)),
     "pairs": lambda: (Pairs(), (torch.randn(16, 64),)),
     "seq2seq": lambda: seq2seq(True),
+    "attention": lambda: (Attention(True), (torch.randn(4, 32, 16),)),
+    "decoder": lambda: decoder(True),
     "encoder": lambda: encoder(True),
 }
 

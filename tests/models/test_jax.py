@@ -313,6 +313,27 @@ def test_products_of_integers(dtype: str, product: str) -> None:
     assert graph.flops.tolist() == [0, 0, 1024]
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
+def test_products_of_small_floats(dtype: str) -> None:
+    """[4, 8] @ [8, 16] of 8 or 4 bits run at their rate, whatever they are added up in; casts are ops beside them."""
+    inputs = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((4, 8), (8, 16))]
+    graph = capture_jax(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32), *inputs).graph
+    assert (graph.kinds[-1], graph.dtypes[-1], graph.flops.tolist()) == ("dot_general", dtype, [0, 0, 1024])
+    wide = [jax.ShapeDtypeStruct(item.shape, "bfloat16") for item in inputs]
+    graph = capture_jax(lambda a, b: jnp.dot(a.astype(dtype), b.astype(dtype), preferred_element_type="float32"), *wide)
+    assert graph.graph.kinds[2:] == ("convert_element_type", "convert_element_type", "dot_general")
+    assert graph.graph.dtypes[2:] == (dtype,) * 3
+
+
+def test_scaled_products() -> None:
+    """[2, 4, 64] and [2, 16, 64] with a scale of 32 elements each: 2 x 2 x 4 x 16 x 64 FLOPs in float8."""
+    operands = [jnp.ones((2, rows, 64), jnp.float8_e4m3fn) for rows in (4, 16)]
+    scales = [jnp.ones((2, rows, 2), jnp.float8_e8m0fnu) for rows in (4, 16)]
+    captured = capture_jax(lambda *args: jax.nn.scaled_matmul(*args), *operands, *scales)
+    assert (captured.graph.flops[-1], captured.graph.dtypes[-1]) == (2 * 2 * 4 * 16 * 64, "float8_e4m3fn")
+    assert not captured.coverage.unknown
+
+
 def test_registered_formulas() -> None:
     """A primitive without a formula is named, and a registered function gives its FLOPs."""
 

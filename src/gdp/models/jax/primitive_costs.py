@@ -55,7 +55,9 @@ _REDUCTIONS = names(
 )
 _PLAIN_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"})
 _READERS = frozenset({"slice", "dynamic_slice", "gather"})
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+_PRODUCTS = frozenset(
+    {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_matmul_wrapper"}
+)
 
 
 def num_elements(aval: Any) -> int:
@@ -324,6 +326,8 @@ _FORMULAS: dict[str, Formula] = {
     **dict.fromkeys(
         (f"scatter{dash}{how}" for dash in "-_" for how in ("add", "sub", "mul", "min", "max")), _per_input(2)
     ),
+    # [batch, m, k], [batch, n, k]
+    "scaled_matmul_wrapper": lambda params, inputs, outputs: 2 * num_elements(outputs[0]) * int(inputs[0].shape[-1]),
     "sort": _sort,
     "fft": _fourier,
     "cholesky": _of_matrices(lambda m, n, params: textbook.cholesky(n)),
