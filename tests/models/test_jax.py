@@ -15,6 +15,7 @@ import pytest
 import torch
 from jax import lax
 from jax import numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from torch import nn
 
 import gdp
@@ -656,3 +657,35 @@ def test_shardings_are_left_out_with_one_note() -> None:
         assert made.graph.num_ops == plain.graph.num_ops
         (note,) = made.notes
         assert "the graph is the unsharded program" in note
+
+
+def _sent(x: jax.Array) -> jax.Array:
+    pinned = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    return jax.device_put(x * 2, pinned) + 1
+
+
+def _offloaded(x: jax.Array) -> jax.Array:
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["a"], offload_src="device", offload_dst="pinned_host"
+    )
+
+    def loss(x: jax.Array) -> jax.Array:
+        return jnp.sin(checkpoint_name(jnp.sin(jnp.sin(x)), "a")).sum()
+
+    return jax.grad(jax.checkpoint(loss, policy=policy))(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "is_noted"),
+    [
+        (_sent, True),
+        (lambda x: jax.device_put(x * 2, jax.memory.Space.Host) + 1, True),
+        (_offloaded, True),
+        (lambda x: jax.device_put(x * 2, jax.devices()[0]) + 1, False),
+    ],
+)
+def test_arrays_on_the_host_are_noted(function: Callable[[jax.Array], jax.Array], is_noted: bool) -> None:
+    """Memory kinds are left out, with one note, where an array goes to the host's memory."""
+    notes = capture_jax(function, jnp.ones(4)).notes
+    assert len(notes) == is_noted
+    assert not is_noted or "stay on the card" in notes[0]

@@ -99,6 +99,7 @@ _CALLS = names(
     """
 )
 UNSHARDED = "shardings are left out: the graph is the unsharded program, with the arrays' whole sizes"
+ON_CARD = "arrays that are sent to the host (memory kind pinned_host) stay on the card in this graph, in its memory"
 
 IDENTITIES = names(
     """
@@ -131,6 +132,12 @@ def has_sharding(name: str, params: Mapping[str, Any]) -> bool:
         return True
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     return any(is_sharded(sharding) for sharding in shardings)
+
+
+def is_sent_to_host(params: Mapping[str, Any]) -> bool:
+    """Returns whether a `device_put` names the host's memory, by a sharding or a space; a CPU's own is unpinned."""
+    places = params.get("devices", ())
+    return any(getattr(place, "memory_kind", "") == "pinned_host" or str(place).endswith("Host") for place in places)
 
 
 def is_sharded(sharding: Any) -> bool:

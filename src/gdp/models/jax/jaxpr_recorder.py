@@ -20,6 +20,7 @@ from gdp.errors import InputError
 from gdp.models.jax import primitive_costs as costs
 from gdp.models.jax.equations import (
     IDENTITIES,
+    ON_CARD,
     UNSHARDED,
     Constant,
     Equation,
@@ -29,6 +30,7 @@ from gdp.models.jax.equations import (
     called_jaxpr,
     has_sharding,
     index_jaxpr,
+    is_sent_to_host,
     opened,
     part_aval,
     stack_jaxpr,
@@ -98,6 +100,8 @@ class JaxprRecorder:
             raise InputError(f"{name} works on an array that is changed in place (jax Ref); return new arrays instead")
         if has_sharding(name, params):
             self.note(UNSHARDED)
+        if name == "device_put" and is_sent_to_host(params):
+            self.note(ON_CARD)
         if name == "shard_map":
             self.note("a shard_map (or pmap) is one op with the costs of all its shards")
         if name in IDENTITIES and len(inputs) == len(outputs):
