@@ -268,6 +268,11 @@ COSTS: dict[str, tuple[onnx.NodeProto, list[tuple[Any, ...]], int]] = {
         [(2, 3, 4, 8), (2, 3, 5, 8), (2, 3, 5, 6)],
         120 * (16 + 12 + 5),
     ),
+    # 2 x 3 x 16 elements: 4 neighbours and their sum; 16; the nearest is moved
+    "grid": (N("GridSample", ["a", "b"], ["y"]), [(2, 3, 8, 8), (2, 4, 4, 2)], 96 * 7),
+    "cubic grid": (N("GridSample", ["a", "b"], ["y"], mode="cubic"), [(2, 3, 8, 8), (2, 4, 4, 2)], 96 * 31),
+    "nearest grid": (N("GridSample", ["a", "b"], ["y"], mode="nearest"), [(2, 3, 8, 8), (2, 4, 4, 2)], 0),
+    "grid of volumes": (N("GridSample", ["a", "b"], ["y"]), [(2, 3, 4, 4, 4), (2, 1, 4, 4, 3)], 96 * 15),
     "quantised product": (N("MatMulInteger", ["a", "b"], ["y"]), [(3, 4, U8), (4, 5, I8)], 2 * 3 * 4 * 5),
     # ... of 6 x 6 pixels, 2 channels of 3 x 3
     "quantised convolution": (

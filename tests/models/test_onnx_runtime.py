@@ -10,6 +10,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from gdp.models.onnx.onnx_model import OnnxModel, read_onnx
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import simulate
 
 F, U8, I32, I64 = TensorProto.FLOAT, TensorProto.UINT8, TensorProto.INT32, TensorProto.INT64
 N = helper.make_node
@@ -276,6 +278,21 @@ def test_sizes_and_flops(case: str, tmp_path: Path) -> None:
     else:
         expected = [array.nbytes for array in computed(proto, fed)]
     assert made.graph.tensor_bytes[made.graph.is_kept].tolist() == expected
+
+
+@pytest.mark.parametrize(("past", "total", "is_shared"), [(100, 100, True), (100, 60, True), (100, 101, False)])
+@pytest.mark.parametrize("length", [1, 3])
+def test_caches_in_one_buffer(past: int, total: int, is_shared: bool, length: int, tmp_path: Path) -> None:
+    """Present keys and values of [1, 2, past, 16] floats, 128 bytes a row, are written to the past ones' memory."""
+    fed = {"q": ones(1, length, 64), "k": ones(1, length, 32), "v": ones(1, length, 32), "n": i32(total - 1)}
+    fed |= {"p": ones(1, 2, past, 16), "w": ones(1, 2, past, 16)}
+    node = ms("GroupQueryAttention", "q k v p w n t", "y pk pv", num_heads=4, kv_num_heads=2)
+    graph = read(proto_of([node], fed, {"t": np.array(total, np.int32)}), tmp_path / "m.onnx").graph
+    inputs = length * (256 + 128 + 128) + 2 * past * 128 + 4 + 4  # lengths and their total
+    written = 2 * 128 * (length if is_shared else total)
+    assert graph.bytes_accessed[-1] == inputs + length * 256 + written
+    peak = simulate(Problem.build(graph, "a100-sxm-80g"), np.zeros(graph.num_ops, np.int64)).peak_memory_bytes[0]
+    assert peak == inputs - 4 + length * 256 + (0 if is_shared else 2 * 128 * total)  # the total is in the file
 
 
 def test_quantised_products_are_one_kernel(tmp_path: Path) -> None:

@@ -57,6 +57,10 @@ Formula = Callable[[OnnxCall], int]
 """From a call to its FLOPs."""
 
 
+GROUPED_QUERIES = "GroupQueryAttention"
+"""The operator whose present keys and values are in the memory of the past ones, where they have as much."""
+
+
 def kind_of(domain: str, op_type: str) -> str:
     """Returns the kind of an op: `Conv`, `com.microsoft::FusedMatMul`."""
     return op_type if domain in DEFAULT_DOMAINS else f"{domain}::{op_type}"
@@ -94,6 +98,10 @@ def count_bytes(call: OnnxCall, distinct: list[TensorInfo]) -> int:
         return read - sum(value.num_bytes for value in tables) + rows + written
     if name in ("MoE", "QMoE") and call.has(1):
         return read - _unread_experts(call) + written
+    if name == GROUPED_QUERIES and call.has(3) and len(call.outputs) > 2:
+        presents = [value for value in call.outputs[1:3] if value is not None and value.shape == call.input(3).shape]
+        length = call.input(0).shape[1]
+        written -= sum(value.num_bytes - value.num_bytes * length // value.shape[2] for value in presents)
     return read + written
 
 
@@ -325,7 +333,7 @@ _FORMULAS: dict[str, Formula] = by_name(
         "Attention": _attention,
         "com.microsoft::Attention": _attention_with_projection,
         "MultiHeadAttention": _multi_head_attention,
-        "GroupQueryAttention": _grouped_query_attention,
+        GROUPED_QUERIES: _grouped_query_attention,
         "Einsum": _einsum,
         "MaxPool AveragePool QLinearAveragePool": _pool,
         "LpPool": lambda call: 2 * _pool(call),

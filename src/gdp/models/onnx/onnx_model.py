@@ -2,6 +2,7 @@
 
 import ast
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from onnx import ModelProto, NodeProto, ValueInfoProto
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.builder import UniqueNames
+from gdp.models.onnx.node_costs import GROUPED_QUERIES
 from gdp.models.onnx.nodes import GraphScope, ModelContext, OnnxOp
 from gdp.models.onnx.onnx_file import DEFAULT_DOMAINS, FLOAT, TensorInfo, read_model
 from gdp.models.onnx.quantised import fuse_quantised
@@ -121,9 +123,13 @@ def _assemble(model: ModelProto, scope: GraphScope, inputs: Mapping[str, TensorI
     ops: list[Op] = []
     tensors: dict[str, tuple[int, int, bool]] = {}  # producer, bytes, resident
     modules = _modules(scope.steps)
+    shared = _shared_caches(scope.steps, inputs)
+    group_of = {
+        shared[item]: number for number, step in enumerate(scope.steps) for item in step.outputs if item in shared
+    }
     for item, value in inputs.items():
         tensors[item] = (len(ops), value.num_bytes, False)
-        ops.append(Op(names.of(item), "input", dtype=value.dtype, phase="forward"))
+        ops.append(Op(names.of(item), "input", dtype=value.dtype, phase="forward", group=group_of.get(item, -1)))
     for item, (value, num_bytes) in scope.parameters.items():
         if item in read:
             tensors[item] = (len(ops), num_bytes, True)
@@ -139,18 +145,37 @@ def _assemble(model: ModelProto, scope: GraphScope, inputs: Mapping[str, TensorI
         for item in step.inputs:
             consumers[item].append(number)
         for item, value in step.outputs.items():
-            tensors[item], consumers[item] = (number, value.num_bytes, False), []
+            tensors[item], consumers[item] = (number, value.num_bytes, item in shared), []
         label = names.of(step.node.name, step.kind.rpartition(":")[2])
         module = _module(step.node)
-        resident = step.resident_bytes
-        ops.append(Op(label, step.kind, step.flops, step.bytes_accessed, step.dtype, resident, "forward", module))
+        resident, group = (
+            step.resident_bytes,
+            max((group_of[shared[i]] for i in step.outputs if i in shared), default=-1),
+        )
+        ops.append(
+            Op(label, step.kind, step.flops, step.bytes_accessed, step.dtype, resident, "forward", module, group)
+        )
     if not ops:
         raise InputError("has no inputs, weights or operators; there is nothing to place")
+    kept = set(shared.values())
     rows = [
-        Tensor(producer, tuple(consumers[item]), num_bytes, resident, keep=item in outputs)
+        Tensor(producer, tuple(consumers[item]), num_bytes, resident, keep=item in outputs or item in kept)
         for item, (producer, num_bytes, resident) in tensors.items()
     ]
     return Graph.build(name, ops, rows)
+
+
+def _shared_caches(steps: Iterable[OnnxOp], inputs: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """Returns the inputs that are past keys or values, by the present ones of as many bytes that overwrite them."""
+    readers = Counter(item for step in steps for item in step.inputs)
+    return {
+        present: past
+        for step in steps
+        if step.kind.endswith(GROUPED_QUERIES)
+        for past, present in zip(step.operands[3:5], step.node.output[1:3], strict=False)
+        if past in inputs and readers[past] == 1 and present in step.outputs
+        if inputs[past].shape == step.outputs[present].shape
+    }
 
 
 def _module(node: NodeProto) -> str:
