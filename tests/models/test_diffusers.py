@@ -114,6 +114,9 @@ def test_real_models_run(tmp_path: Path) -> None:
         ("FluxPipeline", "", "_class_name is 'FluxPipeline', no model of Diffusers"),
         ("PriorTransformer", "", "needs hidden_states, proj_embedding, which this version cannot make"),
         ("SD3Transformer2DModel", "&context=3", "context is the size of a cache"),
+        ("AutoencoderKL", "&frames=3", "frames is given, but the model reads images; leave it out"),
+        ("UNet2DConditionModel", "&frames=3", "frames is given, but the model reads images; leave it out"),
+        ("FluxTransformer2DModel", "&frames=3", "frames is given, but the model reads images; leave it out"),
         ("AutoencoderKL", "&sequence=3", "sequence is given, but the model reads sample"),
     ],
 )

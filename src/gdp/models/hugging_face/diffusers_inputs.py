@@ -32,6 +32,8 @@ def diffusers_inputs(model: Any, sizes: Sizes, text: str) -> dict[str, Any]:
         if item.kind is item.POSITIONAL_OR_KEYWORD
     }
     values = _values(model, sizes, takes)
+    if sizes.frames not in (None, values["num_frames"]):
+        raise InputError(f"{text}: frames is given, but the model reads images; leave it out")
     inputs = {name: values[name] for name in takes if values.get(name) is not None}
     missing = [name for name, is_required in takes.items() if is_required and name not in inputs]
     if config.get("encoder_hid_dim_type") or config.get("addition_embed_type") not in (None, "text_time"):
