@@ -124,12 +124,10 @@ def _assemble(model: ModelProto, scope: GraphScope, inputs: Mapping[str, TensorI
     tensors: dict[str, tuple[int, int, bool]] = {}  # producer, bytes, resident
     modules = _modules(scope.steps)
     shared = _shared_caches(scope.steps, inputs)
-    group_of = {
-        shared[item]: number for number, step in enumerate(scope.steps) for item in step.outputs if item in shared
-    }
+    groups = {past: number for number, step in enumerate(scope.steps) for past in map(shared.get, step.outputs)}
     for item, value in inputs.items():
         tensors[item] = (len(ops), value.num_bytes, False)
-        ops.append(Op(names.of(item), "input", dtype=value.dtype, phase="forward", group=group_of.get(item, -1)))
+        ops.append(Op(names.of(item), "input", dtype=value.dtype, phase="forward", group=groups.get(item, -1)))
     for item, (value, num_bytes) in scope.parameters.items():
         if item in read:
             tensors[item] = (len(ops), num_bytes, True)
@@ -148,18 +146,13 @@ def _assemble(model: ModelProto, scope: GraphScope, inputs: Mapping[str, TensorI
             tensors[item], consumers[item] = (number, value.num_bytes, item in shared), []
         label = names.of(step.node.name, step.kind.rpartition(":")[2])
         module = _module(step.node)
-        resident, group = (
-            step.resident_bytes,
-            max((group_of[shared[i]] for i in step.outputs if i in shared), default=-1),
-        )
-        ops.append(
-            Op(label, step.kind, step.flops, step.bytes_accessed, step.dtype, resident, "forward", module, group)
-        )
+        figures = step.flops, step.bytes_accessed, step.dtype, step.resident_bytes
+        group = max((groups[shared[item]] for item in step.outputs if item in shared), default=-1)
+        ops.append(Op(label, step.kind, *figures, "forward", module, group))
     if not ops:
         raise InputError("has no inputs, weights or operators; there is nothing to place")
-    kept = set(shared.values())
     rows = [
-        Tensor(producer, tuple(consumers[item]), num_bytes, resident, keep=item in outputs or item in kept)
+        Tensor(producer, tuple(consumers[item]), num_bytes, resident, keep=item in outputs or item in groups)
         for item, (producer, num_bytes, resident) in tensors.items()
     ]
     return Graph.build(name, ops, rows)

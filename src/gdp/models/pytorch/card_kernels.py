@@ -78,6 +78,34 @@ def _grouped_shapes(a: Tensor, b: Tensor, *args: Any, **options: Any) -> Tensor:
     return a.new_empty((*num_groups, a.shape[-2], b.shape[-1]), dtype=by_name.get("out_dtype") or torch.bfloat16)
 
 
+def _ctc_loss(log_probs: Tensor, targets: Tensor, *_args: Any) -> tuple[Tensor, Tensor]:
+    """Takes [time, batch, classes], and targets as long as their tensor allows, or, in one row, as their mean."""
+    batch = log_probs.shape[1]
+    length = targets.shape[1] if targets.dim() > 1 else -(-targets.numel() // max(1, batch))
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, log_probs.shape[0], 2 * length + 1)
+
+
+def _least_squares(a: Tensor, b: Tensor, *_args: Any, **_options: Any) -> tuple[Tensor, ...]:
+    """Returns what cards do: all of the solution's memory, residuals if there are any, no rank."""
+    (m, n), is_vector = a.shape[-2:], b.dim() == 1 or b.shape == a.shape[:-1]
+    columns = [] if is_vector else [b.shape[-1]]
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[: -1 if is_vector else -2])  # type: ignore[no-untyped-call]
+    solution = a.new_empty((*batch, *columns, max(m, n)))[..., :n]
+    residuals = a.new_empty((*batch, *columns) if m > n else 0)
+    return solution if is_vector else solution.mT, residuals, a.new_empty(0, dtype=torch.long), a.real.new_empty(0)
+
+
+FAKE_RESULTS: Mapping[OpOverload, Callable[..., Any]] = {
+    **dict.fromkeys((aten._ctc_loss.default, aten._ctc_loss.Tensor), _ctc_loss),
+    **dict.fromkeys(
+        (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor), lambda _, x, *args: torch.empty_like(x)
+    ),
+    aten.linalg_lstsq.default: _least_squares,
+    aten.baddbmm.dtype: lambda c, a, b, dtype, **options: c.new_empty(*a.shape[:2], b.shape[2], dtype=dtype),
+}
+"""Results without content of operators that PyTorch has no shapes for."""
+
+
 # What the kernels compute
 
 

@@ -1,5 +1,6 @@
 """Recording: a dispatch mode that records every operator of a step, with its memory, its module and its order."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from gdp.errors import InputError
 from gdp.graph.copies import HOST_COPY
 from gdp.models.pytorch.bytes_accessed import bytes_accessed, is_grouped_product
-from gdp.models.pytorch.fake_results import run_fake
+from gdp.models.pytorch.card_kernels import FAKE_RESULTS, LOG_SIGMOID
 from gdp.models.pytorch.flops import FORMULA, UNKNOWN, count_flops, product_operand
 from gdp.models.pytorch.memories import Memories
 from gdp.models.pytorch.op_records import (
@@ -28,6 +29,7 @@ from gdp.models.pytorch.op_records import (
 )
 from gdp.models.pytorch.optimizers import StatePart, UpdateRule
 from gdp.models.pytorch.recorded_calls import Call, Ref
+from gdp.models.pytorch.replacements import LSTM, workspace_bytes
 from gdp.models.pytorch.routine import leaves
 from gdp.models.pytorch.running_module import RunningModule
 from gdp.models.pytorch.strides import StridedLayout
@@ -35,6 +37,8 @@ from gdp.models.pytorch.traits import BLANKS, LIFTS, MATERIALISED, Traits, trait
 from gdp.models.stored_weights import StoredWeight
 
 aten = torch.ops.aten
+# types of grouped products that PyTorch computes and has no shapes for
+_UNKNOWN_TO_GROUPS = (torch.float32, torch.float16)
 _DEVICE_QUERY = torch.ops.prim.device.default
 _WRITERS: Mapping[OpOverload, OpOverload] = {
     aten.index_put.default: aten.index_put_.default,
@@ -178,7 +182,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         refs = self.memories.refs(args, read)
         keyword_refs = {key: self.memories.refs(value, read) for key, value in kwargs.items()} if kwargs else kwargs
         written = traits.written(args, kwargs)
-        result = run_fake(func, args, kwargs)
+        result = _run(func, args, kwargs)
         returned, made = self._new_values(result, traits.kind, module)
         if not made and not written:
             return result
@@ -367,6 +371,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.phases.current == "update" and (home := self.phases.home(args)) is not None:
             return home
         return self.running.locate(is_forward=self.phases.current == "forward")
+
+
+def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Runs an operator on fake tensors, without autocast, which has cast its arguments already."""
+    if func in FAKE_RESULTS:
+        return FAKE_RESULTS[func](*args, **kwargs)
+    if func is aten._grouped_mm.default and args[0].dtype in _UNKNOWN_TO_GROUPS:
+        halves = [item.to(torch.bfloat16) for item in args[:2]]
+        return func(*halves, *args[2:], **kwargs).to(args[0].dtype)
+    with torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else contextlib.nullcontext():
+        result = func(*args, **kwargs)
+    if func is LSTM and torch.is_grad_enabled():  # without a kernel, the workspace has no size
+        workspace = result[3].new_empty(workspace_bytes(args[0], hidden_size=args[10], mode=args[9]))
+        return *result[:3], workspace
+    if func is LOG_SIGMOID:  # only CPUs fill the buffer
+        return result[0], result[1].new_empty(0)
+    return result
 
 
 def _filled(traits: Traits, args: tuple[Any, ...], made: Tensor, value: int, seed: int) -> list[Call]:
