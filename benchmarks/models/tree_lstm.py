@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from gdp.errors import InputError
 from gdp.models.papers.base import Example, ModelConfig, WordEmbedding
-from gdp.models.papers.rnnlm import State
+from gdp.models.papers.lstm import State
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The benchmarks of layouts: tiny runs, statistics by hand, and files that are no measurements."""
+"""The benchmarks of layouts: tiny runs."""
 
 from pathlib import Path
 
@@ -6,69 +6,11 @@ import pytest
 
 import benchmarks.parallel
 from benchmarks.layout_memory import METHODS, LayoutMemoryBenchmark
-from benchmarks.measured import MeasuredBenchmark, MeasuredRun, PredictedRun, read_runs, statistics
 from benchmarks.parallel import AUTO, OPS, OTHERS, ParallelBenchmark
 from gdp.budget import Budget, Clock
 from gdp.errors import InputError
 from gdp.search.layouts.choose import choose_layout
 from gdp.search.question import BatchQuestion, Solution
-
-HEADER = (
-    "gpus,global_batch,micro_batch,hidden,heads,layers,sequence,tensor_parallel,data_parallel,pipeline_parallel,"
-    "iteration_ms\n"
-)
-
-
-def predictions(*times_ms: tuple[int, float, float]) -> list[PredictedRun]:
-    """(Global batch, predicted, measured) of rows; those with the same batch are a group."""
-    return [
-        PredictedRun(MeasuredRun(2, batch, 1, 64, 2, 2, 32, 1, 2, 1, measured), predicted, 0)
-        for batch, predicted, measured in times_ms
-    ]
-
-
-def test_statistics_are_those_of_the_textbook() -> None:
-    # errors 0.5, 0.2, 0.4, 0.1 and 0.0: median 0.2, mean 0.24
-    # the group of 4: ranks 1 2 3 predicted, 1 3 2 measured: rho = 1 - 6 * (0 + 1 + 1) / (3 * 8) = 0.5, no regret
-    # the group of 8: the prediction prefers 11 ms to 10 ms: a regret of 10 %; ranks 1 2 against 2 1
-    # pooled, from the middle: (-1, 0, 1, -0.5, 0.5) and (-1, 1, 0, 0.5, -0.5): (1 - 0.25 - 0.25) / 2.5 = 0.2
-    """Statistics are those of the textbook."""
-    found = statistics(predictions((4, 10, 20), (4, 32, 40), (4, 42, 30), (8, 9.9, 11), (8, 10, 10)))
-    assert found["errors"]["median"] == pytest.approx(0.2)
-    assert found["errors"]["mean"] == pytest.approx(0.24)
-    assert found["correlation"] == pytest.approx(0.5)
-    assert found["pooled_correlation"] == pytest.approx(0.2)
-    assert found["regret"]["mean"] == pytest.approx(0.05)
-    assert found["regret"]["worst"] == pytest.approx(0.1)
-
-
-def test_measured_steps_are_predicted_in_their_layouts(tmp_path: Path) -> None:
-    """Two micro-batches in two stages wait for each other: longer than two replicas with one each."""
-    path = tmp_path / "runs.csv"
-    path.write_text(f"{HEADER}2,2,1,64,2,2,32,1,2,1,10.0\n2,2,1,64,2,2,32,1,1,2,12.0\n2,2,1,64,2,2,32,2,1,1,9.0\n")
-    figures = MeasuredBenchmark(runs=path).run()
-    by_stages = {row["run"]["pipeline_parallel"]: row["predicted_ms"] for row in figures["predictions"]}
-    assert by_stages[2] > by_stages[1] > 0
-    assert (figures["num_left_out"], figures["num_fitting"]) == (1, 2)
-    assert figures["regret"]["worst"] == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("gpus,layers\n2,4\n", "no column global_batch"),
-        (f"{HEADER}2,4,1,64,2,2,32,1,2,1,soon\n", "line 2: whole numbers and a time"),
-        (f"{HEADER}2,4,1,64,2,2,32,1,1,1,9.0\n", "line 2: gpus is 2"),
-        (f"{HEADER}2,4,4,64,2,2,32,1,2,1,9.0\n", "line 2: the batch has no equal micro-batches"),
-        (f"{HEADER}2,4,1,64,2,2,32,1,2,1,-9.0\n", "line 2: has a number that is not above 0"),
-    ],
-)
-def test_files_that_are_no_measurements_are_refused(tmp_path: Path, text: str, problem: str) -> None:
-    """Files that are no measurements are refused."""
-    path = tmp_path / "runs.csv"
-    path.write_text(text)
-    with pytest.raises(InputError, match=problem):
-        read_runs(path)
 
 
 def test_our_choice_stands_beside_what_users_run(tmp_path: Path) -> None:

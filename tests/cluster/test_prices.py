@@ -53,5 +53,5 @@ def test_nonsense_in_a_file(tmp_path: Path, text: str, message: str) -> None:
 def test_a_kind_that_no_device_has_is_told(tmp_path: Path) -> None:
     """A misspelt kind would change no row of a sweep: near names are told. Kinds of one's own cluster are fine."""
     (tmp_path / "prices.yaml").write_text("rtx509-32g: {watts: 300}\nl4-24g: {watts: 70}\n")
-    (sentence,) = Prices.load(tmp_path / "prices.yaml").unknown(Cluster.parse("l4-24g"))
+    (sentence,) = Prices.load(tmp_path / "prices.yaml").unknown([Cluster.parse("l4-24g")])
     assert sentence.startswith("rtx509-32g: no such kind of device; did you mean rtx5090-32g")

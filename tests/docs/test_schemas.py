@@ -66,7 +66,10 @@ def _answers(directory: Path) -> dict[str, list[Any]]:
             (*few, "graph.json", "--devices", cards, "--op-costs", "costs.json", "--out", "timed"),
             (*place, model, "--devices", cards, "--parallel", "data=2,microbatches=2", "--out", "layout"),
             (*few, model, "--devices", cards, "--inference", "--batches", "2", "--out", "batches"),
-            (*few, f"{served[0]}&prompt=8", *served[1:], "--devices", cards, "--batches", "2", "--requests", "1"),
+            (
+                *(*few, f"{served[0]}&prompt=8", *served[1:], "--devices", cards),
+                *("--batches", "2", "--requests", "1", "--out", "requests"),
+            ),
             (*few, *served, "--devices", cards),  # plan.json, without its graph
             (*few, "graph.json", "--devices", cards, "--max-memory", "gpu0=1KiB", "--max-memory", "gpu1=1KiB"),
             (*few, model, "--devices", two, "--placer", "single", "--out", "run"),

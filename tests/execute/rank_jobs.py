@@ -187,7 +187,8 @@ def one_has_another_plan(ranks: Ranks, say: dict[str, Any]) -> None:
     found, bound, order = placed("rnnlm", len(ranks.names), ranks.rank)
     if ranks.rank == 1:
         ranks_module._POLL_SECONDS = 1.5
-    ranks.meet("placed")
+    ranks.store.set(f"placed/{ranks.rank}", "")
+    ranks.store.wait(["placed/0", "placed/1"])
     if ranks.is_first:
         time.sleep(0.5)
     with ProcessExecutor(found.program, order, ranks) as executor:

@@ -268,7 +268,7 @@ class Graph:
 
     @cached_property
     def host_columns(self) -> tuple[str, ...]:
-        """Those of `OF_HOSTS` that files and fingerprints have: where an op differs from the default."""
+        """The columns of `OF_HOSTS` that files and fingerprints have: where an op differs from the default."""
         return tuple(name for name, default in OF_HOSTS.items() if (getattr(self, name) != default).any())
 
     @cached_property

@@ -45,7 +45,7 @@ class MemoryArrays(NamedTuple):
 
 
 class Hosts(NamedTuple):
-    """What ops ask of the hosts of devices; without rows, which costs a run nothing, where that is nothing."""
+    """Host times and waits of ops; without rows, which cost a run nothing, where there are none."""
 
     time_ns: Any  # int64 [N, D], or [N, 1] where devices are alike
     waits: Any  # bool [N]

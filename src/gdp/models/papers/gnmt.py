@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gdp.models.papers.base import Example, ModelConfig, SoftmaxLoss
-from gdp.models.papers.rnnlm import LSTMLayer, State, StepEmbedding, unroll
+from gdp.models.papers.lstm import LSTMLayer, State, StepEmbedding, unroll
 
 FIRST_RESIDUAL_LAYER = 2
 
