@@ -173,7 +173,7 @@ def _at(value: Any, path: list[str]) -> Iterable[Any]:
 def _shown(answer: str | float | None, report: Report) -> str:
     if not isinstance(answer, str):
         return "-" if answer is None else f"{answer:.4g}"
-    text = re.sub(r"\s+", " ", answer)
+    text = re.sub(r"\s+", " ", answer).replace(f"{Path(__file__).parents[1]}/", "")
     if isinstance(report.right, str) and len(text) > _LONG:
         place = max(0, text.lower().find(report.right.lower()) - _LONG // 3)
         text = f"{'… ' if place else ''}{text[place : place + _LONG]} …"

@@ -130,16 +130,23 @@ def of_held_memory(graph: Graph) -> Iterator[str]:
 
 
 def of_more_sequences(simulation: Simulation, served: ServedStep) -> str:
-    """Returns a sentence on the sequences whose caches have room in a decode step; "" where there are no more."""
+    """Returns sentences on what a decode step could serve besides: sequences, groups in flight; "" for none."""
     graph, limits = simulation.problem.graph, simulation.problem.memory_limit_bytes
     cache = np.bincount(simulation.placement, graph.resident_bytes * is_cache(graph), len(limits))
     free, has_cache = limits - simulation.peak_memory_bytes, cache > 0
     if served.phase != "decode" or not has_cache.any():
         return ""
+    parts = []
     most = int(served.num_sequences * (1 + (free[has_cache] / cache[has_cache]).min()))
-    if most <= served.num_sequences:
-        return ""
-    return f"By their caches {most:,} have room: --sweep batch={served.num_sequences}..{most} has their times."
+    if most > served.num_sequences:
+        parts.append(
+            f"By their caches {most:,} have room: --sweep batch={served.num_sequences}..{most} has their times."
+        )
+    kinds = [device.kind for device in simulation.problem.cluster.devices]
+    num_stages = sum(kind in {kinds[holder] for holder in np.flatnonzero(has_cache)} for kind in kinds)
+    if num_stages > 1:
+        parts.append(f"A token is on one device at a time: --batches {num_stages} serves as many groups at once.")
+    return " ".join(parts)
 
 
 def is_searched(plan: Plan) -> bool:
