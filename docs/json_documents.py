@@ -422,7 +422,6 @@ class Train(TypedDict):
     cpu_hours: float
     statistics: Statistics | None
     validation: Validation | None
-    rank_correlation: float | None
 
 
 class Export(Figures):

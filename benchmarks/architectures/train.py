@@ -10,15 +10,15 @@ import typer
 
 from benchmarks.architectures.drawn_tasks import DrawnTasks
 from benchmarks.architectures.graph_set import GraphSet
+from benchmarks.architectures.style_training import StyleProgress, StyleTrainingConfig, train_styles
 from gdp.cli import main as run_commands
 from gdp.cli.shared import INTERRUPTED, OK, check_writable, print_text, warm_up
 from gdp.cli.training import RANDOM_SHARE
 from gdp.errors import InputError
 from gdp.policy.checkpoint import new_policy
-from gdp.policy.training.pretrain import Provenance, TrainingProgress, TrainingRun
-from gdp.policy.training.style_training import StyleTrainingConfig, train_styles
+from gdp.policy.training.pretrain import Provenance
 from gdp.policy.training.tasks import TaskConfig
-from gdp.report.progress import StatusLine, live, stop_on_interrupt, training_sentence
+from gdp.report.progress import StatusLine, live, stop_on_interrupt
 
 MAX_VALIDATION_GRAPHS = 24
 
@@ -63,8 +63,8 @@ def train(
     policy = new_policy("default", seed=seed, style_scorer=styles)
     line = StatusLine("training")
 
-    def report(progress: TrainingProgress) -> None:
-        line.say(training_sentence(progress), progress.seconds_left)
+    def report(progress: StyleProgress) -> None:
+        line.say(str(progress))
 
     with live(line), stop_on_interrupt() as stop:
         progress = train_styles(
@@ -74,9 +74,11 @@ def train(
             out,
             validation=[checks.unvaried(number) for number in range(checks.num_sources)],
             provenance=Provenance(command=shlex.join(["python -m benchmarks.architectures.train", *sys.argv[1:]])),
-            run=TrainingRun(resume=resume, stop=stop, num_threads=1, on_update=report),
+            resume=resume,
+            stop=stop,
+            on_update=report,
         )
-    print_text(f"{training_sentence(progress)}, {progress.cpu_hours:.3g} CPU hours; {out}")
+    print_text(f"{progress}, {progress.cpu_hours:.3g} CPU hours; {out}")
     return INTERRUPTED if stop.is_set() else OK
 
 

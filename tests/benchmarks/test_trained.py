@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks import trained
+from benchmarks.architectures.style_training import reset
 from benchmarks.trained import TRAINED, TrainedBenchmark
 from gdp.budget import Budget
 from gdp.errors import InputError
@@ -26,7 +27,7 @@ def checkpoint(path: Path, *, change: float = 0.0, seen: tuple[str, ...] = ()) -
     assert isinstance(policy, SchedulerPolicy)
     assert policy.styles is not None
     if change:
-        policy.styles.reset(torch.Generator().manual_seed(0))
+        reset(policy.styles, torch.Generator().manual_seed(0))
         torch.nn.init.constant_(policy.styles.out, change)
     rows = [{"name": name, "fingerprint": name} for name in seen]
     save_checkpoint(path, policy, {"command": "gdp train", "updates": 1, "cpu_hours": 0.1, "graphs": rows})

@@ -19,7 +19,6 @@ from gdp.graph import Graph
 from gdp.models import source
 from gdp.models.papers import PAPERS
 from gdp.policy.checkpoint import load_checkpoint, read_checkpoint, read_manifest
-from gdp.policy.features import INITIAL_WEIGHTS
 from policy.tiny_policy import mixed_chain, parameters, random_graph
 
 DEVICES = "2xp100-pcie-16g"
@@ -65,56 +64,6 @@ def test_the_answer_is_a_policy_that_can_be_loaded_and_trained_on(run: Run) -> N
     assert re.fullmatch("[0-9a-f]{64}", manifest["arguments"]["from"])
 
 
-def test_a_style_scorer_is_trained_on_outcomes(run: Run) -> None:
-    """192 styles are tried on each problem, and nothing but the scorer is trained."""
-    status, out, err = run(
-        "--styles", "8", "--updates", "2", "--out", OUT, "--randomize", "--validation", "random.json.gz"
-    )
-    assert (status, f"Checkpoint written to {OUT}" in out) == (0, True), err
-    manifest, policy = read_manifest(OUT), load_checkpoint(OUT)
-    assert (manifest["updates"], manifest["num_trials"]) == (2, 2 * 192)
-    assert -1 <= manifest["rank_correlation"] <= 1
-    assert policy.constructor is not None
-    assert policy.constructor.style_scorer() is not None
-    assert torch.equal(policy.get_parameter("base"), torch.tensor(INITIAL_WEIGHTS))
-    status, out, err = run("--styles", "8", "--updates", "3", "--out", OUT, "--randomize", "--resume", "--json")
-    assert (status, json.loads(out)["updates"]) == (0, 3), err
-
-
-def test_samples_are_the_styles_of_a_problem(run: Run) -> None:
-    """With `--styles`, each update tries `--samples` styles, and existing outcomes are not overwritten."""
-    status, _, err = run("--styles", "8", "--updates", "2", "--samples", "16", "--out", OUT)
-    assert (status, read_manifest(OUT)["num_trials"]) == (0, 2 * 16), err
-    Path(OUT).unlink()
-    status, _, err = run("--styles", "8", "--updates", "2", "--samples", "16", "--out", OUT)
-    assert (status, "tiny.outcomes: exists; go on with it by --resume" in err) == (2, True), err
-
-
-def test_styles_resume_from_their_own_checkpoint_and_outcomes_alone(run: Run) -> None:
-    """Neither a checkpoint of ordinary training is overwritten, nor one of another size, nor one without outcomes."""
-    args = ("--updates", "1", "--samples", "8", "--out", OUT, "--resume")
-    assert run(*train(out="plain.safetensors"))[0] == 0
-    assert run("--styles", "8", *args)[0] == 0  # nothing is there yet: it starts anew
-    ordinary, scorer, outcomes = Path("plain.safetensors").read_bytes(), Path(OUT).read_bytes(), Path("tiny.outcomes")
-    for styles, content, message in (
-        ("16", scorer, "tiny.safetensors: was trained with --styles 8, not 16"),
-        ("8", ordinary, "tiny.safetensors: was trained without --styles; leave it out"),
-        ("16", None, "is of a run with other options"),
-        ("8", scorer, "tiny.safetensors: its outcomes are not in tiny.outcomes; choose another --out"),
-    ):
-        if content is None:
-            Path(OUT).unlink()
-        else:
-            Path(OUT).write_bytes(content)
-        if "outcomes are not" in message:
-            outcomes.rename("moved")
-        status, out, err = run("--styles", styles, *args)
-        told = [line for line in err.splitlines() if not line.startswith("gdp: [")]  # but what a busy machine is at
-        assert (status, out, len(told)) == (2, "", 1), err
-        assert message in err
-        assert (Path(OUT).read_bytes() if Path(OUT).exists() else None) == content
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_saves_and_resumes(run: Run, number: signal.Signals) -> None:
     """A run that SIGINT or SIGTERM interrupts saves its checkpoint and continues from it with `--resume`."""
@@ -152,9 +101,6 @@ def test_the_seed_alone_decides(run: Run) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (train("--styles", "8", "--from", OUT), "--styles: is for a new policy; leave --from out"),
-        (["--styles", "8", "--out", OUT, "--pool", "8"], "--pool: means nothing with --styles; leave one of both out"),
-        (["--styles", "8", "--out", OUT, "--samples", "12"], "--samples is 12; with --styles a multiple of 8 is"),
         (train("--budget", "100sims"), "budget is '100sims'; a time such as 30s or 2m is expected"),
         (train("--from", "graph.txt"), "graph.txt: no such file"),
         (train("--from", "random.json.gz"), "random.json.gz: truncated, or no safetensors file"),

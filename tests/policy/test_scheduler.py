@@ -41,8 +41,9 @@ def policy_of(config: SchedulerConfig, seed: int = 0) -> SchedulerPolicy:
     with torch.no_grad():
         policy.base += torch.randn(policy.base.shape)
     if policy.styles is not None:
-        policy.styles.reset(torch.Generator().manual_seed(seed))
-        torch.nn.init.normal_(policy.styles.out, std=0.5)
+        for parameter in policy.styles.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.normal_(parameter, std=0.5)
     return policy
 
 

@@ -37,24 +37,11 @@ class TrainOptions:
     start: Annotated[
         Path | None, typer.Option("--from", metavar="CHECKPOINT", help="Start from the parameters in this file.")
     ] = None
-    styles: Annotated[
-        int | None,
-        typer.Option(
-            metavar="H", min=1, help="Learn which styles suit a problem, by H numbers a layer; N is of problems."
-        ),
-    ] = None
     updates: Annotated[
         int, typer.Option(metavar="N", min=1, help="Number of updates, over which the learning rate falls.")
     ] = 500
     budget: Annotated[str | None, typer.Option(metavar="TIME", help="Stop earlier, such as after 10m or 2h.")] = None
-    samples: Annotated[
-        int | None,
-        typer.Option(
-            metavar="S",
-            min=2,
-            help="Placements of a graph in an update. Default: 16; with --styles 192, a multiple of 8.",
-        ),
-    ] = None
+    samples: Annotated[int, typer.Option(metavar="S", min=2, help="Placements of a graph in an update.")] = 16
     learning_rate: Annotated[float | None, typer.Option(help="Learning rate of Adam. Default: the policy's.")] = None
     randomize: Annotated[bool, typer.Option("--randomize", help="Vary devices, links, memory and batch size.")] = False
     validation: Annotated[

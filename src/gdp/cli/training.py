@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from gdp import files
@@ -19,13 +18,11 @@ from gdp.policy.base import Policy
 from gdp.policy.scheduler import SchedulerPolicy
 from gdp.policy.training.pool import PoolConfig
 from gdp.policy.training.pretrain import Provenance, TrainingConfig, TrainingProgress, TrainingRun, best_path, train
-from gdp.policy.training.style_training import StyleTrainingConfig, outcomes_path, train_styles
 from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource, TrainingTask
 from gdp.report.progress import StatusLine, live, stop_on_interrupt, training_sentence
 
 RANDOM_SHARE = 0.75  # of tasks with --randomize; the others stay as given, as they are at the end
 MAX_GRAPHS_PER_UPDATE = 8
-SAMPLES = 16
 MAX_POOL = 128  # problems; each takes about a megabyte
 TRAINING_SET = "training-set"  # the GRAPH that stands for `PAPERS.training_set`
 
@@ -44,12 +41,6 @@ class Trained:
         """True after the last update."""
         return self.progress.update == self.progress.updates
 
-    def _written(self) -> str:
-        out = self.options.out
-        if self.options.styles is not None and not self.is_done:
-            return f"Outcomes of {self.progress.update} problems are kept in {outcomes_path(out)}"
-        return f"Checkpoint written to {out}"
-
     def to_document(self) -> dict[str, Any]:
         """Returns the answer of `gdp train --json`."""
         progress, out = self.progress, self.options.out
@@ -66,7 +57,6 @@ class Trained:
             "cpu_hours": progress.cpu_hours,
             "statistics": None if progress.statistics is None else asdict(progress.statistics),
             "validation": None if progress.validation is None else asdict(progress.validation),
-            "rank_correlation": progress.rank_correlation,
         }
 
     def to_text(self) -> str:
@@ -75,7 +65,7 @@ class Trained:
         lines = [
             f"{self.policy.name} ({self.policy.num_parameters():,} parameters), {training_sentence(progress)}",
             f"{progress.seconds:.1f} s, {progress.cpu_hours:.3g} CPU hours in all",
-            self._written(),
+            f"Checkpoint written to {self.options.out}",
         ]
         if self.options.validation and best_path(self.options.out).exists():
             lines.append(f"The parameters that are best on the validation graphs: {best_path(self.options.out)}")
@@ -90,13 +80,9 @@ def run(options: TrainOptions, command: str, warm_up: Callable[[], object]) -> T
     Raises InputError for bad ones.
     """
     limit = None if options.budget is None else Budget.parse_time(options.budget)
-    _check_styles(options)
     check_writable(options.out)
-    begun = options.out if options.styles is None else outcomes_path(options.out)
-    if existing := [path for path in (options.out, begun) if path.exists() and not options.resume]:
-        raise InputError(f"{existing[0]}: exists; go on with it by --resume, or choose another --out")
-    if options.resume and options.styles is not None and options.out.exists():
-        _check_resumed_styles(options.out, options.styles)
+    if options.out.exists() and not options.resume:
+        raise InputError(f"{options.out}: exists; go on with it by --resume, or choose another --out")
     clusters = [Cluster.parse(text) for text in options.devices or ()]
     validated = options.validation or ()
     held_out = PAPERS.hold_out(options.hold_out or ())
@@ -107,7 +93,7 @@ def run(options: TrainOptions, command: str, warm_up: Callable[[], object]) -> T
         seed=options.seed,
         updates=options.updates,
         graphs_per_update=MAX_GRAPHS_PER_UPDATE if options.randomize else min(len(pairs), MAX_GRAPHS_PER_UPDATE),
-        samples=options.samples or SAMPLES,
+        samples=options.samples,
         learning_rate=policy.learning_rate if options.learning_rate is None else options.learning_rate,
     )
     config = replace(config, pool=_pool(options, config.graphs_per_update))
@@ -121,57 +107,23 @@ def run(options: TrainOptions, command: str, warm_up: Callable[[], object]) -> T
         line.say(f"training {policy.name}: {training_sentence(progress)}", progress.seconds_left)
 
     with stop_on_interrupt() as stop:
-        if options.resume and not begun.exists():
-            log(f"gdp: {begun}: no such file yet, training starts anew")
+        if options.resume and not options.out.exists():
+            log(f"gdp: {options.out}: no such file yet, training starts anew")
         with live(line):
             training_run = TrainingRun(
                 resume=options.resume, seconds=seconds, stop=stop, num_threads=options.threads, on_update=report
             )
             provenance = Provenance(origin=origin, held_out=held_out, command=command)
-            more: Any = {"validation": validation, "provenance": provenance, "run": training_run}
-            if options.styles is None:
-                progress = train(policy, tasks, config, options.out, **more)
-            else:
-                progress = train_styles(policy, tasks, _style_config(options), options.out, **more)
+            progress = train(
+                policy, tasks, config, options.out, validation=validation, provenance=provenance, run=training_run
+            )
         return Trained(policy, progress, options, stop.is_set())
-
-
-def _check_styles(options: TrainOptions) -> None:
-    """Raises InputError for options that mean nothing to --styles."""
-    if options.styles is None:
-        return
-    if options.start is not None:
-        raise InputError("--styles: is for a new policy; leave --from out")
-    for name, value in {"--learning-rate": options.learning_rate, "--pool": options.pool}.items():
-        if value is not None:
-            raise InputError(f"{name}: means nothing with --styles; leave one of both out")
-    _style_config(options)
-
-
-def _check_resumed_styles(out: Path, styles: int) -> None:
-    """Raises InputError unless `out` is a checkpoint of `--styles` with the outcomes to go on from."""
-    before = checkpoint.read_checkpoint(out).config.get("style_scorer", 0)
-    if not before:
-        raise InputError(f"{out}: was trained without --styles; leave it out, or choose another --out")
-    if before != styles:
-        raise InputError(f"{out}: was trained with --styles {before}, not {styles}; resume with the same --styles")
-    if not outcomes_path(out).exists():
-        raise InputError(f"{out}: its outcomes are not in {outcomes_path(out)}; choose another --out")
-
-
-def _style_config(options: TrainOptions) -> StyleTrainingConfig:
-    config = StyleTrainingConfig(seed=options.seed, num_tasks=options.updates)
-    if options.samples is None:
-        return config
-    if options.samples % config.num_styles:
-        raise InputError(f"--samples is {options.samples}; with --styles a multiple of {config.num_styles} is expected")
-    return replace(config, num_groupings=options.samples // config.num_styles)
 
 
 def _policy(options: TrainOptions, held_out: Sequence[str]) -> tuple[SchedulerPolicy, str]:
     """Returns (the policy to start with, the origin of its parameters)."""
     if options.start is None:
-        return checkpoint.new_policy("default", seed=options.seed, style_scorer=options.styles or 0), ""
+        return checkpoint.new_policy("default", seed=options.seed), ""
     policy = checkpoint.load_checkpoint(options.start)
     held_out_before = checkpoint.read_manifest(options.start).get("held_out", ())
     for family in held_out:

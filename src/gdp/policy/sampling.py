@@ -97,24 +97,13 @@ def vary(style: Style, rng: np.random.Generator) -> Style:
     """Draws a style near to `style`."""
     return replace(
         style,
-        scale=_bent(style, STYLES.variation, rng),
+        scale=bent(style, STYLES.variation, rng),
         num_units=int(rng.choice(STYLES.sizes[:-1])) if rng.random() < 0.3 else style.num_units,
         passes=int(rng.choice(STYLES.passes)) if rng.random() < 0.3 else style.passes,
     )
 
 
-def widen(style: Style, rng: np.random.Generator) -> Style:
-    """Draws a style in a wider neighbourhood of `style`, with options as likely as any."""
-    return replace(
-        style,
-        scale=_bent(style, STYLES.wider, rng),
-        most=float(rng.choice(STYLES.most)),
-        slack=float(rng.choice(STYLES.slacks)),
-        passes=int(rng.choice(STYLES.passes)),
-    )
-
-
-def _bent(style: Style, spread: float, rng: np.random.Generator) -> F32:
+def bent(style: Style, spread: float, rng: np.random.Generator) -> F32:
     """Draws scales [2, K] near to those of `style`; both passes alike where later ones see no more."""
     factors = np.exp(rng.normal(0.0, spread, (2, NUM_FEATURES)))
     if not style.sees_all:

@@ -33,7 +33,6 @@ class StyleSettings:
     spread: float = 0.7  # standard deviation of the logarithm of a scale in the first pass
     later_spread: float = 0.5  # in later passes, and of refinements
     variation: float = 0.3  # near to a style that did well
-    wider: float = 0.5  # in training, around one
     refining_temperatures: tuple[float, ...] = (0.3, 1.0)
     left_out: float = 0.1  # probability of each feature to be left out
 

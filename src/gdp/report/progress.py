@@ -86,8 +86,6 @@ def training_sentence(progress: "TrainingProgress") -> str:
         ]
     if (checked := progress.validation) is not None:
         parts.append(f"validation {_ratio(checked.step_time_ratio)}")
-    if progress.rank_correlation is not None:
-        parts.append(f"rank correlation {progress.rank_correlation:.3f}")
     return " | ".join(parts)
 
 

@@ -205,7 +205,6 @@ class TrainingProgress:
     seconds: float  # of this run
     cpu_hours: float  # of the runs before this one, too
     seconds_left: float | None  # None without a limit
-    rank_correlation: float | None = None  # on validation problems, of a style scorer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

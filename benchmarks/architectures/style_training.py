@@ -9,8 +9,9 @@ tasks before it, so a killed run resumes to the same parameters, and a run goes 
 S styles tried on a problem, R rows: a style on a problem each. M features of a problem, F numbers of a style.
 """
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from safetensors.numpy import save
 from scipy.stats import spearmanr
+from torch import Tensor
 
 from gdp import files
 from gdp.arrays import F32, F64, I64
@@ -27,10 +29,11 @@ from gdp.policy.base import one_thread
 from gdp.policy.checkpoint import save_checkpoint
 from gdp.policy.construction import Constructor
 from gdp.policy.features import INITIAL_WEIGHTS
-from gdp.policy.sampling import draw_styles, widen
-from gdp.policy.scheduler import SchedulerPolicy, StyleNetwork
+from gdp.policy.sampling import Style, bent, draw_styles
+from gdp.policy.scheduler import NORMAL, SchedulerPolicy, StyleNetwork
+from gdp.policy.settings import STYLES
 from gdp.policy.style_scorer import StyleScores, style_numbers, target
-from gdp.policy.training.pretrain import Provenance, TrainingProgress, TrainingRun, manifest_of
+from gdp.policy.training.pretrain import Provenance, manifest_of
 from gdp.policy.training.tasks import Tasks, TrainingTask
 from gdp.policy.unit_source import problem_features
 from gdp.simulator.problem import Problem
@@ -39,6 +42,7 @@ from gdp.tensor_file import TensorFormat
 
 PART = 50  # problems in a file
 _COLUMNS = ("features", "numbers", "ranks", "cpu_seconds")
+_WIDER = 0.5  # standard deviation of the logarithm of a scale, around a style; untuned
 _POOLS = (8, 1, 3)  # styles drawn for each one that is tried, in turn; of 1 all are tried
 
 
@@ -56,7 +60,7 @@ OUTCOMES = TensorFormat(
     name="gdp-style-outcomes",
     version=1,
     fields={"run": files.is_string},
-    writer="`gdp train --styles`",
+    writer="`python -m benchmarks.architectures.train`",
     remedy="delete the directory, and train again",
 )
 
@@ -79,7 +83,7 @@ def try_styles(
         pool = 1 if scores is None else _POOLS[number % len(_POOLS)]
         styles = draw_styles(pool * num_styles, rng)
         if number % 2:
-            styles = [widen(style, rng) for style in styles]
+            styles = [_widen(style, rng) for style in styles]
         first = styles[0]
         if scores is not None and pool > 1:
             first, order = scores.for_one_grouping(styles, style_numbers(styles, problem.num_devices))
@@ -92,6 +96,17 @@ def try_styles(
         excess.append(np.maximum(peaks - problem.memory_limit_bytes, 0).sum(axis=1))
     ranks = _ranks(np.concatenate(times), np.concatenate(excess))
     return Outcomes(problem_features(constructor.source(problem)), np.concatenate(numbers), ranks)
+
+
+def _widen(style: Style, rng: np.random.Generator) -> Style:
+    """Draws a style in a wider neighbourhood of `style`, with options as likely as any."""
+    return replace(
+        style,
+        scale=bent(style, _WIDER, rng),
+        most=float(rng.choice(STYLES.most)),
+        slack=float(rng.choice(STYLES.slacks)),
+        passes=int(rng.choice(STYLES.passes)),
+    )
 
 
 def _ranks(step_time_ns: I64, excess_bytes: I64) -> F32:
@@ -161,6 +176,20 @@ class StyleTrainingConfig:
         return self.first_fit << ((num_tasks // self.first_fit).bit_length() - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class StyleProgress:
+    """The state of a training run."""
+
+    update: int  # problems done
+    updates: int
+    cpu_hours: float  # of the runs before this one, too
+    rank_correlation: float | None  # on the validation problems
+
+    def __str__(self) -> str:
+        correlation = "" if self.rank_correlation is None else f" | rank correlation {self.rank_correlation:.3f}"
+        return f"update {self.update}/{self.updates}{correlation}"
+
+
 def train_styles(
     policy: SchedulerPolicy,
     tasks: Tasks,
@@ -169,8 +198,10 @@ def train_styles(
     *,
     validation: Sequence[TrainingTask] = (),
     provenance: Provenance | None = None,
-    run: TrainingRun | None = None,
-) -> TrainingProgress:
+    resume: bool = False,
+    stop: threading.Event | None = None,
+    on_update: Callable[[StyleProgress], None] = lambda progress: None,
+) -> StyleProgress:
     """Trains the style scorer of `policy` in place; writes the checkpoint `out` after the last task.
 
     The outcomes of tasks are kept beside it, in `outcomes_path(out)`; a run that resumes goes on from them, and one of
@@ -179,22 +210,20 @@ def train_styles(
     """
     assert policy.styles is not None
     network = policy.styles
-    started, fit_seconds, fitted_on = time.monotonic(), 0.0, 0
+    fit_seconds, fitted_on = 0.0, 0
     correlation: float | None = None
-    provenance, run = provenance or Provenance(), run or TrainingRun()
+    provenance = provenance or Provenance()
     arguments = {"training": asdict(config), "tasks": tasks.to_document(), "from": provenance.origin}
     lasting = {"training": {**asdict(config), "num_tasks": None}, "style_scorer": policy.config.style_scorer}
     directory, key = outcomes_path(out), files.fingerprint(arguments | lasting)
-    outcomes = read_parts(directory, key) if run.resume else []
+    outcomes = read_parts(directory, key) if resume else []
     if (done := len(outcomes)) > config.num_tasks:
         raise InputError(f"{directory}: {done} updates were made already; --updates of at least {done} is expected")
     constructor = Constructor.of(np.array(INITIAL_WEIGHTS, np.float32))
 
-    def progress() -> TrainingProgress:
+    def progress() -> StyleProgress:
         cpu_hours = (sum(one.cpu_seconds for one in outcomes) + fit_seconds) / 3600
-        elapsed = time.monotonic() - started
-        left = None if run.seconds is None else max(run.seconds - elapsed, 0.0)
-        return TrainingProgress(len(outcomes), config.num_tasks, None, None, elapsed, cpu_hours, left, correlation)
+        return StyleProgress(len(outcomes), config.num_tasks, cpu_hours, correlation)
 
     def keep() -> None:
         if outcomes:
@@ -207,8 +236,7 @@ def train_styles(
         fit(network, outcomes[:num_tasks], config)
         fit_seconds += time.process_time() - before
         fitted_on, correlation = num_tasks, _correlation(network, checks)
-        if run.on_update is not None:
-            run.on_update(progress())
+        on_update(progress())
 
     with one_thread():
         checks = [
@@ -216,7 +244,7 @@ def train_styles(
             for number, task in enumerate(validation)
         ]
         while (number := len(outcomes)) < config.num_tasks:
-            if run.is_over(started):
+            if stop is not None and stop.is_set():
                 keep()
                 return progress()
             if fitted_on != (last := config.last_fit(number)):
@@ -229,8 +257,7 @@ def train_styles(
             outcomes.append(replace(outcome, cpu_seconds=time.process_time() - before))
             if len(outcomes) % PART == 0 or len(outcomes) == config.num_tasks:
                 keep()
-            if run.on_update is not None:
-                run.on_update(progress())
+            on_update(progress())
         fit_to(config.num_tasks)
     figures: dict[str, Any] = {"rank_correlation": correlation, "num_trials": sum(len(one.ranks) for one in outcomes)}
     manifest = manifest_of(tasks, provenance, arguments, updates=len(outcomes), cpu_hours=progress().cpu_hours)
@@ -243,12 +270,38 @@ def outcomes_path(out: Path) -> Path:
     return out.with_suffix(".outcomes")
 
 
+def reset(network: StyleNetwork, generator: torch.Generator) -> None:
+    """Draws the parameters that training begins with."""
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if name not in NORMAL:
+                spread = (2 / len(parameter)) ** 0.5 if parameter.dim() == 2 else 0.0
+                parameter.copy_(spread * torch.randn(parameter.shape, generator=generator))
+
+
+def normalize(network: StyleNetwork, mean: Tensor, deviation: Tensor) -> None:
+    """Sets the mean [M] and the deviation [M] of the features of problems; they are not trained."""
+    with torch.no_grad():
+        network.get_parameter("mean").copy_(mean)
+        network.get_parameter("deviation").copy_(deviation)
+
+
+def scores_of(network: StyleNetwork, problem_features: Tensor, numbers: Tensor) -> Tensor:
+    """Returns the scores [R] of pairs with these features [R, M] of the problem and `numbers` [R, F]."""
+    own = dict(network.named_parameters())
+    features = (problem_features - own["mean"]) / own["deviation"]
+    layer = torch.addmm(own["problem_bias"], features, own["problem"]).relu()
+    first = torch.addmm(layer @ own["mixing"] + own["bias"], numbers, own["style"]).relu()
+    scores: Tensor = torch.addmm(own["hidden_bias"], first, own["hidden"]).relu() @ own["out"]
+    return scores
+
+
 def fit(network: StyleNetwork, outcomes: Sequence[Outcomes], config: StyleTrainingConfig) -> None:
     """Trains `network` anew on `outcomes`, to predict the logarithms of ranks."""
     generator = torch.Generator().manual_seed(config.seed)
-    network.reset(generator)
+    reset(network, generator)
     features = torch.from_numpy(np.stack([outcome.features for outcome in outcomes]))
-    network.normalize(features.mean(dim=0), features.std(dim=0, correction=0).clamp(min=1e-3))
+    normalize(network, features.mean(dim=0), features.std(dim=0, correction=0).clamp(min=1e-3))
     numbers = torch.from_numpy(np.concatenate([outcome.numbers for outcome in outcomes]))
     ranks = np.concatenate([outcome.ranks for outcome in outcomes])
     targets = torch.from_numpy(target(ranks)).float()
@@ -265,7 +318,7 @@ def fit(network: StyleNetwork, outcomes: Sequence[Outcomes], config: StyleTraini
             seen = seen + config.noise * network.get_parameter("deviation") * torch.randn(
                 seen.shape, generator=generator
             )
-            error = network(seen, numbers[rows]) - targets[rows]
+            error = scores_of(network, seen, numbers[rows]) - targets[rows]
             optimizer.zero_grad()
             (error**2).mean().backward()
             optimizer.step()
@@ -278,7 +331,7 @@ def _correlation(network: StyleNetwork, outcomes: Sequence[Outcomes]) -> float |
         return None
     with torch.no_grad():
         scores = [
-            network(torch.from_numpy(one.features).expand(len(one.ranks), -1), torch.from_numpy(one.numbers))
+            scores_of(network, torch.from_numpy(one.features).expand(len(one.ranks), -1), torch.from_numpy(one.numbers))
             for one in outcomes
         ]
     return float(np.mean([spearmanr(score, one.ranks).statistic for score, one in zip(scores, outcomes, strict=True)]))
