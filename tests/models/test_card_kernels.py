@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gdp.cluster import Cluster
+from gdp.costs.op_times import op_times
 from gdp.execute.equality import compare, eager_step
 from gdp.models.pytorch import Capture, capture
-from gdp.simulator.costs import op_times
 
 IDS = torch.zeros(4, 5, dtype=torch.long)
 

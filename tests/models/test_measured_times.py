@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from gdp import Cluster, InputError
+from gdp.costs.op_times import count_time_sources, op_times
 from gdp.models.measured_times import MeasuredTimes, OpTime, with_measured_times, with_times
 from gdp.models.pytorch import capture
 from gdp.models.pytorch.signature import signatures
-from gdp.simulator.costs import count_time_sources, op_times
 
 ONE = OpTime("aten.mm.default(float32[2, 3], float32[3, 4])", 1200, 30, 20)
 

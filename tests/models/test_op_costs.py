@@ -8,10 +8,10 @@ import pytest
 
 import gdp
 from gdp import cli
+from gdp.costs.op_times import op_times
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.models.op_costs import OpCost, OpCosts, without_costs
-from gdp.simulator.costs import op_times
 
 pytestmark = pytest.mark.usefixtures("workplace")
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from gdp.cluster import Cluster
+from gdp.costs.op_times import op_times
 from gdp.errors import InputError
 from gdp.execute.equality import compare, eager_step
 from gdp.graph import Graph
@@ -22,7 +23,6 @@ from gdp.models.model import Reading
 from gdp.models.pytorch import Capture, autocast, capture, capture_fn
 from gdp.models.pytorch.cards import as_if_on_a_card
 from gdp.models.source import ModelSource
-from gdp.simulator.costs import op_times
 
 ROWS, WIDTH, HIDDEN = 8192, 1024, 4096
 

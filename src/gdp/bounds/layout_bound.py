@@ -16,9 +16,9 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.cluster import Cluster
+from gdp.costs.op_times import op_time_classes
 from gdp.graph import Graph
 from gdp.graph.microbatches import shared_ops
-from gdp.simulator.costs import op_time_classes
 
 _ROUNDS = 60  # of the ascent over weights
 

@@ -35,7 +35,7 @@ import numpy as np
 from gdp.arrays import F64, I64, Bool, narrow, zeros
 from gdp.cluster import Cluster
 from gdp.compiled import inlined, inner, kernel
-from gdp.simulator.costs import transfer_occupancy_ns
+from gdp.costs.op_times import transfer_occupancy_ns
 from gdp.simulator.problem import Problem
 
 _NEVER = 2**61  # an op that cannot run there, a transfer without a route; sums of two such times still fit in int64

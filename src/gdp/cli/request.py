@@ -177,7 +177,7 @@ class PlaceRequest:
 
     def say_notes(self, graph: "Graph") -> None:
         """Logs what may not be as the user expects."""
-        from gdp.simulator.costs import unused_names
+        from gdp.costs.op_times import unused_names
 
         if self.is_local:
             log("gdp: note: devices as they are now; gdp devices detect shows them, and which figures are estimates")

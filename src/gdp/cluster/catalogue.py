@@ -7,7 +7,7 @@ own context.
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
@@ -96,6 +96,7 @@ class DeviceKind:
     watts: float | None = None  # at most; None: not known
     dollars_per_hour: float | None = None  # of a cloud, on demand, with its share of the host; None: not known
     issue_ns: int = 0
+    achieved: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # by class of kernel
 
     @property
     def is_cpu(self) -> bool:
@@ -105,7 +106,7 @@ class DeviceKind:
         """Returns the device `name` of this kind, which is called `kind`, with other memory if it is given."""
         memory_bytes = self.memory_bytes if memory_bytes is None else memory_bytes
         rates = self.flops_per_second, self.memory_bytes_per_second
-        return Device(name, kind, memory_bytes, *rates, self.launch_ns, self.issue_ns)
+        return Device(name, kind, memory_bytes, *rates, self.launch_ns, self.issue_ns, self.achieved)
 
 
 _TABLES = tomllib.loads((files("gdp.cluster") / "catalogue.toml").read_text(encoding="utf-8"))

@@ -59,6 +59,11 @@ def _is_rates(value: object) -> bool:
     return type(value) is dict and all(type(key) is str and _is_quantity(item) for key, item in value.items())
 
 
+def _is_numbers(value: object) -> bool:
+    """a mapping from classes of kernels, and other names, to numbers"""
+    return type(value) is dict and all(type(key) is str and type(item) in (int, float) for key, item in value.items())
+
+
 def _parse_rates(rates: Mapping[str, object], where: str) -> Mapping[str, int]:
     return MappingProxyType({dtype: parse_number(rate, f"{where} {dtype}") for dtype, rate in rates.items()})
 
@@ -89,7 +94,9 @@ _FIGURES: Mapping[str, _Figure] = {
     "memory_bandwidth": ("memory_bytes_per_second", _is_quantity, parse_rate),
     "launch": ("launch_ns", _is_quantity, parse_time),
     "issue": ("issue_ns", _is_quantity, parse_time),
+    "achieved": ("achieved", _is_numbers, lambda numbers, where: MappingProxyType(dict(numbers))),
 }
+_TELL_NOTHING: Mapping[str, Any] = {"issue": 0, "achieved": {}}  # figures that a document may lack
 _DEVICE_FIELDS = {"name": _is_text, "kind": _is_text} | {field: check for field, (_, check, _) in _FIGURES.items()}
 _LINK_FIELDS = {
     "from": _is_endpoint,
@@ -107,7 +114,7 @@ def _read_device(record: object, number: int) -> Device:
     files.require_keys(record, where, _DEVICE_FIELDS, {"name", "kind"})
     assert isinstance(record, dict)
     kind = KINDS.get(record["kind"])
-    figures = {"issue": 0} | ({} if kind is None else figures_of(kind)) | record
+    figures = dict(_TELL_NOTHING) | ({} if kind is None else figures_of(kind)) | record
     if missing := [key for key in _DEVICE_FIELDS if key not in figures]:
         raise InputError(
             f"{where}: kind {record['kind']!r} is not built in, so {', '.join(missing)} must be given; "
@@ -118,9 +125,10 @@ def _read_device(record: object, number: int) -> Device:
 
 
 def figures_of(device: Device | DeviceKind) -> dict[str, Any]:
-    """Returns the figures of a device, or of those of a kind, as a document has them: without an issue of 0."""
+    """Returns the figures of a device, or of those of a kind, as a document has them, without what tells nothing."""
     figures = {field: getattr(device, name) for field, (name, _, _) in _FIGURES.items()}
-    return {field: value for field, value in figures.items() if value or field != "issue"}
+    figures["achieved"] = dict(figures["achieved"])
+    return {field: value for field, value in figures.items() if value or field not in _TELL_NOTHING}
 
 
 def _read_links(records: Sequence[object], devices: Sequence[Device]) -> dict[tuple[int, int], Route]:

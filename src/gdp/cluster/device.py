@@ -1,8 +1,10 @@
 """Devices and routes, the records that clusters are made of."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
+from gdp.cluster.achieved import check_achieved
 from gdp.errors import InputError
 
 MAX_DEVICES = 1024
@@ -23,6 +25,8 @@ class Device:
     memory_bytes_per_second: int
     launch_ns: int
     issue_ns: int = 0  # of its host, for each kernel
+    # by class of kernel, as `gdp.cluster.achieved` has them
+    achieved: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def is_cpu(self) -> bool:
@@ -60,10 +64,11 @@ def check_devices(devices: Sequence[Device]) -> None:
         if "float32" not in device.flops_per_second:
             raise InputError(f"{label}: flops has no float32; add it, other dtypes fall back to it")
         rates = {f"flops {dtype}": rate for dtype, rate in device.flops_per_second.items()}
-        for field, value in {**rates, "memory_bandwidth": device.memory_bytes_per_second}.items():
-            if not field.isprintable() or not 1 <= value < 2**63:
-                raise InputError(f"{label}: {field!r} is {value}; more than 0 and less than 2^63 is expected")
+        for name, value in {**rates, "memory_bandwidth": device.memory_bytes_per_second}.items():
+            if not name.isprintable() or not 1 <= value < 2**63:
+                raise InputError(f"{label}: {name!r} is {value}; more than 0 and less than 2^63 is expected")
+        check_achieved(device.achieved, label)
         times_ns = {"launch": device.launch_ns, "issue": device.issue_ns}
-        for field, value in {"memory": device.memory_bytes, **times_ns}.items():
+        for name, value in {"memory": device.memory_bytes, **times_ns}.items():
             if not 0 <= value < 2**63:
-                raise InputError(f"{label}: {field} is {value}; an integer from 0 to 2^63 - 1 is expected")
+                raise InputError(f"{label}: {name} is {value}; an integer from 0 to 2^63 - 1 is expected")

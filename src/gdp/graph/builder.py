@@ -38,8 +38,8 @@ class GraphBuilder:
     def add_ops(self, names: Sequence[str], kind: str, **figures: Any) -> I64:
         """Adds ops of one kind and returns their numbers; `figures` are fields of `Graph`, one value or one per op."""
         count = len(names)
-        block = {"dtypes": "float32", "phases": "", "modules": "", "roles": ""} | figures
-        for name in ("dtypes", "phases", "modules", "roles"):
+        block = {"dtypes": "float32", "phases": "", "modules": "", "roles": "", "shapes": ""} | figures
+        for name in ("dtypes", "phases", "modules", "roles", "shapes"):
             value = block[name]
             self._ops[name] += [value] * count if isinstance(value, str) else value
         self._ops["op_names"] += names

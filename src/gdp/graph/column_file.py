@@ -23,7 +23,7 @@ from safetensors.numpy import save
 from gdp import files
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
-from gdp.graph.columns import NUMBERS, OF_HOSTS, OP_COLUMNS, TEXTS
+from gdp.graph.columns import NUMBERS, OF_HOSTS, OP_COLUMNS, OPTIONAL, TEXTS
 from gdp.graph.copies import first_copies, label_end, role_codes
 from gdp.graph.document import FORMAT, VERSION, is_times
 from gdp.graph.fingerprint import numbered, times_as_text
@@ -80,8 +80,8 @@ def write_columns(graph: "Graph", path: str | Path) -> None:
     }
     for name, field in _TEXTS.items():
         columns |= _numbered(name, getattr(graph, field))
-    for field in OF_HOSTS.keys() - set(graph.host_columns):
-        del columns[f"op/{field}"]
+    for field in OPTIONAL.keys() - set(graph.told_columns):
+        columns = {name: column for name, column in columns.items() if name.removesuffix(".values") != f"op/{field}"}
     columns |= _numbered(_TIMES, times_as_text(graph))
     files.write_bytes(path, save(columns, COLUMNS.header(name=graph.name)))
 
@@ -114,7 +114,8 @@ def read_columns(path: str | Path) -> dict[str, Any]:
                 fields[field] = np.full(len(fields["flops"]), OF_HOSTS[field])
             else:
                 fields[field] = reader.column(name, of, ("BOOL",)) if name in _FLAGS else reader.numbers(name, of)
-        fields |= {field: tuple(reader.texts(name)) for name, field in _TEXTS.items()}
+        for name, field in _TEXTS.items():
+            fields[field] = ("",) * len(fields["flops"]) if name in reader.absent else tuple(reader.texts(name))
         fields["times_ns"] = tuple(_times(reader.texts(_TIMES)))
         offsets, num_consumers = fields["consumer_offsets"], len(fields["consumers"])
         is_rising = len(offsets) == len(fields["producers"]) + 1 and not (np.diff(offsets) < 0).any()
@@ -130,8 +131,9 @@ class _Reader:
         self._file, self._counts = file, dict[str, int]()
         values = (f"{name}.values" for name in (*_TEXTS, _NAME, _TIMES))
         known = {*_NUMBERS, *_FLAGS, *_TEXTS, _NAME, _TIMES, *values}
-        self.absent = {f"op/{field}" for field in OF_HOSTS} - set(file.keys())
-        for name in sorted(set(file.keys()) ^ known - self.absent):
+        self.absent = {f"op/{field}" for field in OPTIONAL} - set(file.keys())
+        lacking = self.absent | {f"{name}.values" for name in self.absent & _TEXTS.keys()}
+        for name in sorted(set(file.keys()) ^ known - lacking):
             raise InputError(f"column {name!r} is {'missing' if name in known else 'unknown'}; {COLUMNS.remedy}")
 
     def column(self, name: str, of: str, dtypes: Sequence[str]) -> npt.NDArray[Any]:

@@ -18,6 +18,7 @@ OP_COLUMNS = {
     "kernels": "kernels",
     "host_ns": "host_ns",
     "host_waits": "host_waits",
+    "shapes": "shapes",
 }
 """The column of each field of ops, in the order of the fields."""
 TENSOR_COLUMNS = {
@@ -30,9 +31,11 @@ TENSOR_COLUMNS = {
 }
 """The column of each field of tensors, in the order of the fields."""
 
-TEXTS = "op_names", "kinds", "dtypes", "phases", "modules", "roles"
+TEXTS = "op_names", "kinds", "dtypes", "phases", "modules", "roles", "shapes"
 NUMBERS = "flops", "bytes_accessed", "resident_bytes", "groups", "origins", "microbatches", "replicas"
 OF_TENSORS = "producers", "tensor_bytes", "is_resident", "is_kept", "view_of"
 """Columns with a text for each op, a number for each op, and a value for each tensor."""
 OF_HOSTS = {"kernels": 1, "host_ns": 0, "host_waits": False}
-"""Columns of ops for hosts, with the values of ops that tell nothing: files and fingerprints lack a column of these."""
+"""Columns of ops for hosts, with the values of ops that tell nothing."""
+OPTIONAL = OF_HOSTS | {"shapes": ""}
+"""Columns that files and fingerprints lack where no op tells anything, with the values of such ops."""

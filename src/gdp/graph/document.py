@@ -36,6 +36,7 @@ class Op:
     kernels: int = 1
     host_ns: int = 0
     host_waits: bool = False
+    shapes: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,7 @@ OP_FIELDS = {
     "kernels": files.is_size,
     "host_ns": files.is_size,
     "host_waits": files.is_flag,
+    "shapes": files.is_string,
 }
 TENSOR_FIELDS = {
     "producer": files.is_size,

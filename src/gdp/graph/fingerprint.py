@@ -9,7 +9,7 @@ import numpy.typing as npt
 import orjson
 
 from gdp.arrays import I64
-from gdp.graph.columns import NUMBERS, OF_TENSORS, TEXTS
+from gdp.graph.columns import NUMBERS, OF_TENSORS, OPTIONAL, TEXTS
 from gdp.graph.document import FORMAT, VERSION
 
 if TYPE_CHECKING:
@@ -32,16 +32,16 @@ def times_as_text(graph: "Graph") -> list[str]:
 def graph_fingerprint(graph: "Graph") -> str:
     """Returns the fingerprint of `graph` in hexadecimal digits; its name is left out."""
     digest = hashlib.sha256(f"{FORMAT} {VERSION}\n".encode())
-    names, *texts = TEXTS
+    names, *texts = (name for name in TEXTS if name not in OPTIONAL)
     _add_texts(digest, list(getattr(graph, names)))
     for name in texts:
         _add_numbered(digest, getattr(graph, name))
     _add_numbered(digest, times_as_text(graph))
     for name in (*NUMBERS, *OF_TENSORS, "consumer_offsets", "consumers"):
         _add_numbers(digest, getattr(graph, name))
-    for name in graph.host_columns:
+    for name in graph.told_columns:
         _add_texts(digest, [name])
-        _add_numbers(digest, getattr(graph, name))
+        (_add_numbered if name in TEXTS else _add_numbers)(digest, getattr(graph, name))
     return digest.hexdigest()
 
 

@@ -19,7 +19,7 @@ from gdp.arrays import I64, Bool, by_first
 from gdp.errors import InputError, prefixed, suggest
 from gdp.graph.checks import check
 from gdp.graph.column_file import is_in_columns, read_columns, write_columns
-from gdp.graph.columns import NUMBERS, OF_HOSTS, OF_TENSORS, OP_COLUMNS, TENSOR_COLUMNS, TEXTS
+from gdp.graph.columns import NUMBERS, OF_HOSTS, OF_TENSORS, OP_COLUMNS, OPTIONAL, TENSOR_COLUMNS, TEXTS
 from gdp.graph.copies import EXCHANGE, first_copies, have_role, role_codes, roots
 from gdp.graph.document import FORMAT, VERSION, Op, Tensor, read_document
 from gdp.graph.fingerprint import graph_fingerprint, numbered
@@ -60,6 +60,7 @@ class Graph:
     kernels: I64  # [N]
     host_ns: I64  # [N] on the host, beside the issue of kernels
     host_waits: Bool  # [N] the host goes on when the op has ended
+    shapes: tuple[str, ...]  # [N] of what each reads and makes, as `gdp.graph.shapes` writes them; "": not known
     times_ns: tuple[Mapping[str, int], ...]  # [N] by device name or kind; -1 cannot run
     producers: I64  # [T]
     tensor_bytes: I64  # [T]
@@ -267,9 +268,10 @@ class Graph:
         return by_first(np.where(self.groups >= 0, self.groups, -1 - np.arange(self.num_ops)))
 
     @cached_property
-    def host_columns(self) -> tuple[str, ...]:
-        """The columns of `OF_HOSTS` that files and fingerprints have: where an op differs from the default."""
-        return tuple(name for name, default in OF_HOSTS.items() if (getattr(self, name) != default).any())
+    def told_columns(self) -> tuple[str, ...]:
+        """The columns of `OPTIONAL` that files and fingerprints have: where an op differs from the default."""
+        told = {name: (getattr(self, name) != default).any() for name, default in OF_HOSTS.items()}
+        return tuple(name for name in OPTIONAL if (told[name] if name in told else any(getattr(self, name))))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -277,9 +279,9 @@ class Graph:
         return graph_fingerprint(self)
 
     def to_document(self) -> dict[str, Any]:
-        """Returns the `gdp-graph` document with every field explicit, but for hosts."""
+        """Returns the `gdp-graph` document with every field explicit, but for those that no op tells."""
         columns = dict(zip(OP_COLUMNS, self._op_columns, strict=True))
-        fields = [name for name in columns if name not in OF_HOSTS or name in self.host_columns]
+        fields = [name for name in columns if name not in OPTIONAL or name in self.told_columns]
         ops, tensors = zip(*map(columns.__getitem__, fields), strict=True), zip(*self._tensor_columns, strict=True)
         return {
             "format": FORMAT,

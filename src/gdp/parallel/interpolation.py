@@ -11,6 +11,7 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.graph import Graph
+from gdp.graph.shapes import interpolated_shapes
 
 _FIGURES = ("flops", "bytes_accessed", "resident_bytes", "tensor_bytes")
 
@@ -34,6 +35,10 @@ def interpolated(one: Graph, one_samples: int, other: Graph, other_samples: int,
         name: _between(getattr(one, name), one_samples, getattr(other, name), other_samples, samples)
         for name in _FIGURES
     }
+    known: dict[tuple[str, str], str] = {}
+    for pair in dict.fromkeys(zip(one.shapes, other.shapes, strict=True)):
+        known[pair] = interpolated_shapes(pair[0], one_samples, pair[1], other_samples, samples)
+    figures["shapes"] = tuple(map(known.__getitem__, zip(one.shapes, other.shapes, strict=True)))
     return replace(one, **figures)
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gdp.cluster import Cluster
+from gdp.costs.op_times import count_time_sources
 from gdp.graph import Graph
 from gdp.graph.parameter_bytes import ParameterBytes
 from gdp.models.serving import ServedStep
@@ -26,7 +27,6 @@ from gdp.report.limits import Limits
 from gdp.report.tables import MOST_DEVICES, SHOWN_OF_MANY, format_ms, new_table
 from gdp.report.timeline_text import TimelineText
 from gdp.search.place_question import PlaceQuestion
-from gdp.simulator.costs import count_time_sources
 from gdp.simulator.plan import Plan
 from gdp.simulator.simulate import Simulation
 from gdp.simulator.throughput import Throughput

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gdp.cluster import Cluster
+from gdp.costs.op_times import count_time_sources
 from gdp.graph import Graph
 from gdp.graph.held_memory import HeldMemory
 from gdp.graph.parameter_bytes import ParameterBytes
@@ -17,7 +18,6 @@ from gdp.planning.remedies import Remedy
 from gdp.report.advice_answer import advice_document
 from gdp.report.batches_answer import in_flight_of
 from gdp.report.sentences import per_second
-from gdp.simulator.costs import count_time_sources
 from gdp.simulator.plan import Plan
 from gdp.simulator.simulate import Simulation
 from gdp.simulator.throughput import Throughput

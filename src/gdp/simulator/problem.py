@@ -15,11 +15,11 @@ from gdp import notebook
 from gdp.arrays import I64, Bool, narrow, pick, rows_of, wide
 from gdp.cluster import Cluster
 from gdp.cluster.changes import only
+from gdp.costs.op_times import host_times, op_times
 from gdp.errors import InputError
 from gdp.graph import Graph, GraphSource
 from gdp.graph.microbatches import microbatch_of
 from gdp.simulator.constraints import ConstraintKeywords, Constraints, allowed_devices, memory_limits
-from gdp.simulator.costs import host_times, op_times
 from gdp.simulator.orders import B_LEVEL, BY_CALL, order_priority, orders_for
 from gdp.simulator.simulator import Simulator
 

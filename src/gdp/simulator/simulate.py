@@ -19,10 +19,10 @@ from numba.extending import overload
 from gdp import notebook
 from gdp.arrays import I64
 from gdp.compiled import INLINED, inner, kernel
+from gdp.costs.rates import peak_rate
 from gdp.errors import InputError
 from gdp.graph.copies import MODEL
 from gdp.graph.fingerprint import numbered
-from gdp.simulator.costs import peak_rate
 from gdp.simulator.engine import COMPLETED, DEADLOCK, run
 from gdp.simulator.engine import NEVER as NEVER  # for callers
 from gdp.simulator.many_devices import run_on_many

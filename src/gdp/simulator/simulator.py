@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from gdp.arrays import I64, narrow
 from gdp.cluster import Cluster
+from gdp.costs.op_times import transfer_occupancy_ns
 from gdp.graph import Graph
-from gdp.simulator.costs import transfer_occupancy_ns
 from gdp.simulator.longest_paths import longest_paths, ranks_of
 from gdp.simulator.orders import OrderTraits, order_priority
 from gdp.simulator.readers import readers_of

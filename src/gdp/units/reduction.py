@@ -159,6 +159,7 @@ def _merge(problem: Problem, reduced_op: I64, is_last: npt.NDArray[np.bool_]) ->
         "resident_bytes": resident,
         "origins": np.where(has_origin, reduced_op[origins], -1),
         "times_ns": (MappingProxyType({}),) * num_ops,
+        "shapes": ("",) * num_ops,
     }
     merged = Graph(
         name=graph.name,

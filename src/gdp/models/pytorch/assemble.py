@@ -36,7 +36,7 @@ def assemble(
     turns = ((numbers[before], numbers[op]) for op in records for before in op.after if before in numbers)
     control = write_after_read(len(records), rows, (*overwrites, *turns))
     ops = [
-        Op(op_name, *_columns(record), group, role=record.role)
+        Op(op_name, *_columns(record), group, role=record.role, shapes=record.shapes)
         for op_name, record, group in zip(_names(records), records, _groups(records), strict=True)
     ]
     graph = Graph.build(name, ops, [*rows, *control])

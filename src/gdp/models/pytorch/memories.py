@@ -257,6 +257,7 @@ class Memories:
         whole.outputs = [value for value in whole.outputs if value != old] + writer.outputs
         whole.flops += writer.flops
         whole.bytes_accessed += writer.bytes_accessed
+        whole.shapes = "; ".join(filter(None, (whole.shapes, writer.shapes)))
         for value, layouts in writer.reads.items():
             if self.values[value].producer is not maker:
                 whole.reads.setdefault(value, {}).update(layouts)

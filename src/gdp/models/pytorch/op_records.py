@@ -1,12 +1,15 @@
 """The ops and values that are recorded of a step."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gdp.graph.shapes import Argument, Array, call_text
 from gdp.models.pytorch.recorded_calls import Call
 from gdp.models.pytorch.strides import StridedLayout
 
@@ -35,6 +38,7 @@ class OpRecord:
     views: dict[str, StridedLayout] = field(default_factory=dict)
     constant: Tensor | None = None
     role: str = ""
+    shapes: str = ""  # of its calls, as `gdp.graph.shapes` writes them
     after: list["OpRecord"] = field(default_factory=list)  # ops that end before it starts, beside those that it reads
 
 
@@ -56,6 +60,27 @@ PENDING = OpRecord(-1, "", "", "")
 def layout_of(tensor: Tensor) -> StridedLayout:
     """Returns sizes, strides, offset and type of a tensor in its memory."""
     return StridedLayout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+
+def shapes_of(kind: str, args: Any, kwargs: Mapping[str, Any], results: Iterable[Tensor]) -> str:
+    """Returns the shapes of a call, as graphs carry them; lists of tensors stand for their tensors."""
+    return call_text(kind, chain.from_iterable(map(_shaped, (*args, *kwargs.values()))), map(_array, results))
+
+
+def _shaped(value: Any) -> list[Argument | str]:
+    if isinstance(value, Tensor):
+        return [_array(value)]
+    if isinstance(value, (list, tuple)):
+        is_plain = all(isinstance(item, (int, bool)) for item in value)
+        return [tuple(map(int, value))] if is_plain else [shape for item in value for shape in _shaped(item)]
+    return [int(value) if isinstance(value, (int, bool)) else None if value is None else "~"]
+
+
+def _array(tensor: Tensor) -> Array:
+    is_strided = tensor.layout is torch.strided
+    return Array(
+        str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(tensor.stride()) if is_strided else ()
+    )
 
 
 def dtype_name(tensors: Iterable[Tensor]) -> str:

@@ -26,6 +26,7 @@ from gdp.models.pytorch.op_records import (
     experts_per_token,
     layout_of,
     product_dtype,
+    shapes_of,
 )
 from gdp.models.pytorch.optimizers import StatePart, UpdateRule
 from gdp.models.pytorch.recorded_calls import Call, Ref
@@ -282,8 +283,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made: list[Tensor],
         written: list[Tensor],
     ) -> None:
-        """Sets the type, the FLOPs and the bytes of a call."""
+        """Sets the shapes, the type, the FLOPs and the bytes of a call."""
         stored = self.memories.stored
+        record.shapes = shapes_of(record.kind, args, kwargs, (*made, *written))
         record.flops, how = count_flops(func, args, kwargs, made or written)
         if how == UNKNOWN:
             self.uncovered[record.kind] += 1

@@ -14,6 +14,7 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.budget import Clock, Effort, has_time
 from gdp.cluster import Cluster
+from gdp.costs.op_times import op_time_classes
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.copies import HOST_COPY
@@ -29,7 +30,6 @@ from gdp.search.layouts.replica_steps import Memo, PartFigures, ReplicaSteps
 from gdp.search.layouts.ring_times import RingTimes, busiest_channel_ns
 from gdp.search.settings import DEFAULTS, LargeSteps, Settings
 from gdp.simulator.constraints import Constraints, memory_limits
-from gdp.simulator.costs import op_time_classes
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation
 from gdp.units.forward_units import forward_units

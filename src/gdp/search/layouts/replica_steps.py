@@ -14,6 +14,7 @@ from gdp.arrays import I64
 from gdp.budget import Clock, Effort
 from gdp.cluster import Cluster
 from gdp.cluster.changes import only
+from gdp.costs.op_times import op_time_classes
 from gdp.graph import Graph
 from gdp.graph.microbatches import shared_ops
 from gdp.parallel.buckets import gradients_of
@@ -27,7 +28,6 @@ from gdp.search.layouts.arrangement import DeviceSpeeds
 from gdp.search.layouts.dispatch import levels_of
 from gdp.search.settings import Settings
 from gdp.simulator.constraints import Constraints
-from gdp.simulator.costs import op_time_classes
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.cluster import Cluster
+from gdp.costs.op_times import op_times
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.copies import RECOMPUTED
@@ -34,7 +35,6 @@ from gdp.search.candidate import UNKNOWN, Arrangement, BatchCut, Candidate
 from gdp.search.layouts.dispatch import levels_of, simulate_1f1b
 from gdp.search.question import BatchQuestion, Solution
 from gdp.simulator.constraints import Constraints, memory_limits
-from gdp.simulator.costs import op_times
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation
 

@@ -21,6 +21,9 @@ import numpy.typing as npt
 from gdp.arrays import I64, Bool, narrow, wide
 from gdp.cluster import Cluster, Device
 from gdp.cluster.catalogue import KINDS
+from gdp.costs.kernels import Kernels, kernels_of
+from gdp.costs.rates import HALVES, SMALL_FLOATS, kernel_times, peak_rate
+from gdp.costs.table import rule_of
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.fingerprint import numbered
@@ -30,7 +33,6 @@ NS_PER_SECOND = 10**9
 _PLAIN_DTYPES = {"bool", "complex32", "complex64", "complex128"} | {
     f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
-_SMALL_FLOATS, _HALVES = ("float8", "float4"), ("bfloat16", "float16")
 _MAX = 2**63 - 1
 _MOST_TIMES = 2**28  # of ops on unlike devices, 2 GB
 
@@ -55,15 +57,20 @@ def op_times(graph: Graph, cluster: Cluster) -> I64:
 def op_time_classes(graph: Graph, cluster: Cluster) -> tuple[I64, I64]:
     """Returns the times [N, C] of `op_times` on each class of devices that are alike, and the class [D] of each."""
     measured, rows_by_dtype = _measured_times(graph), _rows_by_dtype(graph)
+    kernels = kernels_of(graph, rule_of) if any(device.achieved for device in cluster.devices) else None
     columns: dict[object, I64] = {}  # [N] by figures: most devices are like others
     classes = []
     for device in cluster.devices:
         names = [name for name in (device.kind, device.name) if name in measured]
         rates = tuple(sorted(device.flops_per_second.items()))
-        figures = (rates, device.memory_bytes_per_second, device.launch_ns, *names)
+        figures = (rates, device.memory_bytes_per_second, device.launch_ns, tuple(device.achieved.items()), *names)
         if figures not in columns:
             times_ns, is_measured = _times_on(device, measured, graph.num_ops)
-            modelled_ns = _roofline(graph, device, rows_by_dtype, ~is_measured)
+            modelled_ns = (
+                _by_kernels(graph, device, kernels)
+                if kernels is not None and device.achieved
+                else _roofline(graph, device, rows_by_dtype, ~is_measured)
+            )
             columns[figures] = np.where(is_measured, times_ns, modelled_ns)
         classes.append(list(columns).index(figures))
     return np.stack(list(columns.values()), axis=1), np.array(classes, np.int64)
@@ -73,16 +80,19 @@ def host_times(graph: Graph, cluster: Cluster, op_time_ns: I64) -> I64:
     """int64[N, D]: ns of each op on the host of each device: to issue its kernels, none where it takes no time, and its
     `host_ns`. InputError where that overflows."""
     issue_ns = np.array([device.issue_ns for device in cluster.devices], np.int64)
-    most = int(graph.kernels.max()) * int(issue_ns.max()) + int(graph.host_ns.max())
+    counts = graph.kernels
+    if issue_ns.any() and any(device.achieved for device in cluster.devices):
+        counts = np.where(counts == 1, kernels_of(graph, rule_of).counts, counts)
+    most = int(counts.max()) * int(issue_ns.max()) + int(graph.host_ns.max())
     if most > _MAX:
         raise InputError(
-            f"graph {graph.name!r} on {cluster.name!r}: {graph.kernels.max()} kernels at {issue_ns.max()} ns and "
+            f"graph {graph.name!r} on {cluster.name!r}: {counts.max()} kernels at {issue_ns.max()} ns and "
             f"{graph.host_ns.max()} ns take hosts 2^63 ns or more; check kernels, host_ns and issue"
         )
     if not most:
         return np.broadcast_to(np.int64(0), op_time_ns.shape)
     issue_ns = issue_ns[:1] if (issue_ns == issue_ns[0]).all() else issue_ns
-    issued_ns = np.where(narrow(op_time_ns) > 0, graph.kernels[:, None] * issue_ns, 0)
+    issued_ns = np.where(narrow(op_time_ns) > 0, counts[:, None] * issue_ns, 0)
     return wide(issued_ns + graph.host_ns[:, None], cluster.num_devices)
 
 
@@ -122,11 +132,11 @@ def unused_names(graph: Graph, cluster: Cluster) -> list[str]:
     known = {device.name for device in cluster.devices} | {device.kind for device in cluster.devices} | set(KINDS)
     sentences: list[str] = []
     for dtype, count in dtypes.items():
-        has_half = dtype.startswith(_SMALL_FLOATS)
+        has_half = dtype.startswith(SMALL_FLOATS)
         lacking = [
             kind
             for kind, known_rates in rates.items()
-            if dtype not in known_rates and not (has_half and any(half in known_rates for half in _HALVES))
+            if dtype not in known_rates and not (has_half and any(half in known_rates for half in HALVES))
         ]
         if lacking and dtype not in _PLAIN_DTYPES:
             is_nowhere = len(lacking) == len(rates)
@@ -165,6 +175,18 @@ def _rows_by_dtype(graph: Graph) -> Mapping[str, npt.NDArray[np.intp]]:
     return {dtype: np.flatnonzero(code == number) for number, dtype in enumerate(dtypes)}
 
 
+def _by_kernels(graph: Graph, device: Device, kernels: Kernels) -> I64:
+    """[N] the modelled time on a `device` that says what it achieves: of an op's kernels together, rounded up."""
+    times_ns = np.ceil(kernels.summed(kernel_times(kernels, device)))
+    if times_ns.max() >= 2.0**62:
+        op = int(np.argmax(times_ns))
+        raise InputError(
+            f"op {op} {graph.op_names[op]!r} takes 2^62 ns or more on device {device.name!r}; check the op and the "
+            "device's figures"
+        )
+    return times_ns.astype(np.int64)
+
+
 def _roofline(graph: Graph, device: Device, rows_by_dtype: Mapping[str, npt.NDArray[np.intp]], is_needed: Bool) -> I64:
     """[N] the modelled time on `device`; 0 where it is not needed."""
     rates = device.flops_per_second
@@ -180,14 +202,6 @@ def _roofline(graph: Graph, device: Device, rows_by_dtype: Mapping[str, npt.NDAr
     np.maximum(result, _ceil_ns(bytes_accessed, rate), out=result)
     result[(flops > 0) | (bytes_accessed > 0)] += device.launch_ns
     return result
-
-
-def peak_rate(rates: Mapping[str, int], dtype: str) -> int:
-    """Returns the FLOPs per second of a type, or of the type that is computed in in its place."""
-    substitutes = _HALVES if dtype.startswith(_SMALL_FLOATS) else ()
-    if dtype.startswith("float8"):  # AMD's variants have the rate of the others
-        substitutes = ("float8_e4m3fn", *substitutes)
-    return next(rates[name] for name in (dtype, *substitutes, "float32") if name in rates)
 
 
 def _check_amounts(

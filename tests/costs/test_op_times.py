@@ -1,4 +1,4 @@
-"""gdp.simulator.costs: op and transfer times against exact rational arithmetic."""
+"""gdp.costs.op_times: op and transfer times against exact rational arithmetic."""
 
 import math
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdp.cluster import Cluster, Device, Route
+from gdp.costs.op_times import count_time_sources, op_times, transfer_occupancy_ns, unused_names
 from gdp.errors import InputError
 from gdp.graph import Graph, Op
-from gdp.simulator.costs import count_time_sources, op_times, transfer_occupancy_ns, unused_names
 from gdp.simulator.problem import Problem
 
 LARGEST = 2**63 - 1

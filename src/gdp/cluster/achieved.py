@@ -1,0 +1,65 @@
+"""Achieved rates of devices, as shares of their data sheets by class of kernel: the names that a device may tell.
+
+A device without any runs at the rates of its sheet, and an op of its own is one kernel. See docs/machine-model.md,
+section 2.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from gdp.errors import InputError, suggest
+
+OF_FLOPS: Mapping[str, str] = MappingProxyType(
+    {
+        "product": "",
+        "attention": "product",
+        "convolution": "product",
+        "first_convolution": "convolution",  # of few input channels
+        "grouped_convolution": "convolution",
+        "grouped_convolution_backward": "grouped_convolution",
+    }
+)
+OF_BYTES: Mapping[str, str] = MappingProxyType(
+    {
+        "pointwise": "",
+        "transpose": "pointwise",
+        "gather": "pointwise",
+        "reduction": "pointwise",
+        "norm": "pointwise",
+        "softmax": "pointwise",
+        "pool": "pointwise",
+        "optimizer": "pointwise",
+        "depthwise_convolution": "pointwise",
+        "depthwise_convolution_backward": "depthwise_convolution",
+        "depthwise_weight_gradient": "depthwise_convolution_backward",
+    }
+)
+"""Classes of kernels by what bounds them, and the class whose share one takes that a device tells nothing of: shares of
+the peak rate, and of the memory bandwidth. The first of each is 1 where a device does not tell it."""
+NUMBERS: Mapping[str, str] = MappingProxyType(
+    {
+        "multiprocessors": "of the card; 0: products are not cut into tiles",
+        "cache_bytes": "of the cache that all multiprocessors share",
+        "decode_floor_ns": "the least time of attention of one token to a cache",
+        "prefill_floor_ns": "the least time of other fused attention",
+    }
+)
+"""Further numbers, 0 where a device does not tell them."""
+
+
+def check_achieved(achieved: Mapping[str, float], where: str) -> None:
+    """Raises InputError, which begins with `where`, for an unknown name or a number that is out of range."""
+    for name, value in achieved.items():
+        if name not in (known := {**OF_FLOPS, **OF_BYTES, **NUMBERS}):
+            raise InputError(f"{where}: achieved has no {name!r}; {suggest(name, list(known))}")
+        most, least = (1e15, 0.0) if name in NUMBERS else (100.0, 1e-6)
+        if not least <= value <= most:
+            raise InputError(f"{where}: achieved {name!r} is {value:g}; {least:g} to {most:g} is expected")
+
+
+def share(achieved: Mapping[str, float], name: str) -> float:
+    """Returns the share of a class of kernels: its own, else that of the class that stands for it, else 1."""
+    bases = OF_FLOPS if name in OF_FLOPS else OF_BYTES
+    while name and name not in achieved:
+        name = bases[name]
+    return achieved.get(name, 1.0)

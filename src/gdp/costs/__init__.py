@@ -1,0 +1,1 @@
+"""Costs: the kernels that ops are, and what they take on devices."""
