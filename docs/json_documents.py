@@ -284,7 +284,7 @@ class CompareRow(TypedDict):
 
     placer: str
     status: str
-    step_time_ns: Annotated[int | None, d("the best of all seeds")]
+    step_time_ns: Annotated[int | None, d("the median over seeds")]
     step_time_ns_by_seed: list[int | None]
     seconds: float
     simulations: int
@@ -300,6 +300,7 @@ class Compare(TypedDict):
     graph: Graph
     cluster: Cluster
     budget: str
+    batches: Annotated[int | None, d("in flight, where times are per batch")]
     rows: list[CompareRow]
     lower_bound_ns: Annotated[Ns, d("the least of the rows'")]
 

@@ -1,9 +1,13 @@
 """Place, compare, sweeps and advice agree on drawn problems: with more to choose from, none answers worse."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from gdp.budget import Clock
+from gdp.cli import main
 from gdp.cluster import Cluster, changes
 from gdp.graph import Graph, Op, Tensor
 from gdp.parallel.layout import NONE
@@ -19,6 +23,7 @@ from gdp.simulator.simulate import replay
 from tests.search.test_layouts import machine_of, parts_of
 
 BUDGET = "80sims"
+DECODED = "?batch=4&context=512"
 OPTIONS = SearchOptions(num_threads=1)
 ADDING = (MORE, FASTER, "twice the memory")
 """Changes to a machine on which the plan itself runs as fast."""
@@ -106,3 +111,52 @@ def test_layouts(speeds: tuple[float, ...]) -> None:
     advice, better = advise_on_layouts(solution, question.parts or parts_of(), Constraints(), Clock.of("500sims"))
     assert better.plan is advice.plan
     check(advice, plan)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small decoder, and the directory of captured graphs beside it."""
+    directory = tmp_path_factory.mktemp("agreement")
+    sizes = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes, **heads, "dtype": "float32"}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("model", "memory", "options", "of_plan"),
+    [
+        ("?batch=4&sequence=64", "32MiB", [], []),
+        ("?batch=4&sequence=64", "32MiB", [], ["--parallel", "data=2", "--robust", "0"]),
+        ("?batch=2&sequence=256", "8MiB", ["--phase", "prefill"], []),
+        (DECODED, "8MiB", ["--phase", "decode"], []),
+        (DECODED, "8MiB", ["--phase", "decode"], ["--parallel", "none"]),
+        (DECODED, "10MiB", ["--phase", "decode"], ["--batches", "3"]),
+        (DECODED, "8MiB", ["--phase", "decode"], ["--for", "hf-device-map"]),
+    ],
+)
+def test_commands(
+    model: str,
+    memory: str,
+    options: list[str],
+    of_plan: list[str],
+    llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`auto` of `gdp compare` takes as long as the answer of `gdp place`, for a plan and, if that says all, a MODEL."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(llama / "cache"))
+    asked = [f"hf:{llama}{model}", *options, "--devices", "3xl4-24g"]
+    asked += [word for gpu in range(3) for word in ("--max-memory", f"gpu{gpu}={memory}")]
+    quick = ["--budget", BUDGET, "--threads", "1", "--json"]
+    assert main(["place", *asked, *of_plan, *quick, "--no-advice", "--no-cache"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    expected = answer["throughput"]["time_per_batch_ns"] if "throughput" in answer else answer["step_time_ns"]
+    for question in [["plan.json"]] if of_plan else [["plan.json"], asked]:
+        assert main(["compare", *question, *quick, "--placers", "auto", "--seeds", "1"]) == 0
+        compared = json.loads(capsys.readouterr().out)
+        assert compared["batches"] == answer.get("batches")
+        assert [row["step_time_ns"] for row in compared["rows"] if row["placer"] == "auto"] == [expected]

@@ -1,19 +1,11 @@
 """Parses, calls and prints: `gdp compare`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from gdp.cli.inputs import (
-    check_checkpoint,
-    check_placers,
-    check_rivals,
-    find_rivals,
-    open_plan,
-    read_graph,
-    split_rivals,
-)
+from gdp.cli.inputs import check_checkpoint, check_placers, check_rivals, find_rivals, open_plan, split_rivals
 from gdp.cli.options import (
     BudgetOption,
     CheckpointOption,
@@ -23,11 +15,13 @@ from gdp.cli.options import (
     PlacedDevicesOption,
     PlanOrModelArgument,
     ReadingOptions,
+    TargetOptions,
     ThreadsOption,
     group_of,
     with_options,
 )
-from gdp.cli.shared import INTERRUPTED, NOTHING_FITS, OK, fail, print_json, show, warm_up
+from gdp.cli.request import PlaceRequest
+from gdp.cli.shared import INTERRUPTED, NOTHING_FITS, OK, fail, log, print_json, show, warm_up
 from gdp.errors import InputError, prefixed
 
 
@@ -59,43 +53,63 @@ def compare(
     with progress.live("loading gdp"):
         from gdp.budget import Budget
         from gdp.cluster import Cluster
+        from gdp.cluster.quantities import parse_fraction
         from gdp.files import format_of
         from gdp.models.source import ModelSource
-        from gdp.simulator.plan import FORMAT
+        from gdp.parallel.layout import AUTO, NONE, Layout
+        from gdp.search.place_question import SearchOptions
+        from gdp.simulator.plan import FORMAT, Asked
 
+        asked: dict[str, Any] = {}  # of a plan: `auto` answers what it was asked
         if format_of(plan_or_model) == FORMAT:
             planned = open_plan(Path(plan_or_model), given)
             budget = given.get("budget", planned.options.get("budget", budget))
             with prefixed(plan_or_model):
-                source, options = planned.model, planned.options
+                source, asked = planned.model, planned.resolved
                 cluster = planned.cluster if devices is None else Cluster.parse(devices)
-            limits = group_of(ConstraintOptions, options)
+            limits = group_of(ConstraintOptions, asked)
         elif devices is None:
             raise InputError(f"{plan_or_model}: is no plan; name the devices to place it on with --devices")
         else:
             source, cluster = ModelSource(plan_or_model, model_options.reading()), Cluster.parse(devices)
-        limit, constraints = Budget.parse(budget), limits.constraints(cluster)
-        names, rivals = split_rivals(source, placers)
+        parallel, target, robust, times, batches = map(asked.get, ("parallel", "target", "robust", "times", "batches"))
+        request = PlaceRequest(
+            source=source,
+            devices=cluster.name,
+            cluster=cluster,
+            constraints=limits.constraints(cluster),
+            parallel=parallel if parallel in (None, AUTO, NONE) else Layout.parse(parallel),
+            batches=batches,
+            budget=Budget.parse(budget),
+            options=SearchOptions(
+                robust=None if robust is None else parse_fraction(robust, "--robust", below=0.5),
+                checkpoint=checkpoint,
+                num_threads=threads,
+            ),
+            times=None if times is None else Path(times),
+            target=None if target is None else group_of(TargetOptions, asked).target(target),
+            asked=Asked(),
+        )
+        names, rivals = split_rivals(source, (placers or AUTO) if batches else placers)
         check_placers(names)
         check_checkpoint(checkpoint, names)
         check_rivals(rivals, source)
-    read = read_graph(source)
+    read = request.read()
     graph = read.graph
     title = f"{graph.name} on {cluster.name}"
-    line, runs_left = progress.StatusLine(title), len(names) * seeds
+    line, runs_left, limit = progress.StatusLine(title), len(names) * seeds, request.budget
     with progress.live(f"preparing {title}"):
-        modes = find_rivals(rivals, source, cluster, constraints)
+        modes = find_rivals(rivals, source, cluster, request.constraints)
     warm_up(names)
-    from gdp.planning.compare import compare as run
+    from gdp.planning.compare import compare_answers
     from gdp.report import console, documents
-    from gdp.search.place_question import PlaceQuestion, SearchOptions
 
-    parts = None
-    if "auto" in names:
+    request, question = request.opened(read)
+    if request.target is not None and AUTO in names:
+        log(f"gdp: note: auto places {request.target.level}, as {request.target.name} does; other placers single ops")
+    if AUTO in names:
         with progress.live(f"reading a part of the batch of {graph.name}"):
-            question = PlaceQuestion.of(source, cluster, constraints, None, None, SearchOptions(), read)
             question.prepare()
-            parts = question.parts
 
     def on_start(placer: str, seed: int) -> None:
         nonlocal runs_left
@@ -104,23 +118,14 @@ def compare(
         runs_left -= 1
 
     with progress.stop_on_interrupt() as stop, progress.live(line):
-        comparison = run(
-            parts or graph,
-            cluster,
-            constraints,
-            placers=names,
-            rivals=modes,
-            budget=limit,
-            seeds=seeds,
-            checkpoint=checkpoint,
-            num_threads=threads,
-            on_start=on_start,
-            stop=stop,
+        comparison = compare_answers(
+            question, names, limit, seeds, request.find, rivals=modes, on_start=on_start, stop=stop
         )
+    served = None if batches else read.served
     if json:
-        print_json(documents.compare_document(graph, cluster, comparison, str(limit), read.served))
+        print_json(documents.compare_document(graph, cluster, comparison, str(limit), served))
     else:
-        show(console.compare_report(comparison, read.served))
+        show(console.compare_report(comparison, served))
     if comparison.interrupted:
         return INTERRUPTED
     if all(row.step_time_ns is None for row in comparison.rows):

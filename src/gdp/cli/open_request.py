@@ -34,8 +34,7 @@ class OpenRequest:
         began = time.monotonic()
         model = request.read()
         request = request.later(time.monotonic() - began if model.is_captured else 0.0)
-        request = request.under_measured_noise(model.noise)
-        request, question = request.for_servers(request.question(model))
+        request, question = request.opened(model)
         request.say_notes(model.graph)
         # a plan of batches in flight is of another graph than the model's
         return cls(request, model, question, files if question.num_batches else files.sparing_others(model.graph))

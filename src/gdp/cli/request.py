@@ -4,8 +4,9 @@ import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from gdp.cli.shared import log, refuse_beside
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
-    from gdp.budget import Budget
+    from gdp.budget import Budget, Clock
     from gdp.cluster import Cluster
     from gdp.export.export_target import ExportTarget
     from gdp.graph import Graph
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from gdp.models.source import ModelSource
     from gdp.parallel.layout import Layout
     from gdp.search.place_question import PlaceQuestion, SearchOptions
+    from gdp.search.question import Solution
     from gdp.simulator.constraints import Constraints
     from gdp.simulator.plan import Asked
 
@@ -34,18 +36,18 @@ class PlaceRequest:
     devices: str
     cluster: "Cluster"
     constraints: "Constraints"
-    parallel: "Layout | str | None"  # None: any layout where that is possible
-    batches: int | None
-    requests: float | None  # per second, at which a server is asked about
+    parallel: "Layout | str | None" = None  # None: any layout where that is possible
+    batches: int | None = None
+    requests: float | None = None  # per second, at which a server is asked about
     budget: "Budget"
     options: "SearchOptions"
-    times: Path | None
-    target: "ExportTarget | None"
+    times: Path | None = None
+    target: "ExportTarget | None" = None
     is_for_servers: bool = False  # the target is one that servers run, which nobody asked for
-    with_cache: bool
-    with_advice: bool
-    out: Path | None
-    json: bool
+    with_cache: bool = False
+    with_advice: bool = False
+    out: Path | None = None
+    json: bool = False
     asked: "Asked"  # what a plan file says
     began_s: float = field(default_factory=time.monotonic)  # when the budget began, by `time.monotonic`
     latest_s: float = math.inf  # when all files are to be written
@@ -106,6 +108,19 @@ class PlaceRequest:
             if self.target is not None:
                 self.target.read_units(problem)
         return question
+
+    def opened(self, model: "Model") -> "tuple[PlaceRequest, PlaceQuestion]":
+        """Returns the request and its question about MODEL, read as `model`, for the tool that is to run the answer."""
+        request = self.under_measured_noise(model.noise)
+        return request.for_servers(request.question(model))
+
+    @property
+    def find(self) -> "Callable[[PlaceQuestion, Clock], Solution]":
+        """What finds the answer of `auto`: among the plans that the target can express, if there is one."""
+        from gdp.export.exportable_plan import answer_for
+        from gdp.search.place import answer
+
+        return answer if self.target is None else partial(answer_for, self.target)
 
     def for_servers(self, question: "PlaceQuestion") -> "tuple[PlaceRequest, PlaceQuestion]":
         """Returns the request and its question for what servers run, layers in order, unless it asks for else."""

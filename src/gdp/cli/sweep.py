@@ -2,7 +2,6 @@
 
 import contextlib
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from gdp.cli.inputs import read_graph
@@ -83,19 +82,16 @@ class _SweepTable:
     def add(self, value: int | str, request: PlaceRequest, stop: "Stop") -> None:
         """Places with `value`; where that cannot be, the row says why. InputError for a model that no row can read."""
         from gdp.budget import Clock
-        from gdp.export.exportable_plan import answer_for
         from gdp.planning.sweep import SweepRow, place_row
         from gdp.report.progress import StatusLine, live
         from gdp.report.sweep_answer import outcome
-        from gdp.search.place import answer
 
         served, line = None, StatusLine(f"{request.model}, {self.sweep.what} {value}", request.budget.seconds)
         try:
             question, served = self._opened(request)
             request, question = request.for_servers(question)
-            find = answer if request.target is None else partial(answer_for, request.target)
             with live(line):
-                row = place_row(value, question, self.rows, Clock(request.budget, stop=stop), find)
+                row = place_row(value, question, self.rows, Clock(request.budget, stop=stop), request.find)
             if served is not None and served.phase == "decode" and not stop.is_set():
                 row = replace(row, first_token_ns=self._first_token_ns(request, question, served, row))
         except InputError as error:

@@ -120,6 +120,8 @@ def answer_for(target: ExportTarget, question: PlaceQuestion, clock: Clock) -> S
         robust=options.robust,
         num_threads=options.num_threads,
     )
+    assert placed.plan.search is not None
+    clock.spend(placed.plan.search.simulations)
     return Solution(None, plan=placed.plan)
 
 

@@ -13,8 +13,10 @@ from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.errors import InputError
+from gdp.parallel.batches import in_flight
 from gdp.parallel.layout import AUTO, Layout
 from gdp.placers import CLASSICAL
+from gdp.search.batches.place_batches import throughput_bound
 from gdp.search.candidate import Candidate
 from gdp.search.place import answer
 from gdp.search.place_question import Placeable, PlaceQuestion, SearchOptions
@@ -58,6 +60,7 @@ class Comparison:
     lower_bound_ns: int  # of op placement of the whole step
     interrupted: bool = False
     layout_bound_ns: int | None = None  # of any layout of the batch; None: no row has one
+    num_batches: int = 0  # in flight, where times are per batch
 
     def bound_of(self, row: PlacerRow) -> int:
         """Returns the time that no step like that of `row` takes less than; 0: not known."""
@@ -65,7 +68,7 @@ class Comparison:
 
     def bounds(self, text: Callable[[int], str] = notebook.milliseconds) -> str:
         """Returns the bounds of the rows in words, with `text` of a time."""
-        if self.layout_bound_ns is None:
+        if self.layout_bound_ns in (None, self.lower_bound_ns):
             return f"Lower bound {text(self.lower_bound_ns)}"
         return (
             f"Lower bound {text(self.layout_bound_ns)} of any layout of the batch, {text(self.lower_bound_ns)} of "
@@ -129,13 +132,34 @@ def compare(
     if type(seeds) is not int or seeds < 1:
         raise InputError(f"seeds is {seeds!r}; a number of at least 1 is expected")
     limit = Budget.of(budget)
-    stop = stop or threading.Event()
     limits = Constraints.of(constraints, keywords, compare)
     options = SearchOptions(checkpoint=checkpoint, num_threads=num_threads)
     question = PlaceQuestion.of(model, Cluster.of(cluster), limits, None, None, options)
-    problem = question.problem
+    return compare_answers(question, placers, limit, seeds, rivals=rivals, on_start=on_start, stop=stop)
+
+
+def compare_answers(
+    question: PlaceQuestion,
+    placers: Sequence[str],
+    limit: Budget,
+    seeds: int,
+    find: Callable[[PlaceQuestion, Clock], Solution] = answer,
+    *,
+    rivals: Mapping[str, Rival] = MappingProxyType({}),
+    on_start: Callable[[str, int], None] | None = None,
+    stop: threading.Event | None = None,
+) -> Comparison:
+    """Returns the rows of `placers` for an open question, which `auto` answers with `find`, as in `compare`.
+
+    Of batches in flight, which `auto` alone answers, the rows before it are the ways to serve that users run.
+    """
+    if question.num_batches and (rivals or list(placers) != [AUTO]):
+        raise InputError("--placers: batches in flight are placed by auto, beside what users run; leave the option out")
+    stop, problem, options = stop or threading.Event(), question.problem, question.options
     reduction = reduce(problem)
     rows = [_rival_row(name, rival, problem) for name, rival in rivals.items()]
+    if AUTO in placers:
+        question.prepare()
     for name in placers:
         solver_of(name).prepare()
         answers: list[Candidate | None] = []
@@ -149,7 +173,10 @@ def compare(
             if name != AUTO:
                 best = solve(name, replace(asked.about_ops(), reduction=reduction), clock).best
             elif not stop.is_set():
-                best = _answered(asked, clock)
+                solution = find(asked, clock)
+                best = _answered(solution)
+                if question.num_batches and not seed:
+                    rows += [_row(each.name, [each], 0.0, 1) for each in solution.looked_at if each.name]
             if stop.is_set():
                 return _comparison(rows, question, interrupted=True)
             answers.append(best)
@@ -159,16 +186,21 @@ def compare(
     return _comparison(rows, question)
 
 
-def _answered(question: PlaceQuestion, clock: Clock) -> Candidate:
-    """Returns the plan of `place`."""
-    solution = answer(question, clock)
-    assert solution.best is not None
-    assert solution.plan is not None
-    assert solution.plan.problem is not None
-    return replace(Candidate.of(replay(solution.plan.problem, solution.plan)), cut=solution.best.cut)
+def _answered(solution: Solution) -> Candidate:
+    """Returns the plan of `place`; of batches in flight with the time per batch."""
+    best, plan = solution.best, solution.plan
+    assert plan is not None
+    assert plan.problem is not None
+    if plan.layout is not None and in_flight(plan.layout):
+        assert best is not None
+        return best
+    return replace(Candidate.of(replay(plan.problem, plan)), cut=None if best is None else best.cut)
 
 
 def _comparison(rows: Sequence[PlacerRow], question: PlaceQuestion, *, interrupted: bool = False) -> Comparison:
+    if question.num_batches:
+        bound_ns = throughput_bound(question.graph, question.cluster, question.num_batches)
+        return Comparison(tuple(rows), bound_ns, interrupted, bound_ns, question.num_batches)
     layout_ns = None
     if any(row.layout is not None for row in rows):
         read = {1: question.graph} if question.parts is None else question.parts.read
@@ -179,7 +211,7 @@ def _comparison(rows: Sequence[PlacerRow], question: PlaceQuestion, *, interrupt
 def _row(name: str, answers: Sequence[Candidate | None], seconds: float, simulations: int) -> PlacerRow:
     statuses = {"failed" if best is None else "ok" if best.fits else "infeasible" for best in answers}
     status = next(status for status in ("failed", "infeasible", "ok") if status in statuses)
-    times_ns = tuple(best.replay.step_time_ns if best is not None and best.fits else None for best in answers)
+    times_ns = tuple(best.step_time_ns if best is not None and best.fits else None for best in answers)
     cut = min((best for best in answers if best is not None and best.cut is not None), default=None)
     return PlacerRow(name, status, times_ns, seconds, simulations, None if cut is None else cut.layout)
 

@@ -89,13 +89,14 @@ class PlanSource:
         """MODEL, to be read again. InputError where the plan does not say it."""
         question = self.plan.question
         if self._model:
-            return ModelSource(self._model, reading_of(self._resolved()))
+            return ModelSource(self._model, reading_of(self.resolved))
         if not question.model:
             raise InputError("does not say its MODEL; name it")
-        return ModelSource(question.model, reading_of(self._resolved()), Path(question.directory))
+        return ModelSource(question.model, reading_of(self.resolved), Path(question.directory))
 
-    def _resolved(self) -> dict[str, Any]:
-        """Returns the options with the files of those that were asked found from where the plan was asked."""
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """The options with the files of those that were asked found from where the plan was asked."""
         files = {
             name: in_directory(self.options[name], self.plan.question.directory)
             for name in ("op_costs", "times")
@@ -148,7 +149,7 @@ class PlanSource:
 
     def _cut(self) -> Model:
         layout, source = self.plan.layout, self.model
-        times = self._resolved().get("times")
+        times = self.resolved.get("times")
         if times is not None:
             return source.timed(MeasuredTimes(Path(times)), [device.kind for device in self.cluster.devices])
         if layout is None:

@@ -139,6 +139,8 @@ def simulate_report(
 def compare_report(comparison: Comparison, served: ServedStep | None = None) -> Iterator[RenderableType]:
     """Yields the table of `gdp compare`: medians over seeds, the best in bold; the speed of a `served` step too."""
     best_ns = min((row.step_time_ns for row in comparison.rows if row.step_time_ns is not None), default=None)
+    count = comparison.num_batches
+    per_batch = f", and per batch: {count} are in flight" if count else ""
     speed = () if served is None else (">tokens per second",)
     table = new_table(
         "placer",
@@ -174,7 +176,7 @@ def compare_report(comparison: Comparison, served: ServedStep | None = None) -> 
             yield Text(f"{row.placer}: {row.layout}.")
         elif row.reason:
             yield Text(f"{row.placer}: {row.reason}{'' if row.layout is None else f' ({row.layout})'}.")
-    yield Text(f"{comparison.bounds(format_ms)}. Step times are medians over seeds.")
+    yield Text(f"{comparison.bounds(format_ms)}. Step times are medians over seeds{per_batch}.")
     if served is not None and best_ns is not None:
         yield Text(served.sentence(best_ns))
 

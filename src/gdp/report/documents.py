@@ -109,6 +109,7 @@ def compare_document(
         "graph": graph_document(graph),
         "cluster": cluster_document(cluster),
         "budget": budget,
+        "batches": comparison.num_batches or None,
         "rows": [
             {
                 "placer": row.placer,
