@@ -8,7 +8,7 @@ import csv
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +17,8 @@ import numpy as np
 
 from benchmarks.rows import Rows
 from gdp import files
-from gdp.cluster import Cluster
+from gdp.cluster import Cluster, Device
+from gdp.cluster.achieved import figures_of_kind
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.simulator.problem import Problem
@@ -127,8 +128,14 @@ def read_table(path: Path, columns: Sequence[str]) -> list[Mapping[str, str]]:
 
 @cache
 def cluster_of(devices: str) -> Cluster:
-    """Returns the cluster of DEVICES, built once."""
-    return Cluster.parse(devices)
+    """Returns the cluster of DEVICES, built once, whose cards tell what they achieve."""
+    cluster = Cluster.parse(devices)
+    return replace(cluster, devices=tuple(map(_achieving, cluster.devices)))
+
+
+def _achieving(device: Device) -> Device:
+    launch_ns, issue_ns, achieved = figures_of_kind(device.kind)
+    return replace(device, launch_ns=launch_ns, issue_ns=issue_ns, achieved=achieved)
 
 
 def on_one_card(graph: Graph, card: str) -> Simulation:

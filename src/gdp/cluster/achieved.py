@@ -4,8 +4,11 @@ A device without any runs at the rates of its sheet, and an op of its own is one
 section 2.
 """
 
+import tomllib
 from collections.abc import Mapping
+from importlib.resources import files
 from types import MappingProxyType
+from typing import NamedTuple
 
 from gdp.errors import InputError, suggest
 
@@ -45,6 +48,26 @@ NUMBERS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Further numbers, 0 where a device does not tell them."""
+
+
+class CardFigures(NamedTuple):
+    """What a kind of card does with kernels."""
+
+    launch_ns: int  # between kernels, on the device
+    issue_ns: int  # of the host, for a kernel
+    achieved: Mapping[str, float]
+
+
+def figures_of_kind(kind: str) -> CardFigures:
+    """Returns the figures of a kind of GPU: those of its family, and its own."""
+    row = dict(_TABLES["kinds"].get(kind, {}))
+    figures = dict(_TABLES["families"][row.pop("family", "gpu")]) | row
+    figures["cache_bytes"] = figures.pop("cache_mib", 0) * 2**20
+    launch_ns, issue_ns = (figures.pop(name) for name in ("launch_ns", "issue_ns"))
+    return CardFigures(launch_ns, issue_ns, MappingProxyType(figures))
+
+
+_TABLES = tomllib.loads((files("gdp.cluster") / "achieved.toml").read_text(encoding="utf-8"))
 
 
 def check_achieved(achieved: Mapping[str, float], where: str) -> None:
