@@ -89,7 +89,7 @@ class ImageModelSteps(MeasuredSource):
         """Simulates the step on one card."""
         step: ImageStep = row.case
         graph = graphs.read(step.name, lambda: capture(step))
-        simulation = on_one_card(graph, row.card)
+        simulation = on_one_card(graph, row.card, row.runtime)
         form = "channels_last" if step.channels_last else "NCHW"
         fits = not simulation.missing_bytes.any()
         return PredictedRow(row, simulation.step_time_ns / 1e6, f"{kind_of(graph)}, {form}", fits)

@@ -31,7 +31,7 @@ class OpTable(MeasuredSource):
     def predict(self, row: MeasuredRow, graphs: CapturedGraphs) -> PredictedRow:
         """Predicts the op alone on the card."""
         op: Op = row.case
-        simulation = on_one_card(Graph.build(op.name, [op], []), row.card)
+        simulation = on_one_card(Graph.build(op.name, [op], []), row.card, row.runtime)
         return PredictedRow(row, simulation.step_time_ns / 1e6, op.name)
 
 

@@ -127,18 +127,19 @@ def read_table(path: Path, columns: Sequence[str]) -> list[Mapping[str, str]]:
 
 
 @cache
-def cluster_of(devices: str) -> Cluster:
+def cluster_of(devices: str, runtime: str = EAGER) -> Cluster:
     """Returns the cluster of DEVICES, built once, whose cards tell what they achieve."""
     cluster = Cluster.parse(devices)
-    return replace(cluster, devices=tuple(map(_achieving, cluster.devices)))
+    return replace(cluster, devices=tuple(_achieving(device, runtime) for device in cluster.devices))
 
 
-def _achieving(device: Device) -> Device:
+def _achieving(device: Device, runtime: str) -> Device:
     launch_ns, issue_ns, achieved = figures_of_kind(device.kind)
+    issue_ns = 0 if runtime == CUDA_GRAPHS else issue_ns
     return replace(device, launch_ns=launch_ns, issue_ns=issue_ns, achieved=achieved)
 
 
-def on_one_card(graph: Graph, card: str) -> Simulation:
+def on_one_card(graph: Graph, card: str, runtime: str = EAGER) -> Simulation:
     """Simulates a graph on one card, in the order of its program."""
-    problem = Problem.build(graph, cluster_of(card))
+    problem = Problem.build(graph, cluster_of(card, runtime))
     return simulate(problem, np.zeros(graph.num_ops, np.int64), priority=problem.program_level)
