@@ -2,6 +2,7 @@
 
 import json
 import signal
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 
 import gdp
 from benchmarks.op_times import measure_in_turn
-from gdp import Cluster, Plan, Problem, simulate
+from gdp import Cluster, Graph, Plan, Problem, simulate
 from gdp.cli import main
 from gdp.cluster.detect import host
 from gdp.execute.equality import compare, eager_step, full_precision
@@ -73,9 +74,8 @@ def test_place_with_measured_times(here: Path, capsys: pytest.CaptureFixture[str
     assert sum(device["num_ops"] for device in devices) == len(Plan.load("p/plan.json").placement)
 
     assert sum(MeasuredTimes("new/times.db").count().values()) > 0
-    placed = answer(
-        capsys, "place", model, "--devices", "two.yaml", "--budget", "50sims", "--out", "p", "--times", "new/times.db"
-    )
+    asked = ("--devices", "two.yaml", "--budget", "50sims", "--parallel", "none", "--out", "p")
+    placed = answer(capsys, "place", model, *asked, "--times", "new/times.db")
     assert all(count["measured"] > 0 and not count["roofline"] for count in placed["op_times"].values())
     again = answer(capsys, "run", model, *plan)
     assert again["predicted_step_time_ns"] == placed["step_time_ns"]
@@ -84,6 +84,24 @@ def test_place_with_measured_times(here: Path, capsys: pytest.CaptureFixture[str
     assert "bit for bit" in text
     assert "What explains most of the error" in text
     assert main(["simulate", "p/graph.json.gz", "--devices", "p/cluster.json", "--plan", "p/plan.json"]) == 0
+
+
+def test_layouts_with_measured_times(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Times of the ops of half batches, but not of updates in pieces, give those of whole ones and of layouts."""
+    asked = ("run_models:net", "--devices", "two.yaml", "--budget", "50sims")
+    answer(capsys, "place", *asked, "--out", "p", "--parallel", "data=2,zero=1")
+    answer(capsys, "run", "p/plan.json", *ON, "--steps", "2", "--times", "t.db")
+    assert MeasuredTimes("t.db").samples("run_models:net") == [4]
+    half = answer(capsys, "place", *asked, "--out", "q", "--parallel", "data=2", "--times", "t.db")
+    whole = answer(capsys, "place", *asked, "--parallel", "none", "--times", "t.db")
+    phases = Counter(Graph.load("q/graph.json.gz").phases)
+    for found, num_updates in ((half, phases["update"]), (whole, phases["update"] // 2)):
+        counts = found["op_times"].values()
+        assert all(count["measured"] > 0 and count["roofline"] <= 3 * num_updates for count in counts), counts
+    assert answer(capsys, "simulate", "q/plan.json")["step_time_ns"] == half["step_time_ns"]
+    assert answer(capsys, "run", "q/plan.json", *ON, "--steps", "1")["results"]["equal"]
+    Path("q/graph.json.gz").unlink()  # MODEL is read anew, with its times
+    assert answer(capsys, "simulate", "q/plan.json")["step_time_ns"] == half["step_time_ns"]
 
 
 def test_plans_without_a_cluster(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

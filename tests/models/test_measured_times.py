@@ -9,7 +9,8 @@ from torch import nn
 
 from gdp import Cluster, InputError
 from gdp.costs.op_times import count_time_sources, op_times
-from gdp.models.measured_times import MeasuredTimes, OpTime, with_measured_times, with_times
+from gdp.models.measured_times import MeasuredTimes, OpTime, OpTimer, with_times
+from gdp.models.model import Model
 from gdp.models.pytorch import capture
 from gdp.models.pytorch.signature import signatures
 
@@ -82,7 +83,9 @@ def test_measured_times_replace_the_roofline(tmp_path: Path) -> None:
     times = MeasuredTimes(tmp_path / "times.db", create=True)
     op = found.graph.kinds.index("aten.addmm")
     times.store("p100-pcie-16g", "torch x", [OpTime(names[op], 123_456, 0, 1)])
-    timed = with_measured_times(found.graph, names, times, ["p100-pcie-16g"], "torch x")
+    timer = OpTimer(times, cluster)
+    timed = timer.measured(Model(found.graph, {}, is_captured=True), names, "torch x").graph
+    assert timer.lacks(timed)
     assert op_times(timed, cluster)[op].tolist() == [123_456] * 2
     modelled = [number for number in range(timed.num_ops) if number != op]
     assert (op_times(timed, cluster)[modelled] == op_times(found.graph, cluster)[modelled]).all()

@@ -15,8 +15,8 @@ from gdp.cluster import Cluster
 from gdp.cluster.device import Route
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
+from gdp.graph.interpolation import have_same_ops, interpolated
 from gdp.models.pytorch import capture_fn
-from gdp.parallel.interpolation import have_same_ops, interpolated
 from gdp.parallel.layout import Layout
 from gdp.parallel.rings import ring_over
 from gdp.parallel.step import Step

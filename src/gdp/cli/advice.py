@@ -123,7 +123,7 @@ def _best_layout(opened: OpenRequest, clock: "Clock") -> "WhatIf | None":
 
     request, model = opened.request, opened.model
     cluster, limits, options = request.cluster, request.constraints, opened.question.options
-    if request.parallel != NONE or cluster.num_devices == 1 or request.times is not None or not model.seconds:
+    if request.parallel != NONE or cluster.num_devices == 1 or not model.seconds:
         return None
     with live(StatusLine("reading the batch")):
         parts = PlaceQuestion.of(request.source, cluster, limits, None, None, options, model).parts

@@ -49,16 +49,6 @@ def read_graph(source: "ModelSource") -> "Model":
     return model
 
 
-def read_timed(source: "ModelSource", times: Path, cluster: "Cluster") -> "Model":
-    """Reads MODEL with the measured times of its ops on the kinds of devices in `cluster`."""
-    from gdp.report.progress import live
-
-    with live(f"capturing {source.text}"):
-        from gdp.models.measured_times import MeasuredTimes
-
-        return source.timed(MeasuredTimes(times), [device.kind for device in cluster.devices])
-
-
 def build_problem(graph: "Graph", cluster: "Cluster", constraints: "Constraints") -> "Problem":
     """Builds the problem of `graph` on `cluster`; raises InputError for constraints that cannot be met."""
     from gdp.report.progress import live

@@ -165,6 +165,10 @@ def place(
         )
         check_checkpoint(checkpoint, [placer])
         request.check(sweep)
+        if times is not None and table is None:
+            from gdp.models.measured_times import MeasuredTimes
+
+            request = replace(request, source=request.source.timed(MeasuredTimes(times), cluster))
     return respond(request) if table is None else sweep_place(request, table, limits, known_prices)
 
 

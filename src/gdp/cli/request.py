@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gdp.cli.inputs import read_graph, read_timed
+from gdp.cli.inputs import read_graph
 from gdp.cli.shared import log, refuse_beside
 from gdp.errors import InputError
 
@@ -64,12 +64,12 @@ class PlaceRequest:
 
     def read(self) -> "Model":
         """Reads the model's graph, with measured times if --times has some."""
-        return read_graph(self.source) if self.times is None else read_timed(self.source, self.times, self.cluster)
+        return read_graph(self.source)
 
     @property
     def can_split(self) -> bool:
         """True if the model can be read anew with its batch split."""
-        return self.times is None and not self.source.is_file
+        return not self.source.is_file
 
     def check(self, sweep: str | None) -> None:
         """Raises InputError for options that say something else than --batches, --parallel or --requests."""
@@ -90,18 +90,17 @@ class PlaceRequest:
             refuse_beside("--batches", {**more, **others})
         elif has_layout:
             _check_reading_for_layouts(self.reading, is_file=self.source.is_file)
-            refuse_beside("--parallel", {**others, "--times": self.times is not None})
+            refuse_beside("--parallel", others)
 
     def question(self, model: "Model") -> "PlaceQuestion":
         """Returns what is asked about MODEL, read as `model`. InputError for what a search would be in vain with."""
         from gdp.report.progress import live
 
-        is_for_ops = self.target is not None or self.times is not None
         with self.named(), live(f"preparing {model.graph.name} on {self.cluster.name}"):
             from gdp.parallel.layout import NONE
             from gdp.search.place_question import PlaceQuestion
 
-            parallel = NONE if self.parallel is None and is_for_ops else self.parallel
+            parallel = NONE if self.parallel is None and self.target is not None else self.parallel
             limits, options = self.constraints, self.options
             question = PlaceQuestion.of(self.source, self.cluster, limits, parallel, self.batches, options, model)
             problem = question.problem  # bad constraints are better known now than after a search

@@ -115,6 +115,9 @@ def run(
         stored = MeasuredTimes(times, create=True)
         for kind, times_ns in op_times(executable, result, [device.kind for device in cluster.devices]).items():
             stored.store(kind, LIBRARY, times_ns)
+        if (samples := source.batch_size) is not None:
+            cut = executable.cut
+            stored.note_samples(source.text, samples if cut is None or cut.is_stream else samples // cut.num_parts)
         log(f"gdp: measured op times are in {times}; use them with gdp place --times {times}")
     if not result.is_equal:
         return fail(f"error: the results are not those of {result.reference}; this is a fault of gdp", FAILED)

@@ -69,11 +69,11 @@ class Executable:
         return [(self.args, self.kwargs)] if self.cut is None else [*self.cut.split(self.args, self.kwargs)]
 
     def signatures(self) -> Sequence[str]:
-        """Returns the signatures of ops; "" for those that only a layout makes."""
+        """Returns the signatures of ops; "" for those that a layout makes or changes."""
         if self.cut is None:
             return signatures(self.capture.program)
         of_part = signatures(self.cut.part)
-        return ["" if origin < 0 else of_part[origin] for origin in self.cut.origin]
+        return ["" if op in self.cut.made else of_part[origin] for op, origin in enumerate(self.cut.origin)]
 
 
 def read_executable(

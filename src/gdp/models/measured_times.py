@@ -11,9 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
+
+from gdp.cluster import Cluster
+from gdp.costs.op_times import op_time_classes
 from gdp.errors import InputError, prefixed
 from gdp.files import check_version
 from gdp.graph import Graph
+from gdp.graph.interpolation import have_same_ops, time_between
+from gdp.models.model import Model
 
 _APPLICATION_ID, _VERSION = 0x67647074, 1  # "gdpt"
 _LONGEST_WAIT_SECONDS = 10.0  # for another process that writes
@@ -49,6 +55,22 @@ class MeasuredTimes:
         ]
         with self._explained(), closing(self._connect()) as connection, connection:
             connection.executemany("INSERT OR REPLACE INTO op_times VALUES (?, ?, ?, ?, ?, ?)", rows)
+
+    def note_samples(self, model: str, samples: int) -> None:
+        """Notes that steps of MODEL were measured with this number of samples."""
+        with self._explained(), closing(self._connect()) as connection, connection:
+            connection.execute(
+                "CREATE TABLE IF NOT EXISTS steps (model TEXT, samples INTEGER, PRIMARY KEY (model, samples))"
+            )
+            connection.execute("INSERT OR REPLACE INTO steps VALUES (?, ?)", (model, samples))
+
+    def samples(self, model: str) -> list[int]:
+        """Returns the numbers of samples that steps of MODEL were measured with, ascending."""
+        with self._explained(), closing(self._connect()) as connection:
+            if not connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'steps'").fetchone()[0]:
+                return []
+            rows = connection.execute("SELECT samples FROM steps WHERE model = ?", (model,)).fetchall()
+        return sorted(samples for (samples,) in rows if type(samples) is int and samples > 0)
 
     def find(self, device_kind: str, library: str, signatures: Iterable[str]) -> dict[str, OpTime]:
         """Returns the known times of these ops on a kind of device, by signature."""
@@ -117,35 +139,80 @@ class MeasuredTimes:
             ) from None
 
 
-def with_measured_times(
-    graph: Graph, signatures: Sequence[str], times: MeasuredTimes, device_kinds: Iterable[str], library: str
-) -> Graph:
-    """Returns `graph` with the measured times of its ops on these kinds of devices; other times stay."""
-    tables: list[dict[str, int]] = [dict(table) for table in graph.times_ns]
-    for kind in dict.fromkeys(device_kinds):
-        op_times = times.find(kind, library, signatures)
-        for table, signature in zip(tables, signatures, strict=True):
-            if signature in op_times:
-                table[kind] = op_times[signature].median_ns
-    return with_times(graph, tables)
+@dataclass(frozen=True, eq=False)
+class OpTimer:
+    """The measured times that the steps of a MODEL have on the kinds of devices of a cluster."""
 
+    times: MeasuredTimes
+    cluster: Cluster
 
-def measured_noise(
-    signatures: Sequence[str], times: MeasuredTimes, device_kinds: Iterable[str], library: str
-) -> float | None:
-    """Returns the relative standard deviation of op times on these kinds of devices, weighted by time; None if unknown.
+    @property
+    def device_kinds(self) -> dict[str, int]:
+        """The kinds, each with one of its devices."""
+        return {device.kind: number for number, device in enumerate(self.cluster.devices)}
 
-    Half the distance between quartiles is 0.6745 standard deviations of a normal distribution.
-    """
-    median_ns, spread_ns = 0, 0
-    for kind in dict.fromkeys(device_kinds):
-        op_times = times.find(kind, library, signatures)
-        samples = [op_times[signature] for signature in signatures if signature in op_times]
-        median_ns += sum(time.median_ns for time in samples if time.num_samples > 1)
-        spread_ns += sum(time.spread_ns for time in samples if time.num_samples > 1)
-    return spread_ns / 0.6745 / median_ns if median_ns else None
+    def lacks(self, graph: Graph) -> bool:
+        """Returns whether an op that does anything has no time on one of the kinds of devices."""
+        active = ((graph.flops > 0) | (graph.bytes_accessed > 0)).nonzero()[0].tolist()
+        return any(kind not in graph.times_ns[op] for op in active for kind in self.device_kinds)
+
+    def measured(self, model: Model, signatures: Sequence[str], library: str) -> Model:
+        """Returns the step with the times that were measured of its ops; other times stay.
+
+        Its noise is the relative standard deviation of these times, weighted by time; None if it is not known. Half the
+        distance between quartiles is 0.6745 standard deviations of a normal distribution.
+        """
+        tables: list[dict[str, int]] = [dict(table) for table in model.graph.times_ns]
+        median_ns, spread_ns = 0, 0
+        for kind in self.device_kinds:
+            op_times = self.times.find(kind, library, signatures)
+            for table, signature in zip(tables, signatures, strict=True):
+                if (op_time := op_times.get(signature)) is not None:
+                    table[kind] = op_time.median_ns
+                    median_ns += op_time.median_ns if op_time.num_samples > 1 else 0
+                    spread_ns += op_time.spread_ns if op_time.num_samples > 1 else 0
+        noise = spread_ns / 0.6745 / median_ns if median_ns else None
+        return replace(model, graph=with_times(model.graph, tables), noise=noise)
+
+    def between(self, graph: Graph, samples: int, others: Mapping[int, Graph]) -> Graph:
+        """Returns `graph`, a step of `samples`, with times of ops that have none from `others`, by numbers of samples.
+
+        An op that was measured with two numbers or more has a time on the line through those around `samples`, else the
+        nearest ones; with one number, a time in proportion to what the cost model says of both steps.
+        """
+        steps = {count: step for count, step in others.items() if have_same_ops(graph, step)}
+        if not steps:
+            return graph
+        tables = [dict(table) for table in graph.times_ns]
+        modelled = {
+            count: op_time_classes(with_times(step, [{}] * step.num_ops), self.cluster)
+            for count, step in (*steps.items(), (samples, graph))
+        }
+        device_class = modelled[samples][1]
+        for kind, device in self.device_kinds.items():
+            for op, table in enumerate(tables):
+                known = {count: step.times_ns[op][kind] for count, step in steps.items() if kind in step.times_ns[op]}
+                if kind in table or not known:
+                    continue
+                if len(known) > 1:
+                    one, other = _around(samples, known)
+                    table[kind] = time_between((one, known[one]), (other, known[other]), samples)
+                else:
+                    ((count, time_ns),) = known.items()
+                    own_ns, other_ns = (
+                        int(modelled[number][0][op, device_class[device]]) for number in (samples, count)
+                    )
+                    table[kind] = -(-time_ns * own_ns // other_ns) if min(time_ns, own_ns, other_ns) > 0 else time_ns
+        return with_times(graph, tables)
 
 
 def with_times(graph: Graph, tables: Sequence[Mapping[str, int]]) -> Graph:
     """Returns `graph` with other times: [N] by device name or kind, in ns."""
     return replace(graph, times_ns=tuple(MappingProxyType(dict(table)) for table in tables))
+
+
+def _around(samples: int, known: Mapping[int, int]) -> tuple[int, int]:
+    """Returns two numbers of `known`: those next to `samples` on both sides, else the nearest."""
+    counts = np.array(sorted(known, key=lambda count: abs(count - samples)))
+    beyond = counts[np.sign(counts - samples) != np.sign(counts[0] - samples)]
+    return int(counts[0]), int(beyond[0] if len(beyond) else counts[1])

@@ -4,9 +4,11 @@ MODEL is a built-in workload, a `gdp-graph` or ONNX file, a Transformers directo
 or `Workload`.
 """
 
+import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,7 +29,8 @@ from gdp.models.user_function import Example, JaxFunction, UserFunction, in_orde
 if TYPE_CHECKING:
     import torch
 
-    from gdp.models.measured_times import MeasuredTimes
+    from gdp.cluster import Cluster
+    from gdp.models.measured_times import MeasuredTimes, OpTimer
     from gdp.models.pytorch import Capture
     from gdp.models.pytorch.capture_step import Built
 
@@ -54,6 +57,8 @@ class ModelSource:
         if directory is not None and directory.resolve() != Path.cwd():
             self.text = in_directory(self.text, directory)
         self._directory = directory
+        self._timer: OpTimer | None = None  # None: times of ops are modelled
+        self._timed_parts: dict[int, Model] = {}  # with times measured with as many samples
         self._time_steps: dict[int, list[int]] = {}  # of recurrent layers, by the number of parts
 
     @classmethod
@@ -81,7 +86,7 @@ class ModelSource:
 
     def part(self, num_parts: int) -> Model:
         """Returns the step of 1 / `num_parts` of the batch; of a file all of it."""
-        return self.reading.finish(self._part(num_parts))
+        return self.reading.finish(self._part(num_parts) if self._timer is None else self._timed(num_parts))
 
     def split(self, microbatches: int, samples_by: int = 1) -> Graph:
         """Returns the step in this number of micro-batches, of 1 / `samples_by` of the batch."""
@@ -96,21 +101,31 @@ class ModelSource:
             return self._capture_served(1)[0]
         return self._no_jax(self._capture(1))
 
-    def timed(self, times: "MeasuredTimes", device_kinds: Iterable[str]) -> Model:
-        """Returns the whole step with the known times of its ops on these kinds of devices."""
-        from gdp.models.measured_times import measured_noise, with_measured_times
-        from gdp.models.pytorch.signature import LIBRARY, signatures
+    def timed(self, times: "MeasuredTimes", cluster: "Cluster") -> "ModelSource":
+        """Returns the same MODEL, whose steps have the known times of their ops on the kinds of these devices."""
+        from gdp.models.measured_times import OpTimer
 
         self.check_runnable("measured")
-        kinds, microbatching = list(device_kinds), self.reading.microbatching
-        captured = self._no_jax(self._capture(microbatching.count))
-        op_signatures = signatures(captured.program)
-        graph = with_measured_times(captured.graph, op_signatures, times, kinds, LIBRARY)
-        noise = measured_noise(op_signatures, times, kinds, LIBRARY)
-        notes = self._notes(captured)
-        model = Model(graph, captured.coverage.unknown, is_captured=True, noise=noise, notes=notes)
-        model = self.reading.finish(model)
-        return replace(model, graph=microbatching.apply(model.graph))
+        source = copy(self)
+        source._timer, source._timed_parts = OpTimer(times, cluster), {}
+        return source
+
+    def _timed(self, num_parts: int) -> Model:
+        """Returns the step of a part of the batch with the times of its ops, measured with as many samples or others.
+
+        Other numbers are those that the file of times has of MODEL, where they divide the batch.
+        """
+        timer, batch_size, others = self._timer, self.batch_size, dict[int, Graph]()
+        model = self._timed_parts[num_parts] = self._timed_parts.get(num_parts) or self._part(num_parts)
+        if timer is None or not batch_size or not timer.lacks(model.graph):
+            return model
+        for samples in timer.times.samples(self.text):
+            if batch_size % samples == 0 and samples * num_parts != batch_size:
+                count = batch_size // samples
+                with contextlib.suppress(InputError):  # a layer may fail with so few samples
+                    other = self._timed_parts[count] = self._timed_parts.get(count) or self._part(count)
+                    others[samples] = other.graph
+        return replace(model, graph=timer.between(model.graph, batch_size // num_parts, others))
 
     def build(self, num_parts: int = 1) -> Example:
         """Builds (module, args, kwargs), with the inputs of the first of `num_parts` parts of the batch.
@@ -147,6 +162,11 @@ class ModelSource:
     def is_file(self) -> bool:
         """True for a graph or ONNX file, whose batch cannot be split."""
         return is_graph_file(self.text) or is_onnx(self.text)
+
+    @property
+    def is_timed(self) -> bool:
+        """True if the times of ops were measured."""
+        return self._timer is not None
 
     @cached_property
     def batch_size(self) -> int | None:
@@ -195,7 +215,7 @@ class ModelSource:
     def is_kept(self, num_parts: int) -> bool:
         """Returns whether 1 / `num_parts` of the batch was captured before, and need not be again."""
         entry = graph_cache.model_entry(self.text, self.reading, num_parts)
-        return entry is not None and entry.is_file()
+        return self._timer is None and entry is not None and entry.is_file()
 
     def check_runnable(self, verb: str) -> None:
         """Raises InputError for a MODEL that is placed only: a file, or a model with quantised weights."""
@@ -244,16 +264,21 @@ class ModelSource:
                 )
             return _read_onnx(text, reading.dims)
         entry = graph_cache.model_entry(text, reading, num_parts)
-        if (model := graph_cache.read(entry)) is None:
+        model = graph_cache.read(entry) if self._timer is None else None  # whose signatures are not kept
+        if model is None:
             if reading.serving.has_cache:
-                model = self._capture_served(num_parts)[1]
+                captured, model = self._capture_served(num_parts)
             else:
-                captured = self._capture(num_parts)
-                if isinstance(captured, JaxFunction):
-                    return self._read_jax(captured)
-                unknown, seconds = captured.coverage.unknown, captured.seconds
-                model = Model(captured.graph, unknown, True, None, self._notes(captured), None, seconds, seconds)
+                step = self._capture(num_parts)
+                if isinstance(step, JaxFunction):
+                    return self._read_jax(step if self._timer is None else self._no_jax(step))
+                captured, unknown = step, step.coverage.unknown
+                model = Model(step.graph, unknown, True, None, self._notes(step), None, step.seconds, step.seconds)
             graph_cache.write(entry, model)
+            if self._timer is not None:
+                from gdp.models.pytorch.signature import LIBRARY, signatures
+
+                model = self._timer.measured(model, signatures(captured.program), LIBRARY)
         return model
 
     def _read_jax(self, function: JaxFunction) -> Model:

@@ -19,7 +19,7 @@ from gdp.cluster import Cluster
 from gdp.cluster.changes import MOST_CHANGED
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.parallel.interpolation import have_same_ops, interpolated
+from gdp.graph.interpolation import have_same_ops, interpolated
 from gdp.parallel.layout import AUTO
 from gdp.planning.advice import (
     FASTER,

@@ -151,7 +151,7 @@ class PlanSource:
         layout, source = self.plan.layout, self.model
         times = self.resolved.get("times")
         if times is not None:
-            return source.timed(MeasuredTimes(Path(times)), [device.kind for device in self.cluster.devices])
+            source = source.timed(MeasuredTimes(Path(times)), self.cluster)
         if layout is None:
             return source.whole()
         if in_flight(layout) or source.is_file:

@@ -13,10 +13,10 @@ from gdp.budget import Clock, Effort
 from gdp.errors import InputError, WrongBatchError
 from gdp.graph import Graph
 from gdp.graph.accumulation import one_microbatch
+from gdp.graph.interpolation import have_same_ops, interpolated
 from gdp.graph.microbatches import MAX_MICROBATCHES, count_microbatches
 from gdp.models.model import Reading
 from gdp.models.source import ModelSource
-from gdp.parallel.interpolation import have_same_ops, interpolated
 from gdp.search.settings import DEFAULTS, LargeSteps
 
 

@@ -204,8 +204,8 @@ def _may_be_cut(model: _Opened, read: Model | None) -> bool:
         return isinstance(model, Parts)
     reading = model.reading
     is_whole = reading.microbatching.count == 1 and not reading.microbatching.free_replicas
-    is_modelled = not any(read.graph.times_ns)  # measured times say nothing about parts of ops
-    return is_whole and is_modelled and reading.training and not reading.serving.has_cache and not model.is_file
+    is_known = model.is_timed or not any(read.graph.times_ns)  # a user's times are of ops of the whole batch
+    return is_whole and is_known and reading.training and not reading.serving.has_cache and not model.is_file
 
 
 def _fits_alone(problem: Problem) -> bool:

@@ -16,9 +16,9 @@ from gdp.cluster import Cluster
 from gdp.cluster.changes import only
 from gdp.costs.op_times import op_time_classes
 from gdp.graph import Graph
+from gdp.graph.interpolation import have_same_ops
 from gdp.graph.microbatches import shared_ops
 from gdp.parallel.buckets import gradients_of
-from gdp.parallel.interpolation import have_same_ops
 from gdp.parallel.layout import AUTO, NONE, Layout
 from gdp.parallel.recompute import Recomputation, blocks_to_recompute
 from gdp.parallel.step import Step

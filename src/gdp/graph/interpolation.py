@@ -5,6 +5,7 @@ are read or not), the step is near the truth, and is to be captured before it is
 """
 
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,35 @@ def interpolated(one: Graph, one_samples: int, other: Graph, other_samples: int,
     for pair in dict.fromkeys(zip(one.shapes, other.shapes, strict=True)):
         known[pair] = interpolated_shapes(pair[0], one_samples, pair[1], other_samples, samples)
     figures["shapes"] = tuple(map(known.__getitem__, zip(one.shapes, other.shapes, strict=True)))
+    if any(one.times_ns):
+        tables = zip(one.times_ns, other.times_ns, strict=True)
+        figures["times_ns"] = tuple(
+            MappingProxyType(
+                {
+                    where: time_between((one_samples, ns), (other_samples, high[where]), samples)
+                    for where, ns in low.items()
+                    if where in high
+                }
+            )
+            for low, high in tables
+        )
     return replace(one, **figures)
+
+
+def time_between(one: tuple[int, int], other: tuple[int, int], samples: int) -> int:
+    """Returns the ns of an op with `samples`, on the line through two (samples, ns), rounded up; -1 stays.
+
+    Beyond both it is between no growth and growth in proportion from the nearer one, whatever noise says of the slope.
+    """
+    (low, low_ns), (high, high_ns) = sorted((one, other))
+    if min(low_ns, high_ns) < 0:
+        return -1
+    time_ns = low_ns - (low_ns - high_ns) * (samples - low) // (high - low)
+    if low <= samples <= high:
+        return time_ns
+    near, near_ns = (low, low_ns) if samples < low else (high, high_ns)
+    least, most = sorted((near_ns, -(-near_ns * samples // near)))
+    return min(max(time_ns, least), most)
 
 
 def _between(one: I64, one_samples: int, other: I64, other_samples: int, samples: int) -> I64:
