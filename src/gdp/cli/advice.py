@@ -3,49 +3,47 @@
 import time
 from dataclasses import replace
 from threading import Event
-from typing import TYPE_CHECKING
 
+from gdp.budget import Budget, Clock
 from gdp.cli.open_request import OpenRequest
 from gdp.cli.request import PlaceRequest
-
-if TYPE_CHECKING:
-    from gdp.budget import Budget, Clock
-    from gdp.export.exportable_plan import ExportablePlan
-    from gdp.planning.advice import Advice, WhatIf
-    from gdp.planning.remedies import Remedy
-    from gdp.search.question import Solution
-    from gdp.simulator.plan import Plan
+from gdp.export.adapt import can_run
+from gdp.export.exportable_plan import ExportablePlan
+from gdp.parallel.layout import NONE
+from gdp.planning.advice import Advice, WhatIf, advise
+from gdp.planning.layout_advice import advise_on_layouts, estimated_layout
+from gdp.planning.remedies import Remedy, RemedySearch
+from gdp.report import progress
+from gdp.report.progress import StatusLine, live
+from gdp.report.tables import format_ms
+from gdp.search.place_question import PlaceQuestion
+from gdp.search.question import Solution
+from gdp.simulator.plan import Plan
+from gdp.simulator.simulate import replay
 
 _SHARE, _LEAST_SHARE = 0.2, 0.1  # of the budget; the least where the search took longer than it should
 _REPLAYS = 30  # of the plan, that take as long as to prepare a search for another machine
 _LAYOUT_SHARE = 0.7  # of it at most, for layouts beside op placement
 
 
-def search_budget(request: PlaceRequest) -> "Budget":
+def search_budget(request: PlaceRequest) -> Budget:
     """Returns the budget for the search before the advice, if that is asked for."""
     return request.budget.part(1 - _SHARE) if request.with_advice else request.budget
 
 
-def _budget(request: PlaceRequest, seconds: float) -> "Budget":
+def _budget(request: PlaceRequest, seconds: float) -> Budget:
     """Returns the budget for advice after `seconds`: a share of the whole, or what is left of it if that is less."""
-    from gdp.budget import Budget
-
     total = request.budget.seconds
     if total is None:
         return request.budget.part(_SHARE)
     return Budget(seconds=min(_SHARE * total, max(total - seconds, _LEAST_SHARE * total)))
 
 
-def find_advice(opened: OpenRequest, solution: "Solution", search: "Clock") -> "tuple[Advice | None, Solution]":
+def find_advice(opened: OpenRequest, solution: Solution, search: Clock) -> tuple[Advice | None, Solution]:
     """Returns what other machines would give, tried after the `search`, and the solution, or one on fewer devices.
 
     The advice is None where a layout was asked for.
     """
-    from gdp.budget import Clock
-    from gdp.planning.layout_advice import advise_on_layouts
-    from gdp.report.progress import StatusLine, live
-    from gdp.report.tables import format_ms
-
     best, plan, question = solution.best, solution.plan, opened.question
     assert best is not None
     assert plan is not None
@@ -63,14 +61,8 @@ def find_advice(opened: OpenRequest, solution: "Solution", search: "Clock") -> "
         return advise_on_layouts(solution, question.parts, question.constraints, clock)
 
 
-def _advice_on_ops(opened: OpenRequest, plan: "Plan", budget: "Budget", stop: Event) -> "Advice":
+def _advice_on_ops(opened: OpenRequest, plan: Plan, budget: Budget, stop: Event) -> Advice:
     """Returns what changed machines would give, and after --parallel none what a layout would."""
-    from gdp.budget import Budget, Clock
-    from gdp.planning.advice import advise
-    from gdp.report import progress
-    from gdp.report.tables import format_ms
-    from gdp.simulator.simulate import replay
-
     problem, options = opened.question.problem, opened.question.options
     clock = Clock(budget, stop=stop)
     layout = _best_layout(opened, clock.part(_LAYOUT_SHARE))
@@ -93,10 +85,8 @@ def _advice_on_ops(opened: OpenRequest, plan: "Plan", budget: "Budget", stop: Ev
     return advice if layout is None else replace(advice, what_ifs=(*advice.what_ifs, layout))
 
 
-def advise_on_units(opened: OpenRequest, placed: "ExportablePlan", stop: Event) -> "tuple[Plan, Advice]":
+def advise_on_units(opened: OpenRequest, placed: ExportablePlan, stop: Event) -> tuple[Plan, Advice]:
     """Returns the plan of a target, or one of its on fewer devices, and what it would take on other machines."""
-    from gdp.export.adapt import can_run
-
     plan, units = placed.plan, placed.adapted.units
     assert plan.search is not None
     coarse = units.coarse(opened.question.problem)
@@ -110,17 +100,12 @@ def advise_on_units(opened: OpenRequest, placed: "ExportablePlan", stop: Event) 
     return better, replace(advice, plan=better)
 
 
-def _best_layout(opened: OpenRequest, clock: "Clock") -> "WhatIf | None":
+def _best_layout(opened: OpenRequest, clock: Clock) -> WhatIf | None:
     """Returns an estimate of the best layout of the batch; None where none is possible, or was not refused.
 
     None, too, where its graph was kept from an earlier command: building the model takes longer than its advice is
     worth.
     """
-    from gdp.parallel.layout import NONE
-    from gdp.planning.layout_advice import estimated_layout
-    from gdp.report.progress import StatusLine, live
-    from gdp.search.place_question import PlaceQuestion
-
     request, model = opened.request, opened.model
     cluster, limits, options = request.cluster, request.constraints, opened.question.options
     if request.parallel != NONE or cluster.num_devices == 1 or not model.seconds:
@@ -133,12 +118,8 @@ def _best_layout(opened: OpenRequest, clock: "Clock") -> "WhatIf | None":
         return estimated_layout(parts, cluster, limits, clock)
 
 
-def find_remedies(opened: OpenRequest, plan: "Plan", stop: Event) -> "list[Remedy]":
+def find_remedies(opened: OpenRequest, plan: Plan, stop: Event) -> list[Remedy]:
     """Returns changes with which a step would fit, where advice is asked for."""
-    from gdp.budget import Clock
-    from gdp.planning.remedies import RemedySearch
-    from gdp.report.progress import StatusLine, live
-
     request, search = opened.request, plan.search
     if not request.with_advice:
         return []

@@ -1,6 +1,6 @@
 """From a request to `gdp place` to its answer: found, or kept from before, then written and shown."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,33 +13,32 @@ from gdp.cli.requests import prompt_of, requests_of
 from gdp.cli.search import find_plan
 from gdp.cli.shared import BAD_INPUT, FOUND_BEFORE, INTERRUPTED, NOTHING_FITS, OK, fail, log, print_json, show
 from gdp.errors import InputError
+from gdp.models.serving import Requests
+from gdp.planning import plan_cache
+from gdp.planning.plan_cache import KeptAnswer
+from gdp.planning.remedies import Remedy
+from gdp.report import batches_answer, console, documents, layouts, progress, sentences
+from gdp.simulator.plan import Plan
+from gdp.simulator.simulate import Simulation, replay
+from gdp.stop import Stop
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from rich.console import RenderableType
-
-    from gdp.models.serving import Requests
-    from gdp.planning.plan_cache import KeptAnswer
-    from gdp.planning.remedies import Remedy
-    from gdp.simulator.plan import Plan
-    from gdp.simulator.simulate import Simulation
-    from gdp.stop import Stop
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
     """A plan with its advice, simulated, and what became of its files."""
 
-    found: "KeptAnswer"
-    simulation: "Simulation"
+    found: KeptAnswer
+    simulation: Simulation
     files: PlanFiles
-    remedies: "Sequence[Remedy]" = ()  # changes with which a plan would fit, where none does
-    requests: "Requests | None" = None  # to a decoder, where MODEL says their prompt
+    remedies: Sequence[Remedy] = ()  # changes with which a plan would fit, where none does
+    requests: Requests | None = None  # to a decoder, where MODEL says their prompt
     failure: InputError | None = None  # that ended writing
 
     @property
-    def plan(self) -> "Plan":
+    def plan(self) -> Plan:
         """The plan."""
         return self.found.plan
 
@@ -61,12 +60,8 @@ class Answer:
 
 def respond(request: PlaceRequest) -> int:
     """Answers a request: finds the plan, writes its files and shows it; returns the exit status."""
-    from gdp.report import progress
-
     opened = OpenRequest.of(request)
     with progress.live("looking for a plan found before"):
-        from gdp.planning import plan_cache
-
         entry = opened.cache_entry()
         kept = plan_cache.load(entry, opened.problem_of)
     if kept is None:
@@ -88,10 +83,8 @@ def respond(request: PlaceRequest) -> int:
         return _told(opened, answer, stop)
 
 
-def _written(opened: OpenRequest, found: "KeptAnswer", stop: "Stop") -> Answer:
+def _written(opened: OpenRequest, found: KeptAnswer, stop: Stop) -> Answer:
     """Returns the answer with its files; one that does not fit has none, but changes with which one would."""
-    from gdp.simulator.simulate import replay
-
     problem = found.plan.problem
     assert problem is not None
     simulation = replay(problem, found.plan)
@@ -107,10 +100,8 @@ def _written(opened: OpenRequest, found: "KeptAnswer", stop: "Stop") -> Answer:
     return Answer(found, simulation, files, remedies)
 
 
-def _told(opened: OpenRequest, answer: Answer, stop: "Stop") -> int:
+def _told(opened: OpenRequest, answer: Answer, stop: Stop) -> int:
     """Prints an answer; returns the exit status."""
-    from gdp.report import console
-
     request = opened.request
     for note in _notes(request, answer) if answer.fits else ():
         log(f"gdp: note: {request.model}: {note}")
@@ -142,8 +133,6 @@ def _notes(request: PlaceRequest, answer: Answer) -> Sequence[str]:
 
 def _document(opened: OpenRequest, answer: Answer) -> dict[str, Any]:
     """Returns the answer of `--json`."""
-    from gdp.report import batches_answer, documents, layouts
-
     found, requests = answer.found, answer.requests
     asked = {} if requests is None else {"requests": requests.figures(opened.request.requests)}
     document = asked | documents.place_document(
@@ -165,8 +154,6 @@ def _document(opened: OpenRequest, answer: Answer) -> dict[str, Any]:
 
 def _report(opened: OpenRequest, answer: Answer) -> "Iterable[RenderableType]":
     """Returns the answer in words."""
-    from gdp.report import batches_answer, console, layouts, sentences
-
     found, served = answer.found, opened.model.served
     next_command = answer.files.next_command(opened.request, answer.plan) if answer.plan_path else ""
     serving = ""

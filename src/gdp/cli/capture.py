@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from gdp.cli.inputs import read_graph
 from gdp.cli.options import JsonOption, ModelArgument, ReadingOptions, with_options
 from gdp.cli.shared import OK, check_writable, print_json, show
 from gdp.errors import InputError
@@ -24,6 +23,7 @@ def capture(
     json: JsonOption = False,
 ) -> int:
     """Write the graph of one step of MODEL."""
+    from gdp.cli.inputs import read_graph
     from gdp.models.source import ModelSource
 
     if not out.name.endswith(_GRAPH_FILES):

@@ -5,7 +5,6 @@ from typing import Annotated, Any
 
 import typer
 
-from gdp.cli.inputs import check_checkpoint, check_placers, check_rivals, find_rivals, open_plan, split_rivals
 from gdp.cli.options import (
     BudgetOption,
     CheckpointOption,
@@ -20,7 +19,6 @@ from gdp.cli.options import (
     group_of,
     with_options,
 )
-from gdp.cli.request import PlaceRequest
 from gdp.cli.shared import INTERRUPTED, NOTHING_FITS, OK, fail, log, print_json, show, warm_up
 from gdp.errors import InputError, prefixed
 
@@ -52,6 +50,8 @@ def compare(
 
     with progress.live("loading gdp"):
         from gdp.budget import Budget
+        from gdp.cli import inputs
+        from gdp.cli.request import PlaceRequest
         from gdp.cluster import Cluster
         from gdp.cluster.quantities import parse_fraction
         from gdp.files import format_of
@@ -62,7 +62,7 @@ def compare(
 
         asked: dict[str, Any] = {}  # of a plan: `auto` answers what it was asked
         if format_of(plan_or_model) == FORMAT:
-            planned = open_plan(Path(plan_or_model), given)
+            planned = inputs.open_plan(Path(plan_or_model), given)
             budget = given.get("budget", planned.options.get("budget", budget))
             with prefixed(plan_or_model):
                 source, asked = planned.model, planned.resolved
@@ -90,16 +90,16 @@ def compare(
             target=None if target is None else group_of(TargetOptions, asked).target(target),
             asked=Asked(),
         )
-        names, rivals = split_rivals(source, (placers or AUTO) if batches else placers)
-        check_placers(names)
-        check_checkpoint(checkpoint, names)
-        check_rivals(rivals, source)
+        names, rivals = inputs.split_rivals(source, (placers or AUTO) if batches else placers)
+        inputs.check_placers(names)
+        inputs.check_checkpoint(checkpoint, names)
+        inputs.check_rivals(rivals, source)
     read = request.read()
     graph = read.graph
     title = f"{graph.name} on {cluster.name}"
     line, runs_left, limit = progress.StatusLine(title), len(names) * seeds, request.budget
     with progress.live(f"preparing {title}"):
-        modes = find_rivals(rivals, source, cluster, request.constraints)
+        modes = inputs.find_rivals(rivals, source, cluster, request.constraints)
     warm_up(names)
     from gdp.planning.compare import compare_answers
     from gdp.report import console, documents

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gdp.cli.inputs import check_spares_plan, open_plan, read_planned
 from gdp.cli.options import (
     ConstraintOptions,
     Given,
@@ -53,6 +52,7 @@ def export(
     from gdp.report.progress import live
 
     with live("loading gdp"):
+        from gdp.cli.inputs import open_plan, read_planned
         from gdp.export.export_target import ExportTarget
         from gdp.export.exported_plan import check_takes_layout, exported
         from gdp.export.targets_by_name import find_layout_target
@@ -120,6 +120,8 @@ def _nearest(source: "PlanSource", problem: "Problem", target: "ExportTarget | L
 
 def _path(out: Path | None, plan: Path, name: str) -> Path:
     """Returns the file to write: `out`, or `name` beside the plan. InputError if it cannot be written."""
+    from gdp.cli.inputs import check_spares_plan
+
     path = plan.with_name(name) if out is None else out
     check_writable(path)
     check_spares_plan("--out", path, plan)

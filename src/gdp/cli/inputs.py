@@ -6,28 +6,33 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gdp.cli.shared import log
+from gdp.cluster import Cluster
 from gdp.errors import InputError, UnevenBatchError, WrongBatchError, prefixed
+from gdp.export import accelerate_maps
+from gdp.export.accelerate_maps import NAMES, PREFIX
+from gdp.graph import Graph
+from gdp.models.hugging_face.sizes import without_context
+from gdp.models.model import Model
+from gdp.models.source import ModelSource
+from gdp.planning.compare import DEFAULT_PLACERS, Rival
+from gdp.planning.options import LIMITS, READING
 from gdp.planning.plan_directory import files_beside
-
-if TYPE_CHECKING:
-    from gdp.cluster import Cluster
-    from gdp.graph import Graph
-    from gdp.models.model import Model
-    from gdp.models.source import ModelSource
-    from gdp.planning.compare import Rival
-    from gdp.planning.plan_source import PlanSource
-    from gdp.search.question import BatchQuestion, Solution
-    from gdp.simulator.constraints import Constraints
-    from gdp.simulator.problem import Problem
+from gdp.planning.plan_source import PlanSource
+from gdp.report.progress import live
+from gdp.search.batch_parts import Parts
+from gdp.search.question import BatchQuestion, Solution
+from gdp.search.rivals.rivals import RIVALS
+from gdp.search.solvers import SOLVERS, solver_of
+from gdp.simulator.constraints import Constraints
+from gdp.simulator.plan import Plan
+from gdp.simulator.problem import Problem
 
 
-def read_graph(source: "ModelSource") -> "Model":
+def read_graph(source: ModelSource) -> Model:
     """Reads MODEL, and says in notes where its graph may not be the one that the user means."""
-    from gdp.report.progress import live
-
     text, count = source.text, source.reading.microbatching.count
     with live(f"reading {text}"):
         try:
@@ -49,33 +54,23 @@ def read_graph(source: "ModelSource") -> "Model":
     return model
 
 
-def build_problem(graph: "Graph", cluster: "Cluster", constraints: "Constraints") -> "Problem":
+def build_problem(graph: Graph, cluster: Cluster, constraints: Constraints) -> Problem:
     """Builds the problem of `graph` on `cluster`; raises InputError for constraints that cannot be met."""
-    from gdp.report.progress import live
-
     with live(f"preparing {graph.name} on {cluster.name}"):
-        from gdp.simulator.problem import Problem
-
         return Problem.build(graph, cluster, constraints)
 
 
 def check_placers(names: Iterable[str]) -> None:
     """Raises InputError for an unknown placer."""
-    from gdp.search.solvers import solver_of
-
     for name in names:
         solver_of(name)
 
 
-def split_rivals(source: "ModelSource", placers: str | None) -> tuple[list[str], list[str]]:
+def split_rivals(source: ModelSource, placers: str | None) -> tuple[list[str], list[str]]:
     """Returns (placers of gdp, rivals: modes of accelerate and parallel steps) that `--placers` names.
 
     The modes are among the defaults for Transformers models, except with micro-batches: accelerate has none.
     """
-    from gdp.export.accelerate_maps import NAMES, PREFIX
-    from gdp.planning.compare import DEFAULT_PLACERS
-    from gdp.search.rivals.rivals import RIVALS
-
     if placers is None:
         is_whole_model = source.text.startswith("hf:") and source.reading.microbatching.count == 1
         has_rivals = is_whole_model and find_spec("accelerate") is not None
@@ -91,14 +86,12 @@ def split_rivals(source: "ModelSource", placers: str | None) -> tuple[list[str],
 
 
 def find_rivals(
-    names: Sequence[str], source: "ModelSource", cluster: "Cluster", constraints: "Constraints"
-) -> "dict[str, Rival]":
+    names: Sequence[str], source: ModelSource, cluster: Cluster, constraints: Constraints
+) -> dict[str, Rival]:
     """Returns the rivals `names` for MODEL: modes of accelerate, and the parallel steps of other tools.
 
     The modes need a PyTorch model of one batch, the parallel steps a training step whose batch can be split.
     """
-    from gdp.search.rivals.rivals import RIVALS
-
     parallel = [name for name in names if name in RIVALS]
     return {
         **_accelerate_modes([name for name in names if name not in RIVALS], source),
@@ -106,10 +99,8 @@ def find_rivals(
     }
 
 
-def check_rivals(names: Sequence[str], source: "ModelSource") -> None:
+def check_rivals(names: Sequence[str], source: ModelSource) -> None:
     """Raises InputError for parallel steps where MODEL's batch cannot be split, before the graph is captured."""
-    from gdp.search.rivals.rivals import RIVALS
-
     label = f"--placers {','.join(name for name in names if name in RIVALS)}"
     if not set(names) & set(RIVALS):
         return
@@ -124,33 +115,24 @@ def check_rivals(names: Sequence[str], source: "ModelSource") -> None:
 
 
 def _parallel_steps(
-    names: Sequence[str], source: "ModelSource", cluster: "Cluster", constraints: "Constraints"
-) -> "dict[str, Rival]":
-    from gdp.search.batch_parts import Parts
-    from gdp.search.question import BatchQuestion
-    from gdp.search.rivals.rivals import RIVALS
-
+    names: Sequence[str], source: ModelSource, cluster: Cluster, constraints: Constraints
+) -> dict[str, Rival]:
     parts = Parts(lambda num_parts: source.part(num_parts).graph, source.batch_size or 1)
     question = BatchQuestion(parts, cluster, constraints)
     return {name: partial(_ask, RIVALS[name], question) for name in names}
 
 
-def _ask(rival: "Callable[[BatchQuestion], Solution]", question: "BatchQuestion", problem: "Problem") -> "Solution":
+def _ask(rival: Callable[[BatchQuestion], Solution], question: BatchQuestion, problem: Problem) -> Solution:
     """Returns the rival's step of the batch that `problem` is the graph of."""
     return rival(question)
 
 
-def _accelerate_modes(names: Sequence[str], source: "ModelSource") -> "dict[str, Rival]":
+def _accelerate_modes(names: Sequence[str], source: ModelSource) -> dict[str, Rival]:
     if not names:
         return {}
-    from gdp.export import accelerate_maps
-
     if source.reading.microbatching.count > 1:
         raise InputError(f"--placers {','.join(names)}: accelerate has no micro-batches; leave out --microbatches")
     if source.reading.serving.has_cache:  # accelerate maps modules, which have no cache when it does
-        from gdp.models.hugging_face.sizes import without_context
-        from gdp.models.source import ModelSource
-
         source = ModelSource(without_context(source.text), source.reading)
     module = accelerate_maps.module_of(source)
     return {
@@ -163,8 +145,6 @@ def check_checkpoint(checkpoint: str | None, placers: Sequence[str]) -> None:
     """Raises InputError for a checkpoint that is damaged or not used, before the graph is captured."""
     if checkpoint is None:
         return
-    from gdp.search.solvers import SOLVERS
-
     asking = [name for name, solver in SOLVERS.items() if solver.takes_checkpoint]
     if not set(placers) & set(asking):
         others = f"{', '.join(asking[:-1])} or {asking[-1]}"
@@ -174,24 +154,16 @@ def check_checkpoint(checkpoint: str | None, placers: Sequence[str]) -> None:
     load_checkpoint(checkpoint)
 
 
-def open_plan(
-    path: Path, given: Mapping[str, Any], model: str | None = None, devices: str | None = None
-) -> "PlanSource":
+def open_plan(path: Path, given: Mapping[str, Any], model: str | None = None, devices: str | None = None) -> PlanSource:
     """Reads the plan in `path`, with what is `given` on the command line in place of what was asked."""
-    from gdp.planning.options import LIMITS, READING
-    from gdp.planning.plan_source import PlanSource
-    from gdp.simulator.plan import Plan
-
     if not path.exists() and re.fullmatch(r"[\w.]+:[\w.]+|hf:.+", str(path)):
         raise InputError(f"{path}: is a MODEL, and a gdp-plan file is expected; gdp place makes one")
     options = {name: value for name, value in given.items() if name in (*READING, *LIMITS)}
     return PlanSource(Plan.load(path), model=model or "", devices=devices or "", options=options)
 
 
-def read_planned(source: "PlanSource") -> "tuple[Model, Problem]":
+def read_planned(source: PlanSource) -> tuple[Model, Problem]:
     """Reads the step that a plan places, and the problem that it solves. InputError names the plan."""
-    from gdp.report.progress import live
-
     path = source.plan.path
     with prefixed(path):
         with live(f"reading the step of {path}"):

@@ -3,18 +3,18 @@
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gdp.cli.plan_files import PlanFiles
 from gdp.cli.request import PlaceRequest
 from gdp.cli.shared import log, warm_up
-
-if TYPE_CHECKING:
-    from gdp.graph import Graph
-    from gdp.models.model import Model
-    from gdp.search.place_question import PlaceQuestion
-    from gdp.simulator.plan import Plan
-    from gdp.simulator.problem import Problem
+from gdp.graph import Graph
+from gdp.models.model import Model
+from gdp.parallel.layout import AUTO, NONE
+from gdp.parallel.step import Step
+from gdp.report.progress import live
+from gdp.search.place_question import PlaceQuestion
+from gdp.simulator.plan import Plan
+from gdp.simulator.problem import Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,8 +22,8 @@ class OpenRequest:
     """A request with its model and its question."""
 
     request: PlaceRequest
-    model: "Model"
-    question: "PlaceQuestion"
+    model: Model
+    question: PlaceQuestion
     files: PlanFiles
 
     @classmethod
@@ -41,8 +41,6 @@ class OpenRequest:
 
     def cache_entry(self) -> Path | None:
         """Returns the file that keeps the answer; None: it is not kept."""
-        from gdp.parallel.layout import AUTO, NONE
-
         question = self.question
         if question.num_batches:
             return None
@@ -50,11 +48,8 @@ class OpenRequest:
             return self.request.cache_entry(question.graph, [str(question.layout or AUTO), question.parts.batch_size])
         return self.request.cache_entry(question.graph, [NONE] if self.request.parallel == NONE else [])
 
-    def problem_of(self, plan: "Plan") -> "Problem":
+    def problem_of(self, plan: Plan) -> Problem:
         """Returns the problem that a plan of this question solves."""
-        from gdp.parallel.step import Step
-        from gdp.simulator.problem import Problem
-
         if plan.layout is None or self.question.parts is None:
             return self.question.problem
         graph = Step.of_document(self.question.parts.exact, plan.layout).graph
@@ -62,8 +57,6 @@ class OpenRequest:
 
     def prepared(self) -> "OpenRequest":
         """Does what a search needs before its clock begins; returns the request with the budget that is left."""
-        from gdp.report.progress import live
-
         question, began = self.question, time.monotonic()
         name = question.graph.name
         with live("loading the placer" if question.parts is None else f"reading a part of the batch of {name}"):
@@ -79,11 +72,11 @@ class OpenRequest:
         """The samples and tokens of a step, those that are known; none for batches in flight, which tell their own."""
         return {} if self.question.num_batches else self.request.source.amounts(self.model.served)
 
-    def is_offloaded(self, plan: "Plan") -> bool:
+    def is_offloaded(self, plan: Plan) -> bool:
         """Returns whether `plan` is of another graph, with weights on a CPU that a target fetches."""
         return self.request.target is not None and plan.graph != self.model.graph.fingerprint
 
-    def files_of(self, plan: "Plan", graph: "Graph") -> PlanFiles:
+    def files_of(self, plan: Plan, graph: Graph) -> PlanFiles:
         """Returns the files for `plan`, which is of `graph`; an offloaded graph is nowhere else."""
         if self.question.num_batches:
             return self.files.sparing_others(graph)

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gdp.cli.answer import respond
-from gdp.cli.inputs import check_checkpoint
 from gdp.cli.options import (
     BatchesOption,
     BudgetOption,
@@ -25,8 +23,6 @@ from gdp.cli.options import (
     ThreadsOption,
     with_options,
 )
-from gdp.cli.request import PlaceRequest
-from gdp.cli.sweep import sweep_place
 from gdp.errors import InputError, prefixed
 
 if TYPE_CHECKING:
@@ -109,6 +105,10 @@ def place(
 
     with live("loading gdp"):
         from gdp.budget import Budget
+        from gdp.cli.answer import respond
+        from gdp.cli.inputs import check_checkpoint
+        from gdp.cli.request import PlaceRequest
+        from gdp.cli.sweep import sweep_place
         from gdp.cluster import Cluster
         from gdp.cluster.prices import Prices
         from gdp.cluster.quantities import parse_fraction

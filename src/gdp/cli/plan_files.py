@@ -11,23 +11,27 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from gdp.budget import Effort
 from gdp.cli.request import PlaceRequest
 from gdp.cli.shared import check_writable, log
 from gdp.errors import InputError
+from gdp.export.export_target import is_cpu
+from gdp.graph import Graph
+from gdp.models.model import GGUF, HUGGING_FACE
+from gdp.models.model_text import is_onnx
+from gdp.models.serving import ServedStep
+from gdp.parallel.batches import in_flight
+from gdp.parallel.layout import NONE, Layout
+from gdp.planning.plan_cache import KeptAnswer
 from gdp.planning.plan_directory import files_beside
+from gdp.report.page import write_page
+from gdp.report.page_data import PageData
+from gdp.report.progress import StatusLine, live
+from gdp.simulator.plan import Plan
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import Simulation
 from gdp.stop import skip_on_interrupt
-
-if TYPE_CHECKING:
-    from gdp.graph import Graph
-    from gdp.models.serving import ServedStep
-    from gdp.planning.plan_cache import KeptAnswer
-    from gdp.simulator.plan import Plan
-    from gdp.simulator.problem import Problem
-    from gdp.simulator.simulate import Simulation
-
 
 _MANY_OPS = 50_000  # whose graph is written in columns, and the report if there is time: it takes half a second
 _TAKES_SECONDS = "that takes seconds"  # after an interrupt
@@ -63,7 +67,7 @@ class PlanFiles:
         """Returns the same files with the graph, beside the plan."""
         return replace(self, graph=self.graph or files_beside(self.plan)[0])
 
-    def suited_to(self, problem: "Problem") -> "PlanFiles":
+    def suited_to(self, problem: Problem) -> "PlanFiles":
         """Returns the files of a plan for `problem`: large graphs in columns, and no cluster of very many devices."""
         files = self
         if self.are_asked_for and self.graph is not None and problem.num_ops > _MANY_OPS:  # else names spare others
@@ -82,7 +86,7 @@ class PlanFiles:
         for path in filter(None, (self.plan, self.graph, self.cluster, self.report)):
             check_writable(path)
 
-    def sparing_others(self, graph: "Graph") -> "PlanFiles":
+    def sparing_others(self, graph: Graph) -> "PlanFiles":
         """Returns names that overwrite nothing of another graph: plan-2.json, ... where the user named no directory."""
         if self.are_asked_for:
             return self
@@ -103,22 +107,18 @@ class PlanFiles:
 
     def write(
         self,
-        answer: "KeptAnswer",
-        simulation: "Simulation",
+        answer: KeptAnswer,
+        simulation: Simulation,
         stop: threading.Event | None = None,
         latest_s: float = math.inf,
         amounts: Mapping[str, int] = MappingProxyType({}),
-        served: "ServedStep | None" = None,
+        served: ServedStep | None = None,
     ) -> InputError | None:
         """Writes all of them, the plan first; returns the error that ended it, if any.
 
         After `stop` no files are written that would take seconds, and no long report that would end after `latest_s`,
         by `time.monotonic`; notes say which. `amounts` are the samples and tokens of a step, or it is a `served` one.
         """
-        from gdp.report.page import write_page
-        from gdp.report.page_data import PageData
-        from gdp.report.progress import StatusLine, live
-
         if self.note:
             log(self.note)
         problem = simulation.problem
@@ -164,7 +164,7 @@ class PlanFiles:
         """The files that the answer names."""
         return [path for path in self.written if path in (self.plan, self.report)]
 
-    def next_command(self, request: PlaceRequest, plan: "Plan") -> str:
+    def next_command(self, request: PlaceRequest, plan: Plan) -> str:
         """Returns the command to go on with, which needs nothing but the plan: the export for its likely tool."""
         target, plan_file = request.target, str(self.plan)
         tool, options = (_likely_tool(request, plan), ()) if target is None else (target.name, target.options)
@@ -173,14 +173,8 @@ class PlanFiles:
         )
 
 
-def _likely_tool(request: PlaceRequest, plan: "Plan") -> str | None:
+def _likely_tool(request: PlaceRequest, plan: Plan) -> str | None:
     """Returns the name of the tool that runs plans of such a model; None if there is none, or several are as likely."""
-    from gdp.export.export_target import is_cpu
-    from gdp.models.model import GGUF, HUGGING_FACE
-    from gdp.models.model_text import is_onnx
-    from gdp.parallel.batches import in_flight
-    from gdp.parallel.layout import NONE, Layout
-
     text, reading, cut = request.model, request.reading, plan.layout
     if cut is not None and in_flight(cut) and cut["data"] > 1:  # a server for each replica
         return None
@@ -196,14 +190,11 @@ def _likely_tool(request: PlaceRequest, plan: "Plan") -> str | None:
     return "onnxruntime" if is_onnx(text) else None
 
 
-def _others(plan: Path, kept: Path | None, graph: "Graph") -> list[Path]:
+def _others(plan: Path, kept: Path | None, graph: Graph) -> list[Path]:
     """Returns the files that are there and have something else than `graph` or a plan of it.
 
     A plan with its own graph of the same name beside it, as with other costs or measured times, may be replaced.
     """
-    from gdp.graph import Graph
-    from gdp.simulator.plan import Plan
-
     read, known = None, None
     with contextlib.suppress(InputError):  # something else of the user's
         read = Plan.load(plan)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gdp.cli.inputs import check_spares_plan, open_plan, read_planned
 from gdp.cli.options import (
     Given,
     JsonOption,
@@ -48,6 +47,7 @@ def report(
 ) -> int:
     """Write PLAN as one HTML page (timeline, memory, critical path, modules), or only the other files asked for."""
     from gdp import files
+    from gdp.cli.inputs import check_spares_plan, open_plan, read_planned
     from gdp.report.progress import live
     from gdp.report.run_file import read_run
 

@@ -8,47 +8,52 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from gdp import files
+from gdp.budget import Budget, Clock, latest_s, search_s
 from gdp.cli.inputs import read_graph
 from gdp.cli.shared import log, refuse_beside
+from gdp.cluster import Cluster
+from gdp.costs.op_times import unused_names
 from gdp.errors import InputError
-
-if TYPE_CHECKING:
-    from gdp.budget import Budget, Clock
-    from gdp.cluster import Cluster
-    from gdp.export.export_target import ExportTarget
-    from gdp.graph import Graph
-    from gdp.models.model import Model, Reading
-    from gdp.models.source import ModelSource
-    from gdp.parallel.layout import Layout
-    from gdp.search.place_question import PlaceQuestion, SearchOptions
-    from gdp.search.question import Solution
-    from gdp.simulator.constraints import Constraints
-    from gdp.simulator.plan import Asked
+from gdp.export.export_target import ExportTarget
+from gdp.export.exportable_plan import answer_for
+from gdp.export.targets_by_name import serving_target
+from gdp.graph import Graph
+from gdp.models.model import Model, Reading
+from gdp.models.source import ModelSource
+from gdp.parallel.layout import NONE, Layout
+from gdp.planning import plan_cache
+from gdp.report.progress import live
+from gdp.search.place import answer
+from gdp.search.place_question import PlaceQuestion, SearchOptions
+from gdp.search.question import Solution
+from gdp.simulator.constraints import Constraints
+from gdp.simulator.plan import Asked
+from gdp.simulator.simulate import default_threads
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PlaceRequest:
     """Holds the options of `gdp place`, parsed."""
 
-    source: "ModelSource"
+    source: ModelSource
     devices: str
-    cluster: "Cluster"
-    constraints: "Constraints"
-    parallel: "Layout | str | None" = None  # None: any layout where that is possible
+    cluster: Cluster
+    constraints: Constraints
+    parallel: Layout | str | None = None  # None: any layout where that is possible
     batches: int | None = None
     requests: float | None = None  # per second, at which a server is asked about
-    budget: "Budget"
-    options: "SearchOptions"
+    budget: Budget
+    options: SearchOptions
     times: Path | None = None
-    target: "ExportTarget | None" = None
+    target: ExportTarget | None = None
     is_for_servers: bool = False  # the target is one that servers run, which nobody asked for
     with_cache: bool = False
     with_advice: bool = False
     out: Path | None = None
     json: bool = False
-    asked: "Asked"  # what a plan file says
+    asked: Asked  # what a plan file says
     began_s: float = field(default_factory=time.monotonic)  # when the budget began, by `time.monotonic`
     latest_s: float = math.inf  # when all files are to be written
 
@@ -58,11 +63,11 @@ class PlaceRequest:
         return self.source.text
 
     @property
-    def reading(self) -> "Reading":
+    def reading(self) -> Reading:
         """The options for reading MODEL."""
         return self.source.reading
 
-    def read(self) -> "Model":
+    def read(self) -> Model:
         """Reads the model's graph, with measured times if --times has some."""
         return read_graph(self.source)
 
@@ -92,14 +97,9 @@ class PlaceRequest:
             _check_reading_for_layouts(self.reading, is_file=self.source.is_file)
             refuse_beside("--parallel", others)
 
-    def question(self, model: "Model") -> "PlaceQuestion":
+    def question(self, model: Model) -> PlaceQuestion:
         """Returns what is asked about MODEL, read as `model`. InputError for what a search would be in vain with."""
-        from gdp.report.progress import live
-
         with self.named(), live(f"preparing {model.graph.name} on {self.cluster.name}"):
-            from gdp.parallel.layout import NONE
-            from gdp.search.place_question import PlaceQuestion
-
             parallel = NONE if self.parallel is None and self.target is not None else self.parallel
             limits, options = self.constraints, self.options
             question = PlaceQuestion.of(self.source, self.cluster, limits, parallel, self.batches, options, model)
@@ -108,23 +108,18 @@ class PlaceRequest:
                 self.target.read_units(problem)
         return question
 
-    def opened(self, model: "Model") -> "tuple[PlaceRequest, PlaceQuestion]":
+    def opened(self, model: Model) -> "tuple[PlaceRequest, PlaceQuestion]":
         """Returns the request and its question about MODEL, read as `model`, for the tool that is to run the answer."""
         request = self.under_measured_noise(model.noise)
         return request.for_servers(request.question(model))
 
     @property
-    def find(self) -> "Callable[[PlaceQuestion, Clock], Solution]":
+    def find(self) -> Callable[[PlaceQuestion, Clock], Solution]:
         """What finds the answer of `auto`: among the plans that the target can express, if there is one."""
-        from gdp.export.exportable_plan import answer_for
-        from gdp.search.place import answer
-
         return answer if self.target is None else partial(answer_for, self.target)
 
-    def for_servers(self, question: "PlaceQuestion") -> "tuple[PlaceRequest, PlaceQuestion]":
+    def for_servers(self, question: PlaceQuestion) -> "tuple[PlaceRequest, PlaceQuestion]":
         """Returns the request and its question for what servers run, layers in order, unless it asks for else."""
-        from gdp.export.targets_by_name import serving_target
-
         asks_else = self.target is not None or self.parallel is not None or self.times is not None
         if not self.reading.serving.has_cache or asks_else or self.options.placer != "auto" or self.options.checkpoint:
             return self, question
@@ -150,22 +145,16 @@ class PlaceRequest:
 
         Writing takes `written_s`. At least half of the budget stays for the answer.
         """
-        from gdp.budget import Budget, latest_s, search_s
-
         total_s = self.budget.seconds
         if total_s is None:
             return self
         left = Budget(seconds=search_s(total_s, time.monotonic() - self.began_s, written_s))
         return replace(self, budget=left, latest_s=self.began_s + latest_s(total_s))
 
-    def cache_entry(self, graph: "Graph", layouts: Sequence[object] = ()) -> Path | None:
+    def cache_entry(self, graph: Graph, layouts: Sequence[object] = ()) -> Path | None:
         """Returns the file that keeps the answer; None with --no-cache. `layouts`: the layouts that are asked for."""
         if not self.with_cache:
             return None
-        from gdp import files
-        from gdp.planning import plan_cache
-        from gdp.simulator.simulate import default_threads
-
         checkpoint = self.options.checkpoint
         policy = None if checkpoint is None else hashlib.sha256(files.read_bytes(checkpoint)).hexdigest()
         options = {
@@ -189,10 +178,8 @@ class PlaceRequest:
         except InputError as error:
             raise InputError(f"{self.model} on {self.devices}: {error}") from None
 
-    def say_notes(self, graph: "Graph") -> None:
+    def say_notes(self, graph: Graph) -> None:
         """Logs what may not be as the user expects."""
-        from gdp.costs.op_times import unused_names
-
         if self.is_local:
             log("gdp: note: devices as they are now; gdp devices detect shows them, and which figures are estimates")
         for sentence in unused_names(graph, self.cluster):
@@ -207,12 +194,12 @@ class PlaceRequest:
         return self.devices.strip() == "local"
 
 
-def _check_reading_for_batches(reading: "Reading") -> None:
+def _check_reading_for_batches(reading: Reading) -> None:
     if reading.microbatching.count > 1:
         raise InputError("--microbatches: accumulates gradients, and --batches serves; leave one of them out")
 
 
-def _check_reading_for_layouts(reading: "Reading", *, is_file: bool) -> None:
+def _check_reading_for_layouts(reading: Reading, *, is_file: bool) -> None:
     if (not is_file and reading.microbatching.count > 1) or reading.microbatching.free_replicas:
         raise InputError("--microbatches: --parallel has a number of its own; write --parallel microbatches=M")
     if not reading.training or reading.serving.has_cache:

@@ -1,55 +1,45 @@
 """Requests to a decoder: its prefill, read and with layers where a plan has them, and the rate that both sustain."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from gdp.cli.inputs import read_graph
 from gdp.cli.request import PlaceRequest
 from gdp.errors import InputError
+from gdp.export.adapt import in_same_places
+from gdp.export.targets_by_name import serving_target
+from gdp.models.hugging_face import sizes
+from gdp.models.model import Model
+from gdp.models.serving import Requests, ServedStep
+from gdp.models.source import ModelSource
+from gdp.planning.plan_cache import KeptAnswer
+from gdp.search.batches.place_batches import throughput_of
+from gdp.simulator.problem import Placement, Problem
+from gdp.simulator.simulate import Simulation
 
-if TYPE_CHECKING:
-    from gdp.models.model import Model
-    from gdp.models.serving import Requests, ServedStep
-    from gdp.planning.plan_cache import KeptAnswer
-    from gdp.simulator.problem import Placement, Problem
-    from gdp.simulator.simulate import Simulation
 
-
-def prompt_of(request: PlaceRequest, served: "ServedStep | None") -> int | None:
+def prompt_of(request: PlaceRequest, served: ServedStep | None) -> int | None:
     """Returns the tokens of a request's prompt, `?prompt=`; None where it is not said."""
-    from gdp.models.hugging_face import sizes
-
     return None if served is None or served.phase != "decode" else sizes.parse(request.model)[1].prompt
 
 
-def read_prefill(request: PlaceRequest, served: "ServedStep") -> "Model":
+def read_prefill(request: PlaceRequest, served: ServedStep) -> Model:
     """Reads the prefill of one prompt: of the whole context, unless MODEL says otherwise."""
-    from gdp.models.hugging_face import sizes
-    from gdp.models.source import ModelSource
-
     reading = replace(request.reading, batch=None, serving=replace(request.reading.serving, phase="prefill"))
     return read_graph(ModelSource(sizes.of_prompt(request.model, served.context), reading))
 
 
-def first_token(request: PlaceRequest, problem: "Problem", placement: "Placement", prefill: "Model") -> "Simulation":
+def first_token(request: PlaceRequest, problem: Problem, placement: Placement, prefill: Model) -> Simulation:
     """Returns the step of `prefill` with layers where `placement` of a decode `problem` has them."""
-    from gdp.export.adapt import in_same_places
-    from gdp.export.targets_by_name import serving_target
-    from gdp.simulator.problem import Problem
-
     target = request.target or serving_target(problem)
     if target is None:
         raise InputError("no server that is known runs the model")
     return in_same_places(target, problem, placement, Problem.build(prefill.graph, problem.cluster))
 
 
-def requests_of(request: PlaceRequest, served: "ServedStep", problem: "Problem", found: "KeptAnswer") -> "Requests":
+def requests_of(request: PlaceRequest, served: ServedStep, problem: Problem, found: KeptAnswer) -> Requests:
     """Returns the arithmetic on requests to the server that `found` is; `problem` is that of a decode step."""
-    import numpy as np
-
-    from gdp.models.serving import Requests
-    from gdp.search.batches.place_batches import throughput_of
-
     prompt, prefill = prompt_of(request, served), read_prefill(request, served)
     assert prompt is not None
     counts = served.num_sequences, served.context - prompt

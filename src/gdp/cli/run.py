@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gdp.cli.inputs import open_plan
 from gdp.cli.options import (
     DtypeOption,
     Given,
@@ -66,6 +65,8 @@ def run(
     json: JsonOption = False,
 ) -> int:
     """Execute a plan, check its results, and compare with one device and with the prediction."""
+    from gdp.cli.inputs import open_plan
+
     if _is_rank():
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or PyTorch adds stack traces to the line of an error
     path = Path(plan_or_model) if plan is None else plan

@@ -1,31 +1,28 @@
 """Finds the plan that `gdp place` is asked for, and shows how far the search is."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
+from gdp.budget import Clock
 from gdp.cli.advice import advise_on_units, find_advice, search_budget
 from gdp.cli.open_request import OpenRequest
 from gdp.cli.shared import log
+from gdp.export.export_target import ExportTarget
+from gdp.export.exportable_plan import ExportablePlan, place_for
+from gdp.parallel.batches import BatchStream
+from gdp.planning.layout_answer import LayoutAnswer
+from gdp.planning.plan_cache import KeptAnswer
+from gdp.report import batches_answer, layouts, progress
+from gdp.report.tables import format_ms
+from gdp.search.candidate import Candidate
+from gdp.search.place import Progress, answer, best_so_far
+from gdp.stop import Stop
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
-    from gdp.export.export_target import ExportTarget
-    from gdp.export.exportable_plan import ExportablePlan
-    from gdp.planning.plan_cache import KeptAnswer
-    from gdp.search.candidate import Candidate
-    from gdp.search.place import Progress
-    from gdp.stop import Stop
-
-
-def find_plan(opened: OpenRequest, stop: "Stop") -> "KeptAnswer":
+def find_plan(opened: OpenRequest, stop: Stop) -> KeptAnswer:
     """Returns the best plan within the budget, with advice.
 
     InputError where there is none; `stop.has_answer` becomes true with the first plan.
     """
-    from gdp.budget import Clock
-    from gdp.planning.plan_cache import KeptAnswer
-    from gdp.report import progress
-
     request, question = opened.request, opened.question
     if request.target is not None:
         return _plan_for(request.target, opened, stop)
@@ -34,11 +31,9 @@ def find_plan(opened: OpenRequest, stop: "Stop") -> "KeptAnswer":
     if question.parts is not None:
         line.say(f"{title}: looking at layouts")
     with progress.live(line):
-        from gdp.search.place import answer, best_so_far
-
         show_best = best_so_far(line, question, clock) if question.parts is None else None
 
-        def tell(candidate: "Candidate") -> None:
+        def tell(candidate: Candidate) -> None:
             stop.has_answer |= question.parts is None or candidate.may_be_answer
             if show_best is not None:
                 show_best(candidate)
@@ -56,32 +51,22 @@ def find_plan(opened: OpenRequest, stop: "Stop") -> "KeptAnswer":
         plan = plan if solution.plan is None else solution.plan
     if question.parts is None:
         return KeptAnswer(plan, advice, tuple(progress.improvements(line.history)))
-    from gdp.planning.layout_answer import LayoutAnswer
-
     return KeptAnswer(plan, advice, layouts=LayoutAnswer.of(solution, question.parts))
 
 
-def _in_words(candidate: "Candidate") -> str:
+def _in_words(candidate: Candidate) -> str:
     """Returns a candidate that cuts the batch, or serves several, with its time."""
-    from gdp.parallel.batches import BatchStream
-    from gdp.report import batches_answer, layouts
-    from gdp.report.tables import format_ms
-
     if candidate.cut is not None and isinstance(candidate.cut.step, BatchStream):
         return f"{batches_answer.layout_in_words(candidate)}, {format_ms(candidate.step_time_ns)} per batch"
     return f"{candidate.layout} {layouts.state(candidate)}"
 
 
-def _plan_for(target: "ExportTarget", opened: OpenRequest, stop: "Stop") -> "KeptAnswer":
+def _plan_for(target: ExportTarget, opened: OpenRequest, stop: Stop) -> KeptAnswer:
     """Returns the best plan that `target` can express, and says how much slower that is."""
-    from gdp.export.exportable_plan import place_for
-    from gdp.planning.plan_cache import KeptAnswer
-    from gdp.report import progress
-
     request, question, options = opened.request, opened.question, opened.question.options
     line = progress.SearchLine(f"{question.graph.name} on {request.cluster.name}")
 
-    def tell(news: "Progress") -> None:
+    def tell(news: Progress) -> None:
         stop.has_answer = True
         line(news)
 
@@ -107,10 +92,8 @@ def _plan_for(target: "ExportTarget", opened: OpenRequest, stop: "Stop") -> "Kep
     return KeptAnswer(plan, advice, tuple(progress.improvements(line.history)))
 
 
-def _notes(placed: "ExportablePlan", *, is_for_servers: bool) -> "Iterator[str]":
+def _notes(placed: ExportablePlan, *, is_for_servers: bool) -> Iterator[str]:
     """Yields what the target costs against a plan of single ops, and, where it was asked for, what is assumed of it."""
-    from gdp.report.tables import format_ms
-
     adapted, ordinary, time_ns = placed.adapted, placed.ordinary, placed.plan.step_time_ns
     if is_for_servers:
         if ordinary.status == "ok" and ordinary.step_time_ns < time_ns:
@@ -124,9 +107,7 @@ def _notes(placed: "ExportablePlan", *, is_for_servers: bool) -> "Iterator[str]"
     yield from placed.notes
 
 
-def _comparison(placed: "ExportablePlan") -> str:
-    from gdp.report.tables import format_ms
-
+def _comparison(placed: ExportablePlan) -> str:
     adapted, ordinary = placed.adapted, placed.ordinary
     fits = "" if not adapted.simulation.missing_bytes.any() else ", which does not fit"
     return (

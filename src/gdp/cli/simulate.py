@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gdp.cli.inputs import build_problem, open_plan, read_graph, read_planned
 from gdp.cli.options import (
     BatchesOption,
     ConstraintOptions,
@@ -51,6 +50,8 @@ def simulate(
 
     Exit status 2 if the plan has other figures, 3 if it exceeds memory or breaks a constraint.
     """
+    from gdp.cli.inputs import build_problem, open_plan, read_graph, read_planned
+
     if costs is not None:
         if costs.suffix != ".npz":
             raise InputError(f"--costs {costs}: a name that ends in .npz is expected")

@@ -2,34 +2,37 @@
 
 import contextlib
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from gdp import files
+from gdp.budget import Clock
 from gdp.cli.inputs import read_graph
 from gdp.cli.options import ConstraintOptions
 from gdp.cli.plan_files import PlanFiles
 from gdp.cli.request import PlaceRequest
 from gdp.cli.requests import first_token, read_prefill
 from gdp.cli.shared import INTERRUPTED, NOTHING_FITS, OK, check_writable, fail, log, print_json, show, warm_up
+from gdp.cluster import Cluster, changes
+from gdp.cluster.prices import Prices
 from gdp.errors import InputError, prefixed
-
-if TYPE_CHECKING:
-    from gdp.cluster.prices import Prices
-    from gdp.models.model import Model
-    from gdp.models.serving import ServedStep
-    from gdp.planning.sweep import Sweep, SweepRow
-    from gdp.search.batch_parts import Parts
-    from gdp.search.place_question import PlaceQuestion
-    from gdp.stop import Stop
+from gdp.models.model import Model
+from gdp.models.serving import ServedStep
+from gdp.models.source import ModelSource
+from gdp.parallel.layout import NONE
+from gdp.planning.plan_cache import KeptAnswer
+from gdp.planning.sweep import BATCH, DEVICES, MICROBATCHES, Sweep, SweepRow, place_row
+from gdp.report import progress
+from gdp.report.progress import StatusLine, live
+from gdp.report.sweep_answer import SweepAnswer, directory_of, outcome
+from gdp.search.batch_parts import Parts
+from gdp.search.place_question import PlaceQuestion
+from gdp.simulator.simulate import replay
+from gdp.stop import Stop
 
 _PICTURE = "sweep.svg"
 
 
-def sweep_place(request: PlaceRequest, sweep: "Sweep", limits: ConstraintOptions, prices: "Prices") -> int:
+def sweep_place(request: PlaceRequest, sweep: Sweep, limits: ConstraintOptions, prices: Prices) -> int:
     """Places with each value, as `gdp place` does, and prints the table; returns the exit status."""
-    from gdp import files
-    from gdp.report import progress
-    from gdp.report.sweep_answer import SweepAnswer
-
     _check(request, sweep)
     asked = {value: _of_value(request, sweep, value, limits) for value in sweep.values}
     if request.out is not None:
@@ -70,7 +73,7 @@ def sweep_place(request: PlaceRequest, sweep: "Sweep", limits: ConstraintOptions
 class _SweepTable:
     """The rows so far; the model and the parts of its batch, where all values have the same."""
 
-    def __init__(self, request: PlaceRequest, sweep: "Sweep", prices: "Prices") -> None:
+    def __init__(self, request: PlaceRequest, sweep: Sweep, prices: Prices) -> None:
         self.sweep, self.prices, self.noun = sweep, prices, "samples"
         self.rows: list[SweepRow] = []
         self.served: list[ServedStep | None] = []
@@ -79,13 +82,8 @@ class _SweepTable:
         self._prefill: Model | None = None
         self._parts: Parts | None = None
 
-    def add(self, value: int | str, request: PlaceRequest, stop: "Stop") -> None:
+    def add(self, value: int | str, request: PlaceRequest, stop: Stop) -> None:
         """Places with `value`; where that cannot be, the row says why. InputError for a model that no row can read."""
-        from gdp.budget import Clock
-        from gdp.planning.sweep import SweepRow, place_row
-        from gdp.report.progress import StatusLine, live
-        from gdp.report.sweep_answer import outcome
-
         served, line = None, StatusLine(f"{request.model}, {self.sweep.what} {value}", request.budget.seconds)
         try:
             question, served = self._opened(request)
@@ -109,7 +107,7 @@ class _SweepTable:
             _save(request, self.sweep.what, row)
 
     def _first_token_ns(
-        self, request: PlaceRequest, question: "PlaceQuestion", served: "ServedStep", row: "SweepRow"
+        self, request: PlaceRequest, question: PlaceQuestion, served: ServedStep, row: SweepRow
     ) -> int | None:
         """Returns the time of the prefill of one prompt; None where the plan of `row` splits layers, or has no fit."""
         if row.plan is None or not row.is_ok:
@@ -119,11 +117,8 @@ class _SweepTable:
             return first_token(request, question.problem, row.plan.placement, self._prefill).step_time_ns
         return None
 
-    def _opened(self, request: PlaceRequest) -> "tuple[PlaceQuestion, ServedStep | None]":
+    def _opened(self, request: PlaceRequest) -> tuple[PlaceQuestion, ServedStep | None]:
         """Returns the question of a value, prepared, and what its step serves."""
-        from gdp.report.progress import live
-        from gdp.search.place_question import PlaceQuestion
-
         if request.source is not self._source or self._model is None:
             self._source, self._model, self._parts = request.source, read_graph(request.source), None
             request.say_notes(self._model.graph)
@@ -146,10 +141,7 @@ class _SweepTable:
         return question, self._model.served
 
 
-def _check(request: PlaceRequest, sweep: "Sweep") -> None:
-    from gdp.parallel.layout import NONE
-    from gdp.planning.sweep import BATCH, DEVICES, MICROBATCHES
-
+def _check(request: PlaceRequest, sweep: Sweep) -> None:
     reading, option = request.reading, f"--sweep {sweep.what}"
     if request.options.placer != "auto" or request.times is not None:
         raise InputError("--sweep: places with auto and modelled op times; leave out --placer and --times")
@@ -172,13 +164,8 @@ def _check(request: PlaceRequest, sweep: "Sweep") -> None:
         raise InputError(f"{option}: gradients are accumulated in training; leave out {phase}")
 
 
-def _of_value(request: PlaceRequest, sweep: "Sweep", value: int | str, limits: ConstraintOptions) -> PlaceRequest:
+def _of_value(request: PlaceRequest, sweep: Sweep, value: int | str, limits: ConstraintOptions) -> PlaceRequest:
     """Returns the request to `gdp place` that asks for one value."""
-    from gdp.cluster import Cluster, changes
-    from gdp.models.source import ModelSource
-    from gdp.parallel.layout import NONE
-    from gdp.planning.sweep import DEVICES, MICROBATCHES
-
     asked, reading = request.asked, request.reading
     if isinstance(value, str):
         cluster = Cluster.parse(value)
@@ -199,13 +186,8 @@ def _of_value(request: PlaceRequest, sweep: "Sweep", value: int | str, limits: C
     return replace(request, source=ModelSource(request.model, reading), parallel=parallel, asked=asked)
 
 
-def _save(request: PlaceRequest, what: str, row: "SweepRow") -> None:
+def _save(request: PlaceRequest, what: str, row: SweepRow) -> None:
     """Writes the plan of a row, with its graph and its devices, which is asked for the value of the row."""
-    from gdp.planning.plan_cache import KeptAnswer
-    from gdp.planning.sweep import DEVICES
-    from gdp.report.sweep_answer import directory_of
-    from gdp.simulator.simulate import replay
-
     assert request.out is not None
     assert row.plan is not None
     assert row.plan.problem is not None
