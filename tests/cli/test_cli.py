@@ -26,6 +26,7 @@ from gdp.graph import Graph, Op, Tensor
 from gdp.models.source import ModelSource
 from gdp.planning import plan_cache
 from gdp.report import progress
+from gdp.search import place as search
 from gdp.search.place_question import PlaceQuestion
 from gdp.search.question import OnProgress, Solution
 from gdp.simulator.plan import Plan
@@ -253,7 +254,7 @@ def test_figures_are_printed_where_the_report_cannot_be_written(run: Run, monkey
     def full(path: Path, _: object) -> None:
         raise gdp.InputError(f"{path}: cannot be written (No space left on device); choose another place")
 
-    monkeypatch.setattr("gdp.report.page.write_page", full)
+    monkeypatch.setattr("gdp.cli.plan_files.write_page", full)
     status, out, err = run(*place("--out", "answers"))
     assert status == 2
     assert "Step time " in out
@@ -286,7 +287,7 @@ def test_an_identical_question_is_answered_without_searching(run: Run, monkeypat
         raise AssertionError("a search")
 
     with monkeypatch.context() as patched:
-        patched.setattr(sys.modules["gdp.search.place"], "answer", searches)
+        patched.setattr("gdp.cli.search.answer", searches)
         status, again, err = run(*place("--out", "again"))
         assert (status, err.count("\n")) == (0, 1)
         assert "found before" in err
@@ -311,7 +312,7 @@ def test_an_identical_question_is_answered_without_searching(run: Run, monkeypat
     for library in ("gdp-placement", "numba", "pymetis"):
         with monkeypatch.context() as changed:
             changed.setattr(plan_cache, "version", lambda name, new=library: "0" if name == new else version(name))
-            changed.setattr(sys.modules["gdp.search.place"], "answer", searches)
+            changed.setattr("gdp.cli.search.answer", searches)
             with pytest.raises(AssertionError, match="a search"):
                 run(*place())
     (entry,) = Path("cache/gdp/plans").iterdir()
@@ -324,7 +325,7 @@ def test_an_identical_question_is_answered_without_searching(run: Run, monkeypat
 
 def test_an_interrupted_search_is_not_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupted search writes its plan but leaves nothing in the cache."""
-    find = sys.modules["gdp.search.place"].answer
+    find = search.answer
 
     def interrupted(question: PlaceQuestion, clock: Clock, on_progress: OnProgress | None = None) -> Solution:
         solution = find(question, clock, on_progress)
@@ -332,7 +333,7 @@ def test_an_interrupted_search_is_not_kept(run: Run, monkeypatch: pytest.MonkeyP
             clock.stop.set()
         return solution
 
-    monkeypatch.setattr(sys.modules["gdp.search.place"], "answer", interrupted)
+    monkeypatch.setattr("gdp.cli.search.answer", interrupted)
     assert run(*place())[0] == 130
     assert Path("plan.json").exists()
     assert not Path("cache/gdp/plans").exists()
@@ -795,7 +796,7 @@ def test_functions_of_the_package_stay_functions_when_their_modules_are_imported
 import sys, gdp
 assert not {"numpy", "torch"} & set(sys.modules)
 import gdp.search.place, gdp.simulator.simulate, gdp.planning.compare
-from gdp.search.place import Progress
+from gdp.search.place import Progress, answer
 assert all(callable(getattr(gdp, name)) for name in ("place", "simulate", "compare")), dir(gdp)
 assert gdp.Progress is Progress
 """

@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.graphs import lstm_training_graph
-from gdp import budget
-from gdp.cli import main, plan_files
+from gdp.cli import main, plan_files, request
 from gdp.cluster import Cluster
 from gdp.graph import Graph
-from gdp.report import page
 from gdp.report.page_data import PageData
 from gdp.simulator.problem import Problem
 
@@ -62,7 +60,7 @@ def test_a_report_that_takes_longer_than_the_budget_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Files are written until the budget's end; a long report that would end later is not, and a note says so."""
-    monkeypatch.setattr(budget, "latest_s", lambda _: 0.0)
+    monkeypatch.setattr(request, "latest_s", lambda _: 0.0)
     assert main([*PLACE, "--devices", "2xp100-pcie-16g", "--budget", "1s"]) == 0
     assert written() == {"plan.json", "graph.safetensors", "cluster.json"}
     printed = capsys.readouterr()
@@ -81,7 +79,7 @@ def test_an_interrupt_while_the_report_is_written_leaves_it_out_and_shows_the_an
         signal.raise_signal(signal.SIGTERM)
         reached.append("the end")
 
-    monkeypatch.setattr(page, "write_page", write_slowly)
+    monkeypatch.setattr(plan_files, "write_page", write_slowly)
     assert main([*PLACE, "--devices", "2xp100-pcie-16g", "--budget", "20sims"]) == 130
     assert reached == ["the start"]
     assert written() == {"plan.json", "graph.safetensors", "cluster.json"}

@@ -1,7 +1,5 @@
 """A captured JAX function computes what JAX does, in every order that the graph allows; its costs are those by hand."""
 
-import functools
-import itertools
 import random
 import sys
 import tracemalloc
@@ -422,71 +420,27 @@ def test_scans_beyond_the_limit() -> None:
 
 
 def test_costs_of_while_and_cond() -> None:
-    """A while loop counts its body as often as it is known to run, and a cond its most expensive branch."""
+    """A while loop counts its body once, with a note, and a cond its most expensive branch."""
     made = capture_jax(loops, Struct((3, 4), "float32"), Struct((3,), "float32"), name="loops", parameters=())
-    assert flops_of(made.graph, "while") == 4 * 1 + 3 * (12 + 1)  # condition; product, counter
+    assert flops_of(made.graph, "while") == 1 + (12 + 1)  # condition; product, counter
     assert flops_of(made.graph, "cond") == 2 * (2 * 3 * 4 * 3)
     assert flops_of(made.graph, "scan") == 100 * 4
-    assert len(made.notes) == 2
-    assert not made.coverage.open_loops
-
-
-def turns(first: int, bound: int, step: int, relation: str, x: jax.Array) -> jax.Array:
-    """A loop of one product a turn, whose counter and bound are arrays; the counter changes behind a call."""
-    compare = getattr(lax, relation)
-    advance = jax.jit(lambda i: i + step)
-    return lax.while_loop(
-        lambda c: compare(c[0], c[1]), lambda c: (advance(c[0]), c[1], c[2] * 2), (first, jnp.int32(bound - 1) + 1, x)
-    )[2]
-
-
-@pytest.mark.parametrize("relation", ["lt", "le", "gt", "ge", "ne", "eq"])
-def test_trip_counts(relation: str) -> None:
-    """Trip counts are those of running the loop."""
-    compare = {
-        "lt": int.__lt__,
-        "le": int.__le__,
-        "gt": int.__gt__,
-        "ge": int.__ge__,
-        "ne": int.__ne__,
-        "eq": int.__eq__,
-    }[relation]
-    num_known = 0
-    for first, bound, step in itertools.product((-3, 0, 2, 7), (-4, 0, 5, 8), (-2, -1, 1, 3, 0)):
-        i, count = first, 0
-        while compare(i, bound) and count < 50:
-            i, count = i + step, count + 1
-        made = capture_jax(functools.partial(turns, first, bound, step, relation), Struct((4,), "float32"), name="m")
-        if count == 50:  # endless
-            assert made.coverage.open_loops == {"while": 1}
-            continue
-        num_known += 1
-        assert not made.coverage.open_loops
-        assert flops_of(made.graph, "while") == count * (4 + 1) + count + 1, (first, bound, step)
-    assert num_known > 25
+    assert len(made.notes) == 3
+    assert made.coverage.open_loops == {"while": 1}
 
 
 def test_fori_loops_count_every_turn() -> None:
-    """With numbers as bounds it is a scan, with arrays that are known a while: 10 turns of x * 2 and a counter."""
+    """With numbers as bounds it is a scan: 10 turns of x * 2 and a counter."""
 
     def with_numbers(x: jax.Array) -> jax.Array:
         return lax.fori_loop(2, 12, lambda i, c: c * 2, x)
 
-    def with_arrays(x: jax.Array) -> jax.Array:
-        return lax.fori_loop(jnp.int32(2), jnp.asarray(10) + 2, lambda i, c: c * 2, x)
-
-    def nested(x: jax.Array) -> jax.Array:
-        return lax.fori_loop(0, 100, lambda i, c: lax.fori_loop(2, jnp.asarray(12), lambda i, c: c * 2, c), x)
-
     x = Struct((4,), "float32")
     unrolled, scan = capture_jax(with_numbers, x, name="m"), capture_jax(with_numbers, x, name="m", unroll_limit=0)
-    known, inner = capture_jax(with_arrays, x, name="m"), capture_jax(nested, x, name="m")
     assert by_kind(unrolled.graph) == Counter(input=1, mul=10)
     assert flops_of(unrolled.graph, "mul") == 40
     assert flops_of(scan.graph, "scan") == 10 * (4 + 1)
-    assert flops_of(known.graph, "while") == 10 * (4 + 1) + 11  # and the condition
-    assert flops_of(inner.graph, "scan") == 100 * (10 * (4 + 1) + 11 + 1)
-    assert not any(made.coverage.open_loops for made in (unrolled, scan, known, inner))
+    assert not any(made.coverage.open_loops for made in (unrolled, scan))
 
 
 def test_loops_of_unknown_length() -> None:

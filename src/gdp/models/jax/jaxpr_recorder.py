@@ -35,7 +35,6 @@ from gdp.models.jax.equations import (
     part_aval,
     stack_jaxpr,
 )
-from gdp.models.jax.loops import known_number
 from gdp.models.pytorch.flops import MOVEMENT
 
 
@@ -150,8 +149,7 @@ class JaxprRecorder:
         bytes_read: list[int] = []
         for position, value in enumerate(inputs):
             bytes_read.append(self._read(record, value, costs.keeps_operand_whole(name, position), scopes))
-        numbers = [self._number(value) if name == "while" else None for value in inputs]
-        cost = costs.costs_of(name, params, avals, outputs, bytes_read, numbers)
+        cost = costs.costs_of(name, params, avals, outputs, bytes_read)
         for loop in cost.open_loops:
             self.note(f"{record.module}: the trip count of a {loop} loop is unknown; its body is counted once")
         record.flops, record.bytes_accessed = cost.flops, cost.bytes_accessed
@@ -310,17 +308,6 @@ class JaxprRecorder:
         value = self._value(aval)
         value.constant = Constant(content)
         return value
-
-    def _number(self, value: JaxValue) -> int | None:
-        """Returns the integer that a scalar is, if it follows from constants."""
-        if not value.is_known or value.aval.shape != ():
-            return None
-        if value.constant is not None:
-            return known_number(value.constant.value)
-        contents: dict[int, Any] = {}
-        for equation in value.equations:  # of scalars: computing them takes nothing
-            contents.update(zip(equation.outputs, equation.apply(contents), strict=True))
-        return known_number(contents[value.number])
 
     def _constant(self, content: Any, aval: Any) -> JaxValue:
         """Returns an array that the function's code holds: an op that owns it, unless it is a single number."""

@@ -15,7 +15,6 @@ from typing import Any
 from gdp.models import textbook_flops as textbook
 from gdp.models.experts import share_hit
 from gdp.models.jax.equations import IDENTITIES, called_jaxpr
-from gdp.models.jax.loops import known_number, trip_count
 from gdp.models.names import element_bits, names
 from gdp.models.pytorch.flops import FORMULA, MOVEMENT, POINTWISE, UNKNOWN, registered_formula
 
@@ -100,22 +99,12 @@ class Costs:
     bytes_accessed: int = 0
     how: str = MOVEMENT
     unknown: Counter[str] = field(default_factory=Counter)  # primitives that were estimated
-    open_loops: Counter[str] = field(default_factory=Counter)  # loops whose trip count is unknown, counted once
+    open_loops: Counter[str] = field(default_factory=Counter)  # loops of unknown length, counted once
 
 
-def costs_of(
-    name: str,
-    params: Params,
-    inputs: Sequence[Any],
-    outputs: Sequence[Any],
-    bytes_read: list[int],
-    numbers: Sequence[int | None],
-) -> Costs:
-    """Returns the FLOPs and bytes of one primitive.
-
-    `bytes_read` has the bytes of the distinct arrays behind each input, `numbers` the inputs that are known integers.
-    """
-    loop = _loop(name, params, numbers)
+def costs_of(name: str, params: Params, inputs: Sequence[Any], outputs: Sequence[Any], bytes_read: list[int]) -> Costs:
+    """Returns the FLOPs and bytes of one primitive; `bytes_read` are those of the distinct arrays behind each input."""
+    loop = _loop(name, params)
     if loop is not None and registered_formula(name) is None:
         loop.bytes_accessed = max(loop.bytes_accessed, sum(bytes_read) + sum(map(num_bytes, outputs)))
         return loop
@@ -163,20 +152,16 @@ def _bytes_accessed(
 # Loops and branches that are one op
 
 
-def _loop(name: str, params: Params, numbers: Sequence[int | None]) -> Costs | None:
+def _loop(name: str, params: Params) -> Costs | None:
     """Returns the costs of a loop or branch; None for other primitives.
 
-    A scan counts all iterations, a while loop the iterations that its `numbers` tell, or one; branches count as the
-    most expensive one, a map over a mesh counts all shards.
+    A scan counts all iterations, a while loop one; branches count as the most expensive one, a map over a mesh counts
+    all shards.
     """
     if name == "scan":
         return _times(body_costs(params["jaxpr"]), int(params["length"]))
     if name == "while":
-        turns = trip_count(params, numbers)
-        condition, body = body_costs(params["cond_jaxpr"]), body_costs(params["body_jaxpr"])
-        if turns is not None:  # the condition once more, to end it
-            return _sum([_times(condition, turns + 1), _times(body, turns)])
-        costs = _sum([condition, body])
+        costs = _sum([body_costs(params["cond_jaxpr"]), body_costs(params["body_jaxpr"])])
         costs.open_loops[name] += 1
         return costs
     if name == "cond":
@@ -202,8 +187,7 @@ def body_costs(closed: Any) -> Costs:
         outputs = [variable.aval for variable in equation.outvars]
         if name in IDENTITIES or name == "broadcast_in_dim" or is_view(name, params, inputs, outputs):
             continue
-        numbers = [known_number(variable.val) if hasattr(variable, "val") else None for variable in equation.invars]
-        parts.append(costs_of(name, params, inputs, outputs, list(map(num_bytes, inputs)), numbers))
+        parts.append(costs_of(name, params, inputs, outputs, list(map(num_bytes, inputs))))
     return _sum(parts)
 
 
