@@ -320,7 +320,7 @@ def fit(network: StyleNetwork, outcomes: Sequence[Outcomes], config: StyleTraini
             )
             error = scores_of(network, seen, numbers[rows]) - targets[rows]
             optimizer.zero_grad()
-            (error**2).mean().backward()
+            (error**2).mean().backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
 
