@@ -438,6 +438,7 @@ class Export(Figures):
     program_order_step_time_ns: NotRequired[int | None]
     status: Status
     plan_step_time_ns: Ns
+    throughput: Annotated[Throughput | None, d("of batches in flight, of whose run the step times are")]
     loss: Annotated[float, d("step time over the plan's, less 1")]
     content: Annotated[Any, d("of the file")]
     path: str | None

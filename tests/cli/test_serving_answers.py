@@ -127,6 +127,42 @@ def test_groups_in_flight_tell_the_rates_of_one_and_of_all(place: Place, capsys:
     assert re.search(r'"cache":[1-9]', page)
 
 
+def test_replicas_are_servers(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    """An export to vLLM has a command for each replica with its layers and cards, and the time of a group and a token.
+
+    The step time is that of the whole run, 4 rounds of 4 groups.
+    """
+    model, devices = "llama?batch=4&context=512", ["--devices", "4xl4-24g", *limits("15MiB", 4)]
+    status, answer, _ = place(model, "--batches", "4", *devices)
+    assert (status, answer["layout"]["data"]) == (0, 2)
+    plan = Plan.load("plan.json")
+    graph = PlanSource(plan).read().graph
+    assert main(["export", "plan.json", "--to", "vllm", "--json"]) == 0
+    exported = json.loads(capsys.readouterr().out)
+    commands = exported["content"].splitlines()[1:]
+    for replica, command in enumerate(commands):
+        found = re.match(r"VLLM_PP_LAYER_PARTITION=([\d,]+) CUDA_VISIBLE_DEVICES=([\d,]+) vllm serve MODEL ", command)
+        assert found is not None
+        sizes, cards = ([int(number) for number in text.split(",")] for text in found.groups())
+        layers = [
+            {d for op, d in enumerate(plan.placement) if graph.replicas[op] == replica and path in graph.modules[op]}
+            for path in (f"model.layers.{number}." for number in range(4))
+        ]
+        assert layers == [{card} for card, size in zip(cards, sizes, strict=True) for _ in range(size)]
+        assert command.endswith(f" --port {8000 + replica}")
+    assert exported["notes"] == ["2 servers, a line of the file each: on gpu0, gpu1; on gpu2, gpu3."]
+    assert exported["throughput"] == answer["throughput"]
+    assert exported["step_time_ns"] == answer["step_time_ns"] > 15 * answer["throughput"]["time_per_batch_ns"]
+    assert main(["export", "plan.json", "--to", "vllm"]) == 0
+    group_ms, token_ms = (answer["throughput"][name] / 1e6 for name in ("time_per_batch_ns", "latency_ns"))
+    line = capsys.readouterr().out.splitlines()[1]
+    group, token = map(float, re.findall(r"([\d.]+) ms", line))
+    assert "a group, as in the plan; with 4 in flight a token takes" in line
+    assert (group, token) == (pytest.approx(group_ms, rel=1e-3), pytest.approx(token_ms, rel=1e-3))
+    assert main(["export", "plan.json", "--to", "hf-device-map"]) == 2
+    assert "has 2 replicas in flight, which hf-device-map does not take; export to vllm" in capsys.readouterr().err
+
+
 def test_share_of_vllm(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     """vLLM takes 0.92 of a card: what is beyond lacks bytes, unless --reserve says else; the file has the share."""
     command = ["llama?batch=4&context=512", "--devices", "l4-24g"]

@@ -73,7 +73,7 @@ def test_modules_go_where_most_time_was() -> None:
     # one device crosses never
     assert plan.step_time_ns - adapted.step_time_ns == 7 * (1 + latency)
     assert json.loads(adapted.content) == {"": 0}
-    assert adapted.notes == ["All of the model is on gpu0: what hf-device-map makes of the plan takes 9.055 ms."]
+    assert adapted.notes == ["All of the model is on gpu0: what hf-device-map makes of the plan takes 9.055 ms a step."]
     assert adapted.loss == adapted.step_time_ns / plan.step_time_ns - 1 < 0
 
 
@@ -276,7 +276,7 @@ def test_commands(run: Run) -> None:
     status, out, _ = run("export", "d/plan.json", "--to", "vllm", "--out", "my.env")
     assert status == 0
     assert "whole decoder layers by rank: " in out
-    assert " ms instead of " in out
+    assert " ms a step instead of " in out
     assert Path("my.env").is_file()
 
 

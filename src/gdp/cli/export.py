@@ -115,7 +115,9 @@ def _nearest(source: "PlanSource", problem: "Problem", target: "ExportTarget | L
             answer = exported(other, own, target)
             if answer.fits and answer.content:
                 found.append((answer.step_time_ns, str(Layout.of_document(layout))))
-    return "".join(f"; the nearest: --parallel {text}, {format_ms(time_ns)}" for time_ns, text in sorted(found)[:1])
+    return "".join(
+        f"; the nearest: --parallel {text}, {format_ms(time_ns)} a step" for time_ns, text in sorted(found)[:1]
+    )
 
 
 def _path(out: Path | None, plan: Path, name: str) -> Path:

@@ -177,7 +177,7 @@ def _likely_tool(request: PlaceRequest, plan: Plan) -> str | None:
     """Returns the name of the tool that runs plans of such a model; None if there is none, or several are as likely."""
     text, reading, cut = request.model, request.reading, plan.layout
     if cut is not None and in_flight(cut) and cut["data"] > 1:  # a server for each replica
-        return None
+        return "vllm" if reading.serving.has_cache and GGUF not in text else None
     if cut is not None and not in_flight(cut):
         assert plan.problem is not None
         layout = Layout.of_document(cut)

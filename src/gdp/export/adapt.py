@@ -14,6 +14,7 @@ from gdp.export.export_target import ExportTarget, is_cpu, stage_starts
 from gdp.export.export_units import ExportUnits
 from gdp.export.stage_search import StageSearch, allowed_stages, balanced_stages, nearest_stages
 from gdp.graph import Graph
+from gdp.graph.copies import BATCH_END
 from gdp.placers.memory_repair import fit_memory
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.question import Question
@@ -61,12 +62,18 @@ class AdaptedPlan:
         """Returns sentences on assumptions about the target, and on costs that the figures lack."""
         notes = self.target.notes(self.problem, self.units, self.devices)
         if self.near is not None:
-            name, near_ms = self.problem.cluster.devices[int(self.devices[0])].name, self.near.step_time_ns / 1e6
-            does = "does not fit" if self.near.missing_bytes.any() else f"takes {near_ms:.4g} ms"
+            name, num_batches = self.problem.cluster.devices[int(self.devices[0])].name, self._num_batches
+            near_ms, of = self.near.step_time_ns / 1e6 / (num_batches or 1), "batch" if num_batches else "step"
+            does = "does not fit" if self.near.missing_bytes.any() else f"takes {near_ms:.4g} ms a {of}"
             notes.append(f"All of the model is on {name}: what {self.target.name} makes of the plan {does}.")
         if self.is_offloaded and (unused := self._unused_memory()):
             notes.append(unused)
         return notes
+
+    @property
+    def _num_batches(self) -> int:
+        """The batches that a stream of them has; 0 for one step."""
+        return int(self.problem.graph.is_in_role(BATCH_END).sum())
 
     def _unused_memory(self) -> str:
         """Returns a sentence on GPUs that use less than half of their memory while weights stay on a CPU, or ""."""
@@ -126,7 +133,7 @@ def adapt_within(
         if may_offload and simulation.missing_bytes.any() and target.offload is not None:
             devices, simulation = target.offload(problem, units, devices) or (devices, simulation)
     devices, simulation = arranged(problem, target, units, devices, simulation, plan)
-    near, (alone, device) = simulation, _alone(problem, units)
+    near, (alone, device) = simulation, (None, -1) if graph.replicas.any() else _alone(problem, units)
     if alone is None or Figures.of(near) <= Figures.of(alone):
         return AdaptedPlan(target, graph, problem, units, devices, near, plan.step_time_ns)
     devices = np.full(units.num_units, device)

@@ -35,6 +35,7 @@ class ExportTarget:
     notes: Callable[[Problem, ExportUnits, I64], list[str]] = lambda *_: []  # sentences on what is assumed
     reserve: float = 0.0  # share of each device's memory that the tool leaves free, unless it is told otherwise
     layers: Callable[[ExportUnits], Sequence[int]] = lambda _: ()  # units that any device may have more or fewer of
+    takes_replicas: bool = False  # of batches in flight: a server each
 
     def within_share(self, problem: Problem) -> Problem:
         """Returns `problem` with the memory that the tool takes of each device by default."""

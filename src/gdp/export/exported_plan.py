@@ -10,9 +10,11 @@ from gdp.export.adapt import AdaptedPlan, adapt
 from gdp.export.export_target import ExportTarget
 from gdp.export.layouts.cut_step import CutStep, cut_step
 from gdp.export.layouts.target import LayoutTarget
+from gdp.parallel.batches import in_flight, layout_in_flight
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
-from gdp.simulator.simulate import Simulation
+from gdp.simulator.simulate import Simulation, simulate
+from gdp.simulator.throughput import Throughput
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +23,7 @@ class Exported:
 
     target: ExportTarget | LayoutTarget
     step: AdaptedPlan | CutStep
+    plan: Plan
 
     def __repr__(self) -> str:
         """Returns `Exported('torch-fsdp', 51.900 ms)`."""
@@ -45,6 +48,16 @@ class Exported:
         """The step time in the tool."""
         return self.simulation.step_time_ns
 
+    @cached_property
+    def throughputs(self) -> tuple[Throughput, Throughput] | None:
+        """The figures in the tool and in the plan of batches in flight; None for other plans."""
+        plan, problem = self.plan, self.simulation.problem
+        if plan.layout is None or not in_flight(plan.layout):
+            return None
+        own = simulate(problem, plan.placement, order=plan.order)
+        one, other = (Throughput.of(each, layout_in_flight(plan.layout)) for each in (self.simulation, own))
+        return one, other
+
     @property
     def fits(self) -> bool:
         """True if all devices have the memory."""
@@ -62,14 +75,20 @@ def exported(problem: Problem, plan: Plan, target: ExportTarget | LayoutTarget) 
     """Returns `plan`, which solves `problem`, for `target`. InputError, with the remedy, for what it cannot run."""
     if isinstance(target, LayoutTarget):
         step = cut_step(problem, plan, target.name, has_stages=target.has_stages, held_by=target.held_by)
-        return Exported(target, step)
-    return Exported(target, adapt(problem, plan, target))
+        return Exported(target, step, plan)
+    return Exported(target, adapt(problem, plan, target), plan)
 
 
 def check_takes_layout(plan: Plan, target: ExportTarget) -> None:
     """Raises InputError if the plan has a layout that a tool for one copy of the model does not take."""
     layout = plan.layout
-    if layout is not None and (layout.get("data") != 1 or layout.get("recompute") != "none" or "offload" in layout):
+    if in_flight(layout) and layout["data"] > 1:
+        if not target.takes_replicas:
+            raise InputError(
+                f"has {layout['data']} replicas in flight, which {target.name} does not take; export to vllm, or place "
+                f"with --for {target.name}, without --batches"
+            )
+    elif layout is not None and (layout.get("data") != 1 or layout.get("recompute") != "none" or "offload" in layout):
         raise InputError(
             f"has replicas, recomputed blocks or activations on the host, which {target.name} does not take; "
             "export to torch-fsdp, torchtitan or megatron, or place with --parallel none"

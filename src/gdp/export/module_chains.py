@@ -112,9 +112,9 @@ _LAYER = re.compile(r"((?:.*?\.)?[^.\d][^.]*)\.(\d+)(?=\.|$)")
 
 
 def _executed(problem: Problem) -> list[int]:
-    """Returns the forward ops of the first micro-batch that compute, in the order of execution."""
+    """Returns the forward ops that compute, of the first micro-batch and replica, in the order of execution."""
     graph = problem.graph
-    computes = (problem.microbatch <= 0) & is_forward(graph) & ~is_source(graph)
+    computes = (problem.microbatch <= 0) & (graph.replicas == 0) & is_forward(graph) & ~is_source(graph)
     return [op for op in np.flatnonzero(computes).tolist() if graph.kinds[op] != "input"]
 
 
@@ -143,7 +143,7 @@ def _spread(problem: Problem, executed: Sequence[int], position: I64) -> I64:
     graph = problem.graph
     labels = np.full(graph.num_ops, -1, np.int64)
     labels[executed] = position
-    labels = np.where(problem.microbatch > 0, labels[graph.first_copy], labels)
+    labels = np.where((problem.microbatch > 0) | (graph.replicas > 0), labels[graph.first_copy], labels)
     by_module: dict[str, set[int]] = defaultdict(set)
     for op in executed:
         by_module[graph.modules[op]].add(int(labels[op]))
