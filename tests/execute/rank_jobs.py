@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -116,9 +115,6 @@ def equal(ranks: Ranks, say: dict[str, Any], *names: str) -> None:
                     assert replay is not None
                     say.setdefault(name, []).append(is_equal(replay, expected[step]))
                     if step == 1:
-                        home = {op: rank for rank, ops in enumerate(order) for op in ops}
-                        say["transfers"] = [asdict(transfer) for transfer in record.transfers]
-                        say["homes"] = [home[op] for op in found.graph.producers.tolist()]
                         say["ops"] = [list(device.ops) for device in record.devices]
                         say["order"] = order
                         say["times_ns"] = [record.start_ns, record.finish_ns]

@@ -13,7 +13,7 @@ from execute.placed_steps import CLUSTER, cpus, randomly_placed, tower
 from gdp import Problem, simulate
 from gdp.execute.forked.forked_executor import ForkedExecutor
 from gdp.execute.host_executor import ThreadExecutor
-from gdp.execute.plan_executor import HostExecutor
+from gdp.execute.plan_executor import PlanExecutor
 from gdp.execute.script import scripts
 from gdp.execute.worker import ExecutionError
 from gdp.models.pytorch import capture
@@ -25,7 +25,7 @@ KINDS = [ThreadExecutor, pytest.param(ForkedExecutor, marks=NOT_FORKED)]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["gnmt", "inception", "dlrm"])
-def test_inference_gives_the_bits_of_pytorch(name: str, kind: type[HostExecutor]) -> None:
+def test_inference_gives_the_bits_of_pytorch(name: str, kind: type[PlanExecutor]) -> None:
     """Outputs that a step retains are PyTorch's, and the times of its ops lie within it."""
     model, args, kwargs = TINY[name]()
     model.eval()
@@ -54,14 +54,14 @@ def copies(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
     return {key: tensor.clone() for key, tensor in tensors.items()}
 
 
-def assert_state(executor: HostExecutor, expected: Mapping[int, Tensor]) -> None:
+def assert_state(executor: PlanExecutor, expected: Mapping[int, Tensor]) -> None:
     state = executor.state()
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[key], tensor) for key, tensor in expected.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_changed_arguments_of_updates(kind: type[HostExecutor]) -> None:
+def test_changed_arguments_of_updates(kind: type[PlanExecutor]) -> None:
     """A learning rate that falls to zero stops the training."""
     found, content = tower()
     program = found.program
@@ -80,7 +80,7 @@ def test_changed_arguments_of_updates(kind: type[HostExecutor]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_optimizer_state_goes_in_and_out(kind: type[HostExecutor]) -> None:
+def test_optimizer_state_goes_in_and_out(kind: type[PlanExecutor]) -> None:
     """A training goes on in another placement from the state of the first one, bit for bit."""
     found, content = tower()
     with kind(found.program, randomly_placed(found, 3, 2).order, cpus()) as executor:
@@ -131,7 +131,7 @@ class Calls(nn.Module):
     ],
     ids=["memory", "kernel", "no kernel"],
 )
-def test_failing_ops(model: nn.Module, message: str, is_out_of_memory: bool, kind: type[HostExecutor]) -> None:
+def test_failing_ops(model: nn.Module, message: str, is_out_of_memory: bool, kind: type[PlanExecutor]) -> None:
     """An op that fails ends the step on all devices."""
     found = capture(model, (torch.ones(3),), name="bad", training=False)
     simulation = simulate(Problem.build(found.graph, CLUSTER), np.ones(found.graph.num_ops, np.int64))

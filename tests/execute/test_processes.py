@@ -42,17 +42,12 @@ def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
 
 
 def test_three_processes(tmp_path: Path) -> None:
-    """Three processes give the results of one, and record every op and transfer."""
+    """Three processes give the results of one, and record every op."""
     statuses, (first, *_) = run(tmp_path, 3, "equal", "rnnlm")
     assert (statuses, first["rnnlm"]) == ([0, 0, 0], [True] * NUM_STEPS)
     assert first["ops"] == first["order"]
     start_ns, finish_ns = first["times_ns"]
     assert all(start_ns - 1e9 < moment < finish_ns for device in first["ends_ns"] for moment in device)
-    pairs = {(transfer["source"], transfer["destination"]) for transfer in first["transfers"]}
-    assert len(pairs) == 6
-    for transfer in first["transfers"]:
-        assert transfer["source"] == first["homes"][transfer["tensor"]] != transfer["destination"]
-        assert transfer["handed_ns"] <= transfer["start_ns"] < transfer["arrival_ns"] < finish_ns
 
 
 def test_clocks_of_hosts_are_compared(tmp_path: Path) -> None:

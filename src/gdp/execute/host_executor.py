@@ -1,8 +1,11 @@
 """The executor of a plan on the devices of this host: forked processes for single cores, threads for others."""
 
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
 import numpy.typing as npt
 import torch
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from gdp.execute.backends import Backend, Content, SentTensor, backend_of
 from gdp.execute.forked.forked_executor import ForkedExecutor, may_fork
-from gdp.execute.plan_executor import HostExecutor, StepRecord, held_tensors
+from gdp.execute.plan_executor import PlanExecutor, StepRecord, held_tensors
 from gdp.execute.targets import Target, find_targets
 from gdp.execute.worker import DeviceRecord, ExecutionError, StepRequest, Stopped, Worker, WorkerThread
 from gdp.models.pytorch import Program
@@ -44,63 +47,43 @@ class QueueTransport:
         pass
 
 
-class ThreadExecutor(HostExecutor):
+class ThreadExecutor(PlanExecutor):
     """A program placed on `targets` [D], a worker thread for each from the first step to `close`.
 
-    Parameters, buffers and optimizer state stay with the workers. The main thread requests a step of each, and waits
-    until all are done or one has failed; then all stop.
+    The main thread requests a step of each, and waits until all are done or one has failed; then all stop.
     """
 
     def __init__(self, program: Program, order: Sequence[npt.ArrayLike], targets: Sequence[Target]) -> None:
         super().__init__(program, order, targets)
         backends = [backend_of(target, program.memory_for) for target in targets]
         self._inboxes: list[SimpleQueue[SentTensor | None]] = [SimpleQueue() for _ in targets]
-        self._answers: SimpleQueue[tuple[int, DeviceRecord | BaseException]] = SimpleQueue()
+        self._answers: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._stop = threading.Event()
-        self._workers = [
-            Worker(program, backend, QueueTransport(number, backends, self._inboxes), self._stop)
+        self.workers = {
+            number: Worker(program, backend, QueueTransport(number, backends, self._inboxes), self._stop)
             for number, backend in enumerate(backends)
-        ]
-        self._threads = [WorkerThread(worker, self._answers, number) for number, worker in enumerate(self._workers)]
+        }
+        self._threads = [WorkerThread(backend, self._answers, number) for number, backend in enumerate(backends)]
         for thread in self._threads:
             thread.start()
 
-    @property
-    def is_closed(self) -> bool:
-        return not self._threads
-
-    def load(self, content: Mapping[int, Tensor]) -> None:
-        self._load(content, dict(enumerate(self._workers)))
-
-    def _step(
-        self, inputs: Mapping[int, Tensor], *, is_timed: bool, retain: bool, seed: int
-    ) -> tuple[DeviceRecord, ...]:
-        scripts = self._chosen_scripts(retain=retain)
-        for thread, script in zip(self._threads, scripts, strict=True):
-            thread.requests.put(StepRequest(inputs, seed, script, is_timed))
+    def _step(self, inputs: Mapping[int, Tensor], *, is_timed: bool, retain: bool, seed: int) -> StepRecord:
+        start_ns = time.perf_counter_ns()
+        for number, script in enumerate(self._chosen_scripts(retain=retain)):
+            request = StepRequest(inputs, seed, script, is_timed)
+            self._threads[number].requests.put(partial(self.workers[number].step, request))
         records: dict[int, DeviceRecord] = {}
-        while len(records) < len(scripts):
+        while len(records) < len(self.targets):
             number, answer = self._answers.get()
-            if isinstance(answer, DeviceRecord):
-                records[number] = answer
-            elif isinstance(answer, ExecutionError):
+            if isinstance(answer, ExecutionError):
                 raise answer
-            else:
+            if isinstance(answer, BaseException):
                 raise ExecutionError(self.targets[number].name, "its worker", answer) from answer
-        return tuple(records[number] for number in range(len(scripts)))
+            records[number] = answer
+        return StepRecord.of_host([records[number] for number in range(len(records))], start_ns)
 
-    def _held(self, tensors: Collection[int], record: StepRecord) -> dict[int, Tensor]:
+    def _held(self, tensors: Collection[int], record: StepRecord, *, everywhere: bool = True) -> dict[int, Tensor]:
         return held_tensors(record) | self.state()
-
-    def load_private(self, content: Mapping[int, Mapping[int, Tensor]]) -> None:
-        for op, values in content.items():
-            self._workers[self._home[op]].load_private(op, values)
-
-    def state(self, *, everywhere: bool = True) -> dict[int, Tensor]:
-        return {tensor: memory for worker in self._workers for tensor, memory in worker.state.items()}
-
-    def private(self, *, everywhere: bool = True) -> dict[int, dict[int, Tensor]]:
-        return {op: values for worker in self._workers for op, values in worker.private.items() if values}
 
     def close(self) -> None:
         """Ends the workers, at once if they are in a step."""
@@ -112,10 +95,10 @@ class ThreadExecutor(HostExecutor):
             thread.join()
         if self._threads:
             torch.set_num_threads(self._threads_before)
-        self._threads = []
+        self._threads, self.is_closed = [], True
 
 
-def host_executor(program: Program, order: Sequence[npt.ArrayLike], targets: Sequence[Target]) -> HostExecutor:
+def host_executor(program: Program, order: Sequence[npt.ArrayLike], targets: Sequence[Target]) -> PlanExecutor:
     """Makes an executor of the program on `targets` [D].
 
     PyTorch with CUDA has threads for gradients after a capture, and then no forked process of it computes any.
@@ -132,11 +115,11 @@ class HostRunner:
 
     def __init__(self, names: Sequence[str], on: Sequence[str] | None) -> None:
         self._targets = find_targets(names, on)
-        self._executor: HostExecutor | None = None
+        self._executor: PlanExecutor | None = None
 
     def start(
         self, program: Program, order: Sequence[npt.ArrayLike], _start: Mapping[str, Tensor], _settings: object
-    ) -> HostExecutor:
+    ) -> PlanExecutor:
         """Makes an executor."""
         self._executor = host_executor(program, order, self._targets)
         return self._executor

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gdp.arrays import I64
 from gdp.execute.host_executor import host_executor
-from gdp.execute.plan_executor import HostExecutor, StepRecord
+from gdp.execute.plan_executor import PlanExecutor, StepRecord
 from gdp.execute.targets import Target
 from gdp.models.pytorch import Program
 
@@ -83,7 +83,7 @@ def measure_programs(
     """
     measurements = {name: Measurement(placed.order, placed.program.graph.num_ops) for name, placed in programs.items()}
     with ExitStack() as stack:
-        executors: dict[str, HostExecutor] = {}
+        executors: dict[str, PlanExecutor] = {}
         for name, placed in programs.items():
             executor = executors[name] = host_executor(placed.program, placed.order, targets)
             stack.callback(executor.close)

@@ -1,10 +1,10 @@
 """PlanExecutor: the scripts of a placed program, and the requests that its workers get; threads or processes run it."""
 
-import time
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,11 @@ class StepRecord:
     start_ns: int
     finish_ns: int
 
+    @classmethod
+    def of_host(cls, devices: Sequence[DeviceRecord], start_ns: int) -> "StepRecord":
+        """Makes the record of a step that ended when the last device was done."""
+        return cls(tuple(devices), start_ns, max(record.end_ns for record in devices))
+
     def op_times_ns(self, num_ops: int) -> tuple[I64, I64, I64]:
         """[N] Returns the start and the finish of each op, and its wait for tensors from other devices."""
         start, finish, wait = np.zeros((3, num_ops), np.int64)
@@ -45,20 +50,25 @@ def held_tensors(record: StepRecord) -> dict[int, Tensor]:
 
 
 class PlanExecutor(ABC):
-    """A program placed on `devices` [D] that run its ops in `order` [D]; a context manager.
+    """A program placed on `targets` [D] that run its ops in `order` [D]; a context manager.
 
-    `load` gives it parameters and buffers, `step` runs one step on them. After an ExecutionError it is closed. On ranks
-    all make the same calls, with the same arguments.
+    `load` gives it parameters and buffers, `step` runs one step on them. After an ExecutionError it is closed.
+    `workers`, by device, are those of this process, which keep parameters, buffers and optimizer state. On ranks all
+    make the same calls, with the same arguments.
     """
 
-    def __init__(self, program: Program, order: Sequence[npt.ArrayLike], devices: Sequence[torch.device]) -> None:
-        self.program, self.order = program, order
-        self.num_steps = 0
+    is_first = True  # of the processes that make the same calls: it gets results
+
+    def __init__(self, program: Program, order: Sequence[npt.ArrayLike], targets: Sequence[Target]) -> None:
+        self.program, self.order, self.targets = program, order, tuple(targets)
+        self.num_steps, self.is_closed = 0, False  # closed: also after a step that failed, with its effects half there
+        self.workers: Mapping[int, Worker] = {}
         self._scripts = scripts(program, order)
         self._retaining_scripts: tuple[Script, ...] = ()
         self._home = {task.op: device for device, script in enumerate(self._scripts) for task in script}
+        self._latest: StepRecord | None = None
         self._threads_before = torch.get_num_threads()
-        check_dropout(program, self._home, devices)
+        check_dropout(program, self._home, [target.device for target in targets])
 
     def __enter__(self) -> Self:
         return self
@@ -69,20 +79,36 @@ class PlanExecutor(ABC):
         else:
             self.leave(error)
 
-    @property
-    @abstractmethod
-    def is_closed(self) -> bool:
-        """Returns whether `close` was called, or a step failed or was interrupted, with its effects half there."""
+    @contextlib.contextmanager
+    def _ending(self, _doing: str) -> Iterator[None]:
+        """Ends the workers after an error, also an interrupt: half a step cannot go on."""
+        if self.is_closed:
+            raise ExecutionError("all", "the executor is closed")
+        try:
+            yield
+        except BaseException as error:
+            self.leave(error)
+            raise
 
-    @abstractmethod
     def load(self, content: Mapping[int, Tensor]) -> None:
         """Copies parameters and buffers, by tensor number as `Program.bind` gives them, to their devices."""
+        with self._ending("loading"):
+            for op, source in self.program.sources.items():
+                worker = self.workers.get(self._home[op])
+                if worker is not None and source.kind != "input" and source.tensor in content:
+                    try:
+                        worker.load(source.tensor, content[source.tensor])
+                    except RuntimeError as error:
+                        doing = f"loading {self.program.graph.op_names[op]!r}"
+                        raise ExecutionError(worker.backend.target.name, doing, error) from error
 
-    @abstractmethod
     def load_private(self, content: Mapping[int, Mapping[int, Tensor]]) -> None:
         """Copies optimizer state, by update and value, to the devices of the updates."""
+        with self._ending("loading optimizer state"):
+            for op, values in content.items():
+                if (worker := self.workers.get(self._home[op])) is not None:
+                    worker.load_private(op, values)
 
-    @abstractmethod
     def step(
         self, inputs: Mapping[int, Tensor], *, is_timed: bool = False, retain: bool = False, seed: int | None = None
     ) -> StepRecord:
@@ -91,31 +117,45 @@ class PlanExecutor(ABC):
         `retain` keeps outputs and gradients for `results`; random numbers differ from step to step unless `seed` is
         given. ExecutionError if an op fails.
         """
+        own_seed = self.num_steps * self.program.num_draws if seed is None else seed
+        with self._ending("running a step"):
+            self._latest = self._step(inputs, is_timed=is_timed, retain=retain, seed=own_seed)
+        self.num_steps += 1
+        return self._latest
 
     @abstractmethod
-    def _held(self, tensors: Collection[int], record: Any) -> dict[int, Tensor]:
-        """Returns at least these tensors, which a step has left; on ranks all of them get copies on the CPU."""
+    def _step(self, inputs: Mapping[int, Tensor], *, is_timed: bool, retain: bool, seed: int) -> StepRecord:
+        """Runs one step and returns its record; see `step`."""
 
-    def loss(self, record: Any) -> Tensor | None:
+    @abstractmethod
+    def _held(self, tensors: Collection[int], record: StepRecord, *, everywhere: bool = True) -> dict[int, Tensor]:
+        """Returns at least these tensors, which a step has left; on ranks all of them, or the first, get copies."""
+
+    def results(self, record: StepRecord) -> Replay | None:
+        """Returns the results that a step retained, and the state after it; on ranks, on the first one, on the CPU."""
+        held = self._held(self.program.result_tensors | self.program.state_tensors, record, everywhere=False)
+        return self.program.results(held) if self.is_first else None
+
+    def loss(self, record: StepRecord) -> Tensor | None:
         """Returns the loss of a step, retained or not; a copy on the CPU."""
         loss = self.program.loss_of(self._held(self.program.loss_tensors, record))
         return None if loss is None else loss.detach().to("cpu", copy=True)
 
-    def outputs(self, record: Any) -> Mapping[str, Tensor]:
+    def outputs(self, record: StepRecord) -> Mapping[str, Tensor]:
         """Returns the outputs that a step retained, by name; tensors are on their devices, on ranks on the CPU."""
         return self.program.named_outputs(self._held(self.program.result_tensors, record))
 
-    def kept(self, record: Any, tensor: int) -> Tensor:
+    def kept(self, record: StepRecord, tensor: int) -> Tensor:
         """Returns a tensor that the graph keeps after a step; a copy on the CPU."""
         return self._held({tensor}, record)[tensor].to("cpu", copy=True)
 
-    @abstractmethod
     def state(self, *, everywhere: bool = True) -> dict[int, Tensor]:
         """Returns parameters and buffers now, by tensor number; `everywhere`, or on the first rank."""
+        return {tensor: memory for worker in self.workers.values() for tensor, memory in worker.state.items()}
 
-    @abstractmethod
     def private(self, *, everywhere: bool = True) -> dict[int, dict[int, Tensor]]:
         """Returns optimizer state now, by update and value; `everywhere`, or on the first rank."""
+        return {op: values for worker in self.workers.values() for op, values in worker.private.items() if values}
 
     @abstractmethod
     def close(self) -> None:
@@ -135,21 +175,6 @@ class PlanExecutor(ABC):
         """Returns the device that holds a tensor after a step."""
         return self._home[self.program.keepers.get(tensor, int(self.program.graph.producers[tensor]))]
 
-    def _seed(self, seed: int | None) -> int:
-        """Returns the seed of the next step, where none is given another one than before."""
-        return self.num_steps * self.program.num_draws if seed is None else seed
-
-    def _load(self, content: Mapping[int, Tensor], workers: Mapping[int, Worker]) -> None:
-        """Copies the parameters and buffers of these workers, by device, to them."""
-        for op, source in self.program.sources.items():
-            worker = workers.get(self._home[op])
-            if worker is not None and source.kind != "input" and source.tensor in content:
-                try:
-                    worker.load(source.tensor, content[source.tensor])
-                except RuntimeError as error:
-                    doing = f"loading {self.program.graph.op_names[op]!r}"
-                    raise ExecutionError(worker.backend.target.name, doing, error) from error
-
 
 def check_dropout(program: Program, home: Mapping[int, int], devices: Sequence[torch.device]) -> None:
     """Raises InputError if the passes of an attention with dropout are on a CPU and a GPU, which draw other numbers.
@@ -164,40 +189,3 @@ def check_dropout(program: Program, home: Mapping[int, int], devices: Sequence[t
                 f"{names[op]}: attention with dropout draws again what {names[forward]} drew, but is on {here} and "
                 f"that on {there}, which draws other numbers; pin both to one device"
             )
-
-
-class HostExecutor(PlanExecutor):
-    """A plan on the devices of one host, whose results this process can read."""
-
-    def __init__(self, program: Program, order: Sequence[npt.ArrayLike], targets: Sequence[Target]) -> None:
-        super().__init__(program, order, [target.device for target in targets])
-        self.targets = tuple(targets)
-        self._latest: StepRecord | None = None
-
-    def step(
-        self, inputs: Mapping[int, Tensor], *, is_timed: bool = False, retain: bool = False, seed: int | None = None
-    ) -> StepRecord:
-        self._check_open()
-        start_ns = time.perf_counter_ns()
-        try:
-            devices = self._step(inputs, is_timed=is_timed, retain=retain, seed=self._seed(seed))
-        except BaseException as error:  # also an interrupt: half a step cannot go on
-            self.leave(error)
-            raise
-        self.num_steps += 1
-        self._latest = StepRecord(devices, start_ns, max(record.end_ns for record in devices))
-        return self._latest
-
-    @abstractmethod
-    def _step(
-        self, inputs: Mapping[int, Tensor], *, is_timed: bool, retain: bool, seed: int
-    ) -> tuple[DeviceRecord, ...]:
-        """[D] Runs one step and returns the record of each device; see `step`."""
-
-    def results(self, record: StepRecord) -> Replay:
-        """Returns the results that a step retained, and the state after it; tensors are on their devices."""
-        return self.program.results(self._held(self.program.result_tensors, record) | self.state())
-
-    def _check_open(self) -> None:
-        if self.is_closed:
-            raise ExecutionError("all", "the executor is closed")

@@ -14,7 +14,6 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.execute.measurement import Measurement
 from gdp.execute.plan_executor import StepRecord
-from gdp.execute.ranks.rank_executor import ProcessRecord
 from gdp.execute.script import scripts
 from gdp.models.pytorch import Program
 from gdp.simulator.simulate import Simulation
@@ -50,8 +49,7 @@ class OpPrediction:
 class HandOver:
     """Tensors that went from one device to another: medians of predicted and measured times in ns.
 
-    On one host they are the tensors that an op waited for, and times begin at the end of their op. Between ranks they
-    are all tensors, and times begin when the route was free.
+    They are the tensors that an op waited for, and times begin at the end of their op.
     """
 
     source: str
@@ -112,11 +110,7 @@ def _hand_overs(program: Program, simulation: Simulation, measurement: Measureme
     names = [device.name for device in simulation.problem.cluster.devices]
     times_ns: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for record in measurement.records:
-        if isinstance(record, ProcessRecord):
-            times = _transfer_times(simulation, record)
-        else:
-            times = _wait_times(program, simulation, measurement, record)
-        for pair, predicted_ns, measured_ns in times:
+        for pair, predicted_ns, measured_ns in _wait_times(program, simulation, measurement, record):
             times_ns[pair].append((predicted_ns, measured_ns))
     rows = []
     for (source, destination), pairs in sorted(times_ns.items()):
@@ -127,24 +121,19 @@ def _hand_overs(program: Program, simulation: Simulation, measurement: Measureme
     return rows
 
 
-Times = Iterator[tuple[tuple[int, int], int, int]]
-"""((source, destination), predicted ns, measured ns) of hand-overs."""
+def _wait_times(
+    program: Program, simulation: Simulation, measurement: Measurement, record: StepRecord
+) -> Iterator[tuple[tuple[int, int], int, int]]:
+    """Yields ((source, destination), predicted ns, measured ns) from an op's end to the start of one that waited.
 
-
-def _transfer_times(simulation: Simulation, record: ProcessRecord) -> Times:
-    """Yields the time of each transfer; waits for earlier ones on its route are left out."""
-    predicted_ns = _by_transfer(simulation, simulation.transfer_arrival_ns - simulation.transfer_start_ns)
-    for item in record.transfers:
-        pair = item.source, item.destination
-        yield pair, predicted_ns[item.tensor, item.destination], item.arrival_ns - item.start_ns
-
-
-def _wait_times(program: Program, simulation: Simulation, measurement: Measurement, record: StepRecord) -> Times:
-    """Yields times from an op's end to the start of an op that waited for it; other starts tell nothing of arrivals."""
-    producers, placement = program.graph.producers.tolist(), simulation.placement.tolist()
-    sent_ns = simulation.op_finish_ns[program.graph.producers[simulation.transfer_tensors]]
-    predicted_ns = _by_transfer(simulation, simulation.transfer_arrival_ns - sent_ns)
-    start, finish, wait = record.op_times_ns(program.graph.num_ops)
+    Other starts tell nothing of arrivals.
+    """
+    graph, placement = program.graph, simulation.placement.tolist()
+    producers, tensors = graph.producers.tolist(), simulation.transfer_tensors
+    routed_ns = simulation.transfer_arrival_ns - simulation.op_finish_ns[graph.producers[tensors]]
+    transfers = zip(tensors.tolist(), simulation.transfer_destinations.tolist(), strict=True)
+    predicted_ns = dict(zip(transfers, routed_ns.tolist(), strict=True))
+    start, finish, wait = record.op_times_ns(graph.num_ops)
     for number, script in enumerate(scripts(program, measurement.order)):
         for task in script:
             if task.awaited:
@@ -152,9 +141,3 @@ def _wait_times(program: Program, simulation: Simulation, measurement: Measureme
                 measured_ns = int(start[task.op] - finish[producers[last]])
                 if 0 <= measured_ns <= wait[task.op]:
                     yield (placement[producers[last]], number), predicted_ns[last, number], measured_ns
-
-
-def _by_transfer(simulation: Simulation, times_ns: I64) -> dict[tuple[int, int], int]:
-    """Returns the times of transfers [R] by (tensor, destination)."""
-    transfers = zip(simulation.transfer_tensors.tolist(), simulation.transfer_destinations.tolist(), strict=True)
-    return dict(zip(transfers, times_ns.tolist(), strict=True))

@@ -238,7 +238,9 @@ def first_step(program: Program, order: Order, targets: Sequence[Target], conten
     """Returns the results of a step in full precision, on the CPU, so that they hold no memory elsewhere."""
     with full_precision(), host_executor(program, order, targets) as executor:
         executor.load(content)
-        return on_cpu(executor.results(executor.step(content, retain=True)))
+        results = executor.results(executor.step(content, retain=True))
+        assert results is not None, "this process is the first"
+        return on_cpu(results)
 
 
 def check_results(

@@ -1,11 +1,10 @@
 """Worker: carries out one device's script, step after step; a transport connects it with the others."""
 
 import contextlib
-import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from types import MappingProxyType
@@ -17,8 +16,6 @@ from torch import Tensor
 from gdp.execute.backends import Backend, Content
 from gdp.execute.script import Script
 from gdp.models.pytorch import Program
-
-_NICE = 10  # of a thread that computes; others of the process have 0
 
 REMEDIED: Mapping[str, type[Exception]] = MappingProxyType(
     {"MemoryError": MemoryError, "OutOfMemoryError": MemoryError, "NotImplementedError": NotImplementedError}
@@ -201,36 +198,20 @@ class Worker:
 
 
 class WorkerThread(threading.Thread):
-    """A thread that carries out `requests`, and puts the records with its `number` into `answers`.
+    """A thread that computes on a device: it answers `requests`, with its `number`, into `answers`.
 
     It ends with None for a request, or with an error, which it puts there, too.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        answers: "SimpleQueue[tuple[int, DeviceRecord | BaseException]]",
-        number: int,
-        *,
-        has_low_priority: bool = False,
-    ) -> None:
-        super().__init__(name=f"gdp-{worker.backend.target.name}", daemon=True)
-        self.requests: SimpleQueue[StepRequest | None] = SimpleQueue()
-        self._worker, self._answers, self._number, self._has_low_priority = worker, answers, number, has_low_priority
+    def __init__(self, backend: Backend, answers: "SimpleQueue[tuple[int, Any]]", number: int) -> None:
+        super().__init__(name=f"gdp-{backend.target.name}", daemon=True)
+        self.requests: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self._backend, self._answers, self._number = backend, answers, number
 
     def run(self) -> None:
         try:
-            with self._worker.backend.active(), torch.no_grad():
-                if self._has_low_priority:
-                    lower_priority()
+            with self._backend.active(), torch.no_grad():
                 while (request := self.requests.get()) is not None:
-                    self._answers.put((self._number, self._worker.step(request)))
+                    self._answers.put((self._number, request()))
         except BaseException as error:  # whatever it is, the main thread must hear of it
             self._answers.put((self._number, error))
-
-
-def lower_priority() -> None:
-    """Lowers the priority of this thread, which computes all the time, below those that send and receive."""
-    if hasattr(os, "setpriority"):
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

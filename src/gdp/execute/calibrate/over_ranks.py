@@ -1,8 +1,8 @@
 """Calibration over processes and hosts: each rank measures its own device, then tensors go from rank to rank.
 
     every rank   its device's figures, all at the same time
-    each pair    a: make 4 KiB -> make 16 KiB -> ... -> make 16 MiB
-                 b:            (waits)     read it          ...       read it
+    each pair    a   add     add     add         for each size the time by which a hand-over lengthens a chain of
+                 b       add     add             tensors, the mean of both directions
 
 A line through the times of the sizes gives a route's latency and bandwidth; others that lie between them, also sent but
 not used for the line, tell how well it fits.
@@ -12,14 +12,15 @@ import json
 import os
 import statistics
 from collections.abc import Sequence
-from itertools import permutations
+from itertools import combinations
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor, nn
 
 from gdp.cluster import Cluster, Device, Route
 from gdp.execute.calibrate.calibrate import Calibration, calibrate
-from gdp.execute.calibrate.work import Log, line_through, whole
+from gdp.execute.calibrate.work import Chains, Log, line_through, whole
 from gdp.execute.ranks.rank_executor import ProcessExecutor
 from gdp.execute.ranks.ranks import Ranks
 from gdp.execute.targets import LocalDevice
@@ -29,14 +30,7 @@ _KIB = 1024
 _FITTED_BYTES = (4 * _KIB, 64 * _KIB, 256 * _KIB, 1024 * _KIB, 4096 * _KIB, 16384 * _KIB)
 _CHECKED_BYTES = (16 * _KIB, 128 * _KIB, 512 * _KIB, 2048 * _KIB, 8192 * _KIB)
 _STEPS, _QUICK_STEPS = 15, 5
-
-
-class _Sizes(nn.Module):
-    """Makes a tensor of each input's size, and then reads it."""
-
-    def forward(self, *inputs: Tensor) -> list[Tensor]:
-        tensors = [x + 1 for x in inputs]
-        return [y.sum() for y in tensors]  # if it read a part, only the part would be sent
+_CHAIN_OPS = 3  # an odd number: one rank's clock has both ends
 
 
 def rank_names(devices: Sequence[LocalDevice]) -> tuple[list[str], list[str]]:
@@ -89,29 +83,27 @@ def _routes(
     """
     sizes = sorted((*_FITTED_BYTES, *_CHECKED_BYTES))
     inputs = [torch.zeros(size // 4) for size in sizes]
-    program = capture(_Sizes(), inputs, name="sizes", training=False).program
-    kinds = program.graph.kinds
-    makers = [op for op, kind in enumerate(kinds) if kind in ("input", "aten.add")]
-    readers = [op for op in range(program.graph.num_ops) if op not in makers]
+    program = capture(Chains(_CHAIN_OPS), inputs, name="chains", training=False).program
     bound = program.bind_inputs(inputs, {})
+    chains = np.arange(len(sizes), program.graph.num_ops).reshape(len(sizes), _CHAIN_OPS)
     routes, errors = {}, []
-    for a, b in permutations(range(len(ranks.names)), 2):
-        log(f"transfers from {ranks.names[a]} to {ranks.names[b]}")
-        order = [makers if rank == a else readers if rank == b else [] for rank in range(len(ranks.names))]
-        times_ns: dict[int, list[int]] = {size: [] for size in sizes}
+    for a, b in combinations(range(len(ranks.names)), 2):
+        log(f"transfers between {ranks.names[a]} and {ranks.names[b]}")
+        order: list[list[int]] = [[] for _ in ranks.names]
+        order[a] = [*range(len(sizes)), *chains[:, ::2].ravel().tolist()]
+        order[b] = chains[:, 1::2].ravel().tolist()
+        hops_ns: list[npt.NDArray[np.float64]] = []
         with ProcessExecutor(program, order, ranks) as executor:
-            for number in range(-2, num_steps):
-                record = executor.step(bound, is_timed=True)
-                for transfer in record.transfers if number >= 0 else ():
-                    times_ns[transfer.num_bytes].append(transfer.arrival_ns - transfer.start_ns)
+            for _ in range(-2, num_steps):
+                start, finish, _ = executor.step(bound, is_timed=True).op_times_ns(program.graph.num_ops)
+                spans = finish[chains[:, -1]] - start[chains[:, 0]] - (finish - start)[chains].sum(axis=1)
+                hops_ns.append(spans / (_CHAIN_OPS - 1))
         if ranks.is_first:
-            medians = {size: statistics.median(times) for size, times in times_ns.items() if times}
-            fit = line_through({size: medians[size] for size in _FITTED_BYTES if size in medians})
+            medians = dict(zip(sizes, np.maximum(np.median(hops_ns[2:], axis=0), 1.0).tolist(), strict=True))
+            fit = line_through({size: medians[size] for size in _FITTED_BYTES})
             latency_ns, ns_per_byte = max(fit[0], 0.0), max(fit[1], 1e9 / min(memory_rates[a], memory_rates[b]))
-            routes[a, b] = Route(round(latency_ns), whole(1e9 / ns_per_byte), (f"{ranks.names[a]}->{ranks.names[b]}",))
-            errors += [
-                abs((latency_ns + ns_per_byte * size) / medians[size] - 1.0)
-                for size in _CHECKED_BYTES
-                if size in medians
-            ]
+            for pair in ((a, b), (b, a)):
+                channel = "->".join(ranks.names[rank] for rank in pair)
+                routes[pair] = Route(round(latency_ns), whole(1e9 / ns_per_byte), (channel,))
+            errors += [abs((latency_ns + ns_per_byte * size) / medians[size] - 1.0) for size in _CHECKED_BYTES]
     return routes, errors

@@ -36,12 +36,12 @@ from torch import Tensor
 
 from gdp.execute.backends import CpuBackend
 from gdp.execute.forked.shared_slots import SharedSlots
-from gdp.execute.plan_executor import POLL_SECONDS, HostExecutor, StepRecord, held_tensors
-from gdp.execute.ranks.connections import bytes_of
+from gdp.execute.plan_executor import POLL_SECONDS, PlanExecutor, StepRecord, held_tensors
 from gdp.execute.script import traffic_of
 from gdp.execute.targets import Target
-from gdp.execute.worker import DeviceRecord, ExecutionError, StepRequest, Worker
+from gdp.execute.worker import ExecutionError, StepRequest, Worker
 from gdp.models.pytorch import Program
+from gdp.models.pytorch.strides import bytes_of
 
 _END_SECONDS = 2.0  # for a process that was told to end
 
@@ -61,7 +61,7 @@ def may_fork(targets: Sequence[Target]) -> bool:
     )
 
 
-class ForkedExecutor(HostExecutor):
+class ForkedExecutor(PlanExecutor):
     """A program placed on `targets` [D], single cores; `may_fork` says if this process can have one."""
 
     def __init__(self, program: Program, order: Sequence[npt.ArrayLike], targets: Sequence[Target]) -> None:
@@ -104,26 +104,20 @@ class ForkedExecutor(HostExecutor):
         sources = self.program.sources.items()
         return [source for op, source in sources if self._home.get(op) == number and source.kind != "input"]
 
-    @property
-    def is_closed(self) -> bool:
-        return not self._children
-
     def load(self, content: Mapping[int, Tensor]) -> None:
         for tensor, memory in self._state.items():
             if tensor in content:
                 memory.copy_(content[tensor])
 
-    def _step(
-        self, inputs: Mapping[int, Tensor], *, is_timed: bool, retain: bool, seed: int
-    ) -> tuple[DeviceRecord, ...]:
-        keywords = self.program.changed_keywords
+    def _step(self, inputs: Mapping[int, Tensor], *, is_timed: bool, retain: bool, seed: int) -> StepRecord:
+        start_ns, keywords = time.perf_counter_ns(), self.program.changed_keywords
         changed = [(*key, value) for key, value in keywords.items() if self._keywords.get(key, _NONE) != value]
         self._keywords.update(keywords)
         for tensor, memory in self._inputs.items():
             memory.copy_(inputs[tensor])
-        request = STEP, seed, retain, is_timed, changed
-        answers = self._ask(dict.fromkeys(range(len(self.targets)), request))
-        return tuple(replace(record, held=tensors) for _, (record, tensors) in sorted(answers.items()))
+        answers = self._ask(dict.fromkeys(range(len(self.targets)), (STEP, seed, retain, is_timed, changed)))
+        devices = [replace(record, held=tensors) for _, (record, tensors) in sorted(answers.items())]
+        return StepRecord.of_host(devices, start_ns)
 
     def state(self, *, everywhere: bool = True) -> dict[int, Tensor]:
         return dict(self._state)
@@ -168,9 +162,9 @@ class ForkedExecutor(HostExecutor):
             child.join()
             child.close()
             connection.close()
-        self._children, self._connections = [], []
+        self._children, self._connections, self.is_closed = [], [], True
 
-    def _held(self, tensors: Collection[int], record: StepRecord) -> dict[int, Tensor]:
+    def _held(self, tensors: Collection[int], record: StepRecord, *, everywhere: bool = True) -> dict[int, Tensor]:
         found = held_tensors(record) | self._state
         wanted: dict[int, list[int]] = defaultdict(list)
         for tensor in sorted(set(tensors) - found.keys()):
@@ -187,27 +181,24 @@ class ForkedExecutor(HostExecutor):
 
         ExecutionError, and all processes are ended, if one fails or ends.
         """
-        self._check_open()
         answers: dict[int, tuple[Any, dict[Any, Tensor]]] = {}
         number = -1
-        try:
-            for number, request in requests.items():
-                self._connections[number].send(request)
-                if content is not None:
-                    send_tensors(self._connections[number], content[number])
-            waiting: dict[Any, int] = {self._connections[number]: number for number in requests}
-            while waiting:
-                for ready in pipes.wait(list(waiting), POLL_SECONDS):
-                    number = waiting.pop(ready)
-                    answer = self._connections[number].recv()
-                    if isinstance(answer, ExecutionError):
-                        raise answer
-                    answers[number] = answer, receive_tensors(self._connections[number])
-        except BaseException as error:  # also an interrupt: an answer would be taken for that of the next request
-            is_gone = isinstance(error, EOFError | OSError)
-            cause = self._gone(number) if is_gone else error
-            self._end_now()
-            raise cause from None
+        with self._ending("asking"):  # an interrupt, too: an answer would be taken for that of the next request
+            try:
+                for number, request in requests.items():
+                    self._connections[number].send(request)
+                    if content is not None:
+                        send_tensors(self._connections[number], content[number])
+                waiting: dict[Any, int] = {self._connections[number]: number for number in requests}
+                while waiting:
+                    for ready in pipes.wait(list(waiting), POLL_SECONDS):
+                        number = waiting.pop(ready)
+                        answer = self._connections[number].recv()
+                        if isinstance(answer, ExecutionError):
+                            raise answer
+                        answers[number] = answer, receive_tensors(self._connections[number])
+            except (EOFError, OSError):
+                raise self._gone(number) from None
         return answers
 
     def _gone(self, number: int) -> ExecutionError:

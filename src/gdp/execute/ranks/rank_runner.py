@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gdp.errors import InputError
-from gdp.execute.ranks.connections import bytes_of
 from gdp.execute.ranks.rank_executor import ProcessExecutor
 from gdp.execute.ranks.ranks import INTERRUPTED, Failure, RankError, join_or_leave
 from gdp.execute.worker import ExecutionError
 from gdp.models.pytorch import Program
+from gdp.models.pytorch.strides import bytes_of
 
 _JOIN_SECONDS = 600.0  # for scripts that load data before they place a model
 

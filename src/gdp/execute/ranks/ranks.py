@@ -309,12 +309,18 @@ def join_or_leave(names: Sequence[str], on: Sequence[str] | None = None, **optio
 
 
 class HeartbeatMonitor(threading.Thread):
-    """Writes this rank's heartbeats to the store, and looks there for the others' and for a cause to end."""
+    """Writes this rank's heartbeats to the store, looks there for the others' and for a cause to end, and keeps it."""
 
-    def __init__(self, ranks: Ranks, key: str, fail: Callable[[Failure], None]) -> None:
+    def __init__(self, ranks: Ranks, key: str) -> None:
         super().__init__(name="gdp-heartbeats", daemon=True)
-        self._ranks, self._key, self._fail = ranks, key, fail
-        self.stop = threading.Event()
+        self._ranks, self._key = ranks, key
+        self.failure: Failure | None = None  # the first one that any thread has noticed
+        self.failed, self.stop = threading.Event(), threading.Event()
+
+    def fail(self, failure: Failure) -> None:
+        """Notes a failure."""
+        self.failure = self.failure or failure
+        self.failed.set()
 
     def run(self) -> None:
         latest = {peer: (0, time.monotonic()) for peer in range(len(self._ranks.names)) if peer != self._ranks.rank}
@@ -323,18 +329,18 @@ class HeartbeatMonitor(threading.Thread):
             while not self.stop.wait(_HEARTBEAT_SECONDS):
                 has_cause, counts = within(SILENT_SECONDS, partial(self._beat, store, list(latest)))
                 if has_cause:
-                    self._fail(Failure(self._ranks.rank, "was told to end"))
+                    self.fail(Failure(self._ranks.rank, "was told to end"))
                     return
                 for (peer, (count_before, since)), count in zip(list(latest.items()), counts, strict=True):
                     now = time.monotonic()
                     if count != count_before:
                         latest[peer] = count, now
                     elif now - since > SILENT_SECONDS:
-                        self._fail(Failure(peer, f"gave no sign of life for {SILENT_SECONDS:g} s"))
+                        self.fail(Failure(peer, f"gave no sign of life for {SILENT_SECONDS:g} s"))
                         return
         except RuntimeError:  # also of a store whose host cannot be reached
             if not self.stop.is_set():
-                self._fail(self._ranks.store_lost())
+                self.fail(self._ranks.store_lost())
 
     def _beat(self, store: Store, peers: Sequence[int]) -> tuple[bool, list[int]]:
         """Returns whether there is a cause to end, and the number of heartbeats of each peer."""

@@ -35,6 +35,16 @@ def fill(memory: Tensor, content: Tensor, *, non_blocking: bool = False) -> Tens
     return memory.copy_(content, non_blocking=non_blocking)
 
 
+def bytes_of(memory: Tensor) -> Tensor:
+    """Returns the bytes that a tensor spans, gaps included; one byte for an empty tensor."""
+    if memory.numel() == 0:
+        return torch.zeros(1, dtype=torch.uint8, device=memory.device)
+    size, dims = memory.element_size(), zip(memory.shape, memory.stride(), strict=True)
+    num_bytes = size * (1 + sum((length - 1) * stride for length, stride in dims))
+    whole = torch.empty(0, dtype=torch.uint8, device=memory.device)
+    return whole.set_(memory.untyped_storage(), size * memory.storage_offset(), (num_bytes,), (1,))
+
+
 def view_of(whole: Tensor, layout: StridedLayout, view: StridedLayout | None) -> Tensor:
     """Returns the part `view` of the memory of `whole`, which was made with `layout`; None is all of it."""
     if view is None or view == layout:
