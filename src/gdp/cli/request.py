@@ -115,7 +115,7 @@ class PlaceRequest:
 
     @property
     def find(self) -> Callable[[PlaceQuestion, Clock], Solution]:
-        """What finds the answer of `auto`: among the plans that the target can express, if there is one."""
+        """The search for the answer of `auto`: among the plans that the target can express, if there is one."""
         return answer if self.target is None else partial(answer_for, self.target)
 
     def for_servers(self, question: PlaceQuestion) -> "tuple[PlaceRequest, PlaceQuestion]":

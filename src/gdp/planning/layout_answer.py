@@ -1,6 +1,6 @@
 """The layouts that were looked at, with what limits each."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import shorten
 
@@ -12,7 +12,7 @@ from gdp.notebook import format_gib
 from gdp.parallel.layout import AUTO, NONE, Layout
 from gdp.parallel.step import Step
 from gdp.search.batch_parts import Parts
-from gdp.search.candidate import DOES_NOT_FIT, ESTIMATED, NOT_ALLOWED, Candidate
+from gdp.search.candidate import DOES_NOT_FIT, ESTIMATED, NOT_ALLOWED, OK, Candidate
 from gdp.search.question import Solution
 
 _MOST_REASON = 120  # characters of an error in the table
@@ -65,7 +65,8 @@ class LayoutAnswer:
             others = [each for each in others if each.layout.num_parts == 1]
         others.sort(key=lambda each: (each.status == NOT_ALLOWED or each.missing_bytes > 0, each.status == ESTIMATED))
         rows = tuple(map(LayoutRow.of, (best, *others)))
-        return cls(rows, solution.bound_ns, num_moved(best), tuple(_notes(best, parts)))
+        notes = (*_ties(rows, best.error), *_notes(best, parts))
+        return cls(rows, solution.bound_ns, num_moved(best), notes)
 
     @property
     def distinct(self) -> list[LayoutRow]:
@@ -105,6 +106,16 @@ def num_moved(candidate: Candidate) -> int:
     step = candidate.step
     assert isinstance(step, Step)
     return int((~is_own[step.replica, candidate.replay.placement] & ~step.is_on_host).sum())
+
+
+def _ties(rows: Sequence[LayoutRow], error: float) -> Iterator[str]:
+    best = rows[0]
+    faster = min((row for row in rows if row.status == OK), key=lambda row: row.step_time_ns, default=best)
+    if faster.step_time_ns < best.step_time_ns and error:
+        yield (
+            f"{faster.option} is predicted {best.step_time_ns / faster.step_time_ns - 1:.1%} faster, within the "
+            f"{error:.1%} by which predictions err on these devices: of those the simplest is the answer"
+        )
 
 
 def _notes(candidate: Candidate, parts: Parts) -> Iterator[str]:

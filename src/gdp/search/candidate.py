@@ -1,5 +1,6 @@
 """Candidates: ways to run a step with their figures, ordered. All searches compare by them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -8,7 +9,7 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.notebook import size
 from gdp.parallel.batches import BatchStream
-from gdp.parallel.layout import Layout
+from gdp.parallel.layout import NONE, Layout
 from gdp.parallel.step import Step
 from gdp.simulator.orders import B_LEVEL
 from gdp.simulator.plan import Baseline
@@ -207,6 +208,37 @@ class Candidate:
         return self.simulation is not None and (self.cut is None or self.cut.is_captured)
 
     @property
+    def error(self) -> float:
+        """The relative error that predictions have on its devices; 0 where it is not known of them all."""
+        if self.simulation is None:
+            return 0.0
+        devices = self.problem.cluster.devices
+        return min(devices[device].prediction_error for device in np.unique(self.placement).tolist())
+
+    @property
+    def complexity(self) -> tuple[int, ...]:
+        """What may go otherwise than predicted, the worst first: devices, ZeRO, more work, transfers, parts."""
+        layout = self.layout
+        more_work = (layout.recompute != NONE) + (layout.offload != NONE)
+        num_devices, num_transfers = len(np.unique(self.placement)), len(self.replay.transfer_tensors)
+        return num_devices, layout.zero, more_work, num_transfers, layout.num_parts
+
+    @property
     def baseline(self) -> Baseline:
         """The row of a comparison with an answer; ValueError for one that was not simulated."""
         return Baseline("ok" if self.fits else "infeasible", self.step_time_ns, 0.0)
+
+
+def simplest(candidates: Sequence[Candidate]) -> Candidate:
+    """Returns the simplest of the candidates that are as fast as the best, as far as can be told.
+
+    The step times of two candidates are a tie where they differ by no more than predictions err on the devices of the
+    best. The answer is slower than the best rival in hindsight by at most this error, by the predictions; where it is
+    not known, as on GPUs, the best candidate is the answer.
+    """
+    best = min(candidates)
+    if not (best.fits and best.error):
+        return best
+    limit_ns = (1 + best.error) * best.step_time_ns
+    ties = [each for each in candidates if each.may_be_answer and each.fits and each.step_time_ns <= limit_ns]
+    return min(ties, key=lambda each: (each.complexity, each.figures))

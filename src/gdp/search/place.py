@@ -24,10 +24,10 @@ from gdp.models.model import Reading
 from gdp.models.source import ModelSource
 from gdp.parallel.layout import AUTO, NONE, Layout
 from gdp.search.batches.place_batches import place_batches
-from gdp.search.candidate import UNKNOWN, Candidate
+from gdp.search.candidate import UNKNOWN, Candidate, simplest
 from gdp.search.layouts.choose import choose_layout
 from gdp.search.noise import Noise, step_times_under_noise
-from gdp.search.ops.classical import ClassicalRuns
+from gdp.search.ops.classical import ClassicalRuns, on_one_device
 from gdp.search.ops.good_order import in_program_order
 from gdp.search.place_question import Placeable, PlaceQuestion, SearchOptions
 from gdp.search.question import BatchQuestion, OnProgress, Solution, plan_of, search_record
@@ -177,13 +177,16 @@ def _ops_placed(question: PlaceQuestion, clock: Clock, on_progress: OnProgress |
     if solution.best is None:
         names = f"{problem.graph.name!r} on {problem.cluster.name!r}"
         raise InputError(f"placer {placer!r} found no placement of {names}; use placer auto")
-    best = in_program_order(solution.best.replay)
-    record = search_record(best, clock, solution.best.order, solution.baselines)
+    chosen = solution.best
+    if placer == AUTO and chosen.error:
+        chosen = simplest([chosen, *on_one_device(asked)])
+    best = in_program_order(chosen.replay)
+    record = search_record(best, clock, chosen.order, solution.baselines)
     if asked.noise is not None:
         record = replace(record, under_noise=_under_noise(options, best, clock))
     if solver.is_learned and not solution.baselines:
         record = replace(record, baselines=_baselines(question, _OTHERS))
-    return solution._replace(plan=plan_of(best, asked.bound_ns, placer, options.seed, record))
+    return solution._replace(best=chosen, plan=plan_of(best, asked.bound_ns, placer, options.seed, record))
 
 
 def _layout_chosen(question: PlaceQuestion, batch: BatchQuestion, clock: Clock) -> Solution:

@@ -20,19 +20,21 @@ from gdp.budget import Clock
 from gdp.errors import InputError
 from gdp.parallel.layout import NONE, Layout
 from gdp.parallel.step import Step
-from gdp.search.candidate import Arrangement, BatchCut, Candidate
+from gdp.search.candidate import Arrangement, BatchCut, Candidate, simplest
 from gdp.search.layouts.dispatch import best_dispatch, preferred
 from gdp.search.layouts.layout_search import LayoutSearch
 from gdp.search.layouts.screening import Screening
 from gdp.search.ops.annealing import is_too_wide
 from gdp.search.ops.auto import auto, run_classical
+from gdp.search.ops.classical import on_one_device
 from gdp.search.ops.good_order import in_good_order, in_program_order
 from gdp.search.ops.local_search import LocalSearch
-from gdp.search.question import BatchQuestion, Solution, plan_of, search_record
+from gdp.search.question import BatchQuestion, Question, Solution, plan_of, search_record
 from gdp.simulator.plan import Baseline, Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER
 from gdp.stop import skip_on_interrupt
+from gdp.units.reduction import Reduction
 
 OP_PLACEMENT, DATA_PARALLEL = "op placement", "data parallel"  # baselines
 
@@ -40,8 +42,9 @@ OP_PLACEMENT, DATA_PARALLEL = "op placement", "data parallel"  # baselines
 def choose_layout(question: BatchQuestion, clock: Clock) -> Solution:
     """Returns the best plan over layouts of the batch, or that of the layout that is asked for, and what was looked at.
 
-    Op placement of the whole step is one of the layouts; the answer is never slower than the best that was tried, and
-    fits if any of them does. InputError for a layout that the batch or the devices do not allow.
+    Op placement of the whole step is one of the layouts; the answer is the best that was tried, or a simpler one in a
+    tie with it (see `simplest`), and fits if any of them does. InputError for a layout that the batch or the devices
+    do not allow.
     """
     layout, parts = question.layout, question.parts
     for num_parts in {1, 1 if layout is None else layout.num_parts}:
@@ -64,8 +67,20 @@ def choose_layout(question: BatchQuestion, clock: Clock) -> Solution:
             f"--parallel: constraints let {asked} of {parts.exact(1).name!r} be placed on {question.cluster.name!r}; "
             "leave out pins and --forbid, or take another layout"
         )
-    best = _searched(search, best, clock.part(1.0))
-    return _solution(search, best, looked_at, screening.estimates)
+    looked_at.insert(0, _searched(search, best, clock.part(1.0)))
+    if layout is not None:
+        return _solution(search, looked_at[0], looked_at, screening.estimates)
+    looked_at += _on_one_device(search) if best.error else []
+    return _solution(search, simplest(looked_at), looked_at, screening.estimates)
+
+
+def _on_one_device(search: LayoutSearch) -> list[Candidate]:
+    """Returns the whole step on one device."""
+    asked = search.question
+    problem = Problem.build(search.parts.exact(1), asked.cluster, asked.constraints)
+    everywhere = Arrangement(Layout(), (tuple(search.estimator.machine.usable),))
+    cut = BatchCut(everywhere, Step.of(problem.graph, Layout()))
+    return [replace(each, cut=cut) for each in on_one_device(Question(problem, Reduction.nothing(problem)))]
 
 
 def _large_ops_placed(search: LayoutSearch) -> list[Candidate]:

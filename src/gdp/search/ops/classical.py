@@ -94,6 +94,13 @@ class ClassicalRuns:
             yield place(problem, seed, clock)
 
 
+def on_one_device(question: Question) -> list[Candidate]:
+    """Returns the step on the device that takes the least time for all ops; none where constraints forbid it."""
+    runs = ClassicalRuns(question)
+    runs.run(("single",), Clock.of("1sims"))
+    return runs.candidates
+
+
 def _in_orders(problem: Problem) -> list[Problem]:
     """Returns `problem` in each order of micro-batches; without any, as it is."""
     orders = [order for order in problem.orders if order != B_LEVEL]
