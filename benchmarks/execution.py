@@ -26,13 +26,14 @@ from benchmarks.rows import Rows
 from gdp.arrays import I64
 from gdp.budget import Budget
 from gdp.cluster import Cluster
+from gdp.cluster.detect import detect
 from gdp.errors import InputError
 from gdp.execute.calibrate.calibrate import calibrate
 from gdp.execute.executable import Executable
 from gdp.execute.measurement import one_device_order
 from gdp.execute.prediction import predict
 from gdp.execute.run import OTHER_SUMS_TOLERANCE, PLACED, check_results, first_step
-from gdp.execute.targets import Target, detect_local
+from gdp.execute.targets import Target, target_of
 from gdp.models.papers import families
 from gdp.models.papers.base import Example
 from gdp.models.papers.workload import Workload
@@ -76,11 +77,11 @@ class ExecutionBenchmark(Benchmark):
         pick(self.name, "workload", self.workloads, tuple(SUBJECTS))
 
     def measure(self, rows: Rows, say: Say) -> dict[str, Any]:
-        devices = detect_local()
+        devices = detect().devices
         if len(devices) < 2:
             raise InputError("execution: this machine has one device, so there is nothing to place")
         calibration = calibrate(devices, quick=self.quick, on_progress=lambda text: say(f"measuring {text}"))
-        cluster, targets = calibration.cluster, tuple(device.target for device in devices)
+        cluster, targets = calibration.cluster, tuple(map(target_of, devices))
         cluster.save(rows.directory / "cluster.json")
         config = asdict(self) | {"budget": str(self.budget), "workloads": None}
         settings = {"config": config, "kinds": [device.kind for device in devices]}

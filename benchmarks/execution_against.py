@@ -29,9 +29,10 @@ from benchmarks.rows import Rows
 from benchmarks.training_subjects import SUBJECTS, Subject
 from gdp.budget import Budget
 from gdp.cluster import Cluster
+from gdp.cluster.detect import detect
 from gdp.errors import InputError
 from gdp.execute.calibrate.calibrate import calibrate
-from gdp.execute.targets import Target, detect_local
+from gdp.execute.targets import Target, target_of
 from gdp.graph.layers import LayerPaths
 from gdp.search.place import place
 
@@ -68,14 +69,14 @@ class ExecutionAgainstBenchmark(Benchmark):
         pick(self.name, "workload", self.workloads, tuple(SUBJECTS))
 
     def measure(self, rows: Rows, say: Say) -> dict[str, Any]:
-        devices = [device for device in detect_local() if len(device.target.cores) == 1][:NUM_PROCESSES]
+        devices = [device for device in detect().devices if len(target_of(device).cores) == 1][:NUM_PROCESSES]
         if len(devices) < NUM_PROCESSES:
             raise InputError(
                 "execution-against: two processor cores are needed as devices of their own, and this machine "
                 "has none to give; where it has GPUs, hide them with CUDA_VISIBLE_DEVICES="
             )
         calibration = calibrate(devices, quick=self.quick, on_progress=lambda text: say(f"measuring {text}"))
-        cluster, targets = calibration.cluster, tuple(device.target for device in devices)
+        cluster, targets = calibration.cluster, tuple(map(target_of, devices))
         cluster.save(rows.directory / "cluster.json")
         config = asdict(self) | {"budget": str(self.budget), "workloads": None}
         settings = {"config": config, "kinds": [device.kind for device in devices]}

@@ -1,6 +1,7 @@
 """Benchmark `execution` measures every arm and placement, and goes on where it stopped."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,8 @@ from benchmarks import execution, process_execution
 from benchmarks.execution import ExecutionBenchmark
 from gdp import Cluster, InputError, Problem
 from gdp.budget import Budget
+from gdp.cluster.detect import Detected
 from gdp.execute.calibrate.calibrate import Calibration
-from gdp.execute.targets import LocalDevice
 from gdp.models.papers import families
 from gdp.models.pytorch import capture_fn
 from run_cases import CLUSTER
@@ -48,8 +49,8 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     cluster = Cluster.parse(str(file))
     workload = families.RNNLM.workload("rnnlm-2", "2xp100-pcie-16g", 2, num_steps=2, hidden=8, vocabulary=11)
     monkeypatch.setattr(execution, "SUBJECTS", {"rnnlm-2": workload})
-    devices = tuple(LocalDevice(name, "core", 2**30, "cpu") for name in ("cpu0", "cpu1"))
-    monkeypatch.setattr(execution, "detect_local", lambda: devices)
+    devices = tuple(Detected(name, "core", 2**30, "cpu") for name in ("cpu0", "cpu1"))
+    monkeypatch.setattr(execution, "detect", lambda: SimpleNamespace(devices=devices))
     monkeypatch.setattr(execution, "calibrate", lambda *_, **__: Calibration(cluster, {}, ("as given",)))
     monkeypatch.setattr(process_execution, "measure", lambda *_: PROCESSES)
     return cluster
@@ -101,7 +102,7 @@ def test_what_cannot_be_measured_is_said(small: Cluster, monkeypatch: pytest.Mon
     """A machine or model that cannot be measured is an error with the reason."""
     with pytest.raises(InputError, match=r"no workload 'bert'; .*rnnlm-2"):
         ExecutionBenchmark(**SMALL | {"workloads": ("bert",)}).check_workloads()
-    monkeypatch.setattr(execution, "detect_local", lambda: (LocalDevice("cpu0", "core", 2**30, "cpu"),))
+    monkeypatch.setattr(execution, "detect", lambda: SimpleNamespace(devices=(Detected("cpu0", "core", 2**30, "cpu"),)))
     with pytest.raises(InputError, match="one device, so there is nothing to place"):
         ExecutionBenchmark(**SMALL).run()
     with pytest.raises(InputError, match="repeats is 0"):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,10 @@ from benchmarks.rival_steps import EAGER, PIPELINING, RivalSetting
 from benchmarks.training_subjects import Subject
 from gdp import Cluster, InputError
 from gdp.budget import Budget
-from gdp.cluster.detect import host
+from gdp.cluster.detect import Detected, host
 from gdp.execute.calibrate.calibrate import Calibration
 from gdp.execute.layouts.step_program import step_program
-from gdp.execute.targets import CPU, LocalDevice, Target
+from gdp.execute.targets import CPU, Target
 from gdp.models.papers.families import RNNLM as RNNLM_FAMILY
 from gdp.models.pytorch import capture
 from gdp.parallel.layout import Layout
@@ -58,8 +59,8 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster.parse(str(file))
     monkeypatch.setattr(execution_against, "SUBJECTS", {"tiny-gpt2": GPT2})
     core = host.available_cores()[0]
-    devices = tuple(LocalDevice(name, "core", 2**30, f"cpu:{core}") for name in ("cpu0", "cpu1"))
-    monkeypatch.setattr(execution_against, "detect_local", lambda: devices)
+    devices = tuple(Detected(name, "core", 2**30, f"cpu:{core}") for name in ("cpu0", "cpu1"))
+    monkeypatch.setattr(execution_against, "detect", lambda: SimpleNamespace(devices=devices))
     monkeypatch.setattr(execution_against, "calibrate", lambda *_, **__: Calibration(cluster, {}, ("as given",)))
 
 
@@ -144,6 +145,8 @@ def test_what_cannot_be_measured_is_said(small: None, monkeypatch: pytest.Monkey
         ExecutionAgainstBenchmark(**SMALL | {"against": ("dpd",)})
     with pytest.raises(InputError, match="no against; at least one is expected"):
         ExecutionAgainstBenchmark(**SMALL | {"against": ()})
-    monkeypatch.setattr(execution_against, "detect_local", lambda: (LocalDevice("cpu0", "core", 2**30, "cpu"),))
+    monkeypatch.setattr(
+        execution_against, "detect", lambda: SimpleNamespace(devices=(Detected("cpu0", "core", 2**30, "cpu"),))
+    )
     with pytest.raises(InputError, match="two processor cores are needed"):
         ExecutionAgainstBenchmark(**SMALL).run()

@@ -1,8 +1,8 @@
 """gdp.cluster.detect: cards as NVML and CUDA name them, as a cluster; the host; `local` on the command line."""
 
-import ctypes
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +16,12 @@ from fake_nvml import CALLS, H100, L4, MIB, P100, Card, FakeNvml
 from gdp.cli import main
 from gdp.cluster import Cluster, Route
 from gdp.cluster.catalogue import GB, GIB, KINDS
-from gdp.cluster.detect import Machine, detect, host, visible
+from gdp.cluster.detect import Machine, detect, host
 from gdp.cluster.detect.gpu_figures import KIND_BY_NAME
+from gdp.cluster.detect.nvml import Gpu
 from gdp.cluster.detect.topology import pcie_bytes_per_second
-from gdp.execute.targets import detect_local, find_targets
+from gdp.cluster.detect.visible import Visible
+from gdp.execute.targets import find_targets, target_of
 
 UUIDS = [f"GPU-{number}0000000-0000-0000-0000-000000000000" for number in range(4)]
 UNKNOWN = Card(
@@ -36,19 +38,22 @@ UNKNOWN = Card(
 
 @pytest.fixture(autouse=True)
 def _pytorch_has_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever PyTorch these tests run with; four cores, one memory; nothing of this machine's CUDA."""
-    monkeypatch.setattr(visible, "pytorch_version", lambda: "2.13.0")
-    monkeypatch.setattr(visible, "driver_uuids", lambda: None)
+    """Whatever PyTorch these tests run with; four cores, one memory."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(host, "available_cores", lambda: (0, 2, 3, 4))
     monkeypatch.setattr(host, "memory_bytes", lambda: 64 * GIB)
-    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
-        monkeypatch.delenv(name, raising=False)
+
+
+def all_of(gpus: Sequence[Gpu]) -> Visible:
+    """All cards that NVML knows, in its order."""
+    return {f"cuda{number}": gpu for number, gpu in enumerate(gpus)}, []
 
 
 def machine_of(
-    cards: list[Card], ancestors: dict[tuple[int, int], int] | None = None, refused: tuple[str, ...] = (), **env: str
+    cards: list[Card], ancestors: dict[tuple[int, int], int] | None = None, order: tuple[int, ...] = ()
 ) -> Machine:
-    return detect(nvml=FakeNvml(cards, ancestors, refused), environ=env)
+    """The machine of these cards, which PyTorch has in that order of NVML's numbers."""
+    return detect(lambda gpus: all_of([gpus[number] for number in order] or gpus), nvml=FakeNvml(cards, ancestors))
 
 
 def routes_of(machine: Machine) -> dict[str, Route]:
@@ -164,106 +169,14 @@ def test_pcie_rates() -> None:
     assert pcie_bytes_per_second(4, 4) == 6 * GB
 
 
-# which cards, in which order
-
-
-@pytest.mark.parametrize(
-    ("listed", "expected"),
-    [
-        ("2,0", [2, 0]),
-        ("1, 3gpu", [1, 3]),
-        ("0,7,1", [0]),  # up to the first that is not there
-        ("0,-1,1", [0]),
-        ("1,1", []),
-        ("", []),
-        ("none", []),
-        (f"{UUIDS[3]},GPU-1", [3, 1]),
-        ("GPU-1,GPU-", [1]),  # of several cards
-        ("GPU-2,0", [2]),
-        ("GPU-2,GPU-2", []),
-        ("MIG-2", []),
-    ],
-)
-def test_cuda_visible_devices(listed: str, expected: list[int]) -> None:
-    """CUDA_VISIBLE_DEVICES is honoured."""
-    machine = machine_of([Card(L4)] * 4, CUDA_VISIBLE_DEVICES=listed)
-    assert [gpu.number for gpu in machine.gpus.values()] == expected
-    assert list(machine.gpus) == [f"cuda{number}" for number in range(len(expected))]
-    assert any("MIG instances, which are left out" in note for note in machine.notes) == ("MIG" in listed)
-    if not expected:
-        assert [device.name for device in machine.devices] == ["cpu0", "cpu2", "cpu3", "cpu4"]
-
-
 def test_renumbered_cards() -> None:
     """Links follow the cards when they are numbered anew."""
     cards = [Card(H100), Card(H100, ends=[2]), Card(H100, ends=[1])]
-    machine = machine_of(cards, {(0, 1): 50, (0, 2): 50, (1, 2): 10}, CUDA_VISIBLE_DEVICES="2,0,1")
+    machine = machine_of(cards, {(0, 1): 50, (0, 2): 50, (1, 2): 10}, order=(2, 0, 1))
     words = {names: str(link) for names, link in machine.links.items()}
     assert not any(link.is_switched for link in machine.links.values())
     assert words["cuda0", "cuda2"] == "1 NVLink, 25 GB/s; one PCIe switch"
     assert words["cuda0", "cuda1"] == "PCIe, 41.6 GB/s; different NUMA nodes"
-
-
-def test_order_of_unequal_cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of unequal cards is the driver's, unless it is that of their addresses."""
-    cards = [Card(L4), Card(H100)]
-    assert [gpu.name for gpu in machine_of(cards).gpus.values()] == [L4, H100]  # the driver does not tell
-    assert any("CUDA_DEVICE_ORDER=PCI_BUS_ID" in note for note in machine_of(cards).notes)
-    monkeypatch.setattr(visible, "driver_uuids", lambda: [UUIDS[1], UUIDS[0]])
-    assert [gpu.name for gpu in machine_of(cards).gpus.values()] == [H100, L4]
-    by_address = machine_of(cards, CUDA_DEVICE_ORDER="PCI_BUS_ID")
-    assert [gpu.name for gpu in by_address.gpus.values()] == [L4, H100]
-
-
-def test_split_cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card that is split is left out, and hides whole ones as in CUDA."""
-    cards = [Card(H100, is_mig=True), Card(H100)]
-    machine = machine_of(cards)
-    assert not machine.gpus
-    assert any("GPU 0" in note and "split into MIG instances" in note for note in machine.notes)
-    assert [gpu.number for gpu in machine_of(cards, CUDA_VISIBLE_DEVICES="1").gpus.values()] == [1]
-    monkeypatch.setattr(visible, "driver_uuids", lambda: ["GPU-of-an-instance", UUIDS[1]])
-    assert {name: gpu.number for name, gpu in machine_of(cards).gpus.items()} == {"cuda1": 1}
-
-
-def test_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cards are left out where PyTorch has no CUDA."""
-    monkeypatch.setattr(visible, "pytorch_version", lambda: "2.13.0+cpu")
-    machine = machine_of([Card(H100)])
-    assert not machine.gpus
-    assert "1 GPUs are left out: PyTorch 2.13.0+cpu has no CUDA; install a build that has" in machine.notes
-
-
-class FakeDriver:
-    """libcuda with two cards; `failing` calls return CUDA_ERROR_NO_DEVICE."""
-
-    def __init__(self, failing: str = "") -> None:
-        self.failing, self.opened = failing, 0
-
-    def __getattr__(self, name: str) -> object:
-        def call(*args: object) -> int:
-            if name == "cuDeviceGetCount":
-                ctypes.cast(args[0], ctypes.POINTER(ctypes.c_int))[0] = 2  # type: ignore[arg-type]
-            elif name == "cuDeviceGet":
-                ctypes.cast(args[0], ctypes.POINTER(ctypes.c_int))[0] = args[1]  # type: ignore[arg-type,call-overload]
-            elif name == "cuDeviceGetUuid":
-                content = bytes([args[1].value, *range(1, 16)])  # type: ignore[attr-defined]
-                ctypes.memmove(args[0], content, 16)  # type: ignore[arg-type]
-            return 100 if name == self.failing else 0
-
-        return call
-
-
-def test_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver gives UUIDs as NVML writes them."""
-    monkeypatch.undo()
-    assert visible.driver_uuids(FakeDriver()) == [
-        "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f",
-        "GPU-01010203-0405-0607-0809-0a0b0c0d0e0f",
-    ]
-    for name in ("cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetUuid"):
-        assert visible.driver_uuids(FakeDriver(name)) is None
-    assert visible.driver_uuids(SimpleNamespace()) is None
 
 
 # what does not answer
@@ -274,7 +187,7 @@ def test_failing_calls(refused: set[str], is_known: bool) -> None:
     """A call that fails costs the fact that it asks for, and no more."""
     cards = [Card(H100, ends=[1, 1, "switch"]) if is_known else UNKNOWN, Card(H100, ends=[0, 0, "switch"])]
     nvml = FakeNvml(cards, {(0, 1): 50}, refused)
-    machine = detect(nvml=nvml, environ={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    machine = detect(all_of, nvml=nvml)
     cluster = Cluster.of_machine(machine)  # checks itself
     lost = refused & {"nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"}
     assert len(machine.gpus) == (0 if lost else 2)
@@ -289,7 +202,7 @@ def test_failing_calls(refused: set[str], is_known: bool) -> None:
 def test_calls_of_nvml() -> None:
     """Every call is one that the library has."""
     nvml = FakeNvml([Card(H100, ends=[1, "switch"]), Card(H100, ends=[0, "switch"])], {(0, 1): 30})
-    detect(nvml=nvml, environ={})
+    detect(all_of, nvml=nvml)
     assert nvml.asked == set(CALLS)
     assert all(callable(getattr(pynvml, name)) for name in CALLS)
     constants = (pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM, pynvml.NVML_FEATURE_ENABLED, pynvml.NVML_TOPOLOGY_SYSTEM)
@@ -304,7 +217,7 @@ def test_without_a_driver(code: str) -> None:
     def fail() -> None:
         raise pynvml.NVMLError(getattr(pynvml, code))
 
-    machine = detect(nvml=SimpleNamespace(nvmlInit=fail), environ={})
+    machine = detect(all_of, nvml=SimpleNamespace(nvmlInit=fail))
     assert [device.name for device in machine.devices] == ["cpu0", "cpu2", "cpu3", "cpu4"]
     assert bool(machine.found_notes) == (code == "NVML_ERROR_UNKNOWN")
 
@@ -385,7 +298,7 @@ def test_cards_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cards are numbered as PyTorch does, and those that it alone knows are there, too."""
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([Card(L4, total_mib=23034, others_mib=12_000), Card(H100)]))
     pytorch_sees(monkeypatch, (H100, UUIDS[1], 80 * GIB), ("AMD Instinct MI300X", "", 192 * GIB), (L4, UUIDS[0], 1))
-    devices = detect_local()
+    devices = detect().devices
     assert [(device.name, device.kind) for device in devices[:3]] == [
         ("cuda0", "h100-sxm-80g"),
         ("cuda1", "amd-instinct-mi300x"),
@@ -393,7 +306,7 @@ def test_cards_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert (devices[1].memory_bytes, devices[2].memory_bytes) == (192 * GIB, 10_240 * MIB)
     names = [device.name for device in devices]
-    assert find_targets(names) == tuple(device.target for device in devices)  # without --on
+    assert find_targets(names) == tuple(map(target_of, devices))  # without --on
     assert find_targets(names)[-1].cores == (2, 3, 4)
 
 
@@ -406,7 +319,7 @@ def test_unusable_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([Card(H100)]))
     pytorch_sees(monkeypatch, (H100, UUIDS[0], 1))
     monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
-    assert [device.name for device in detect_local()] == ["cpu0", "cpu2", "cpu3", "cpu4"]
+    assert [device.name for device in detect().devices] == ["cpu0", "cpu2", "cpu3", "cpu4"]
 
 
 def test_detect_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -447,6 +360,16 @@ def test_detect_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys:
     out = capsys.readouterr().out
     for text in ("79.6 GiB", "75.1 GiB", "PCIe 5 x16", "4 NVLinks, 100 GB/s; one host bridge", "others use 4.0 GiB"):
         assert text in out
+
+
+def test_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cards are left out where PyTorch has no CUDA."""
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([Card(H100)]))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    pytorch_sees(monkeypatch)
+    machine = detect()
+    assert not machine.gpus
+    assert any(note.startswith("1 GPUs are left out: PyTorch ") for note in machine.notes)
 
 
 @pytest.mark.parametrize("out", [".", "file/local.yaml"])

@@ -11,11 +11,12 @@ import torch
 from gdp.cli import main
 from gdp.cluster import Cluster
 from gdp.cluster.catalogue import BY_REFERENCE_BYTES_PER_SECOND
+from gdp.cluster.detect import detect
 from gdp.cluster.detect.host import available_cores, memory_bytes
 from gdp.execute.backends import backend_of
 from gdp.execute.calibrate import measured_routes, work
 from gdp.execute.calibrate.calibrate import calibrate
-from gdp.execute.targets import detect_local, find_targets
+from gdp.execute.targets import find_targets, target_of
 from gdp.models.pytorch import Program
 
 US, MS = 1_000, 1_000_000
@@ -28,9 +29,9 @@ NO_GPU = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="cores are one
 @NO_GPU
 def test_local_devices_are_found_by_name() -> None:
     """A plan for the local devices finds its targets by their names."""
-    devices = detect_local()
-    assert find_targets([device.name for device in devices]) == tuple(device.target for device in devices)
-    assert [device.target.cores for device in devices] == [(core,) for core in available_cores()[:16]]
+    devices = detect().devices
+    assert find_targets([device.name for device in devices]) == tuple(map(target_of, devices))
+    assert [target_of(device).cores for device in devices] == [(core,) for core in available_cores()[:16]]
     assert len({device.kind for device in devices}) == 1
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*-1core", devices[0].kind)
     assert 0 < sum(device.memory_bytes for device in devices) <= memory_bytes()
@@ -42,7 +43,7 @@ def test_local_devices_are_found_by_name() -> None:
 @NO_GPU
 def test_measured_devices(tmp_path: Path) -> None:
     """Measured devices have sane figures, and their file gives the same cluster."""
-    devices, said, num_threads = detect_local()[:2], list[str](), torch.get_num_threads()
+    devices, said, num_threads = detect().devices[:2], list[str](), torch.get_num_threads()
     found = calibrate(devices, quick=True, on_progress=said.append)
     cluster = found.cluster
     assert torch.get_num_threads() == num_threads
@@ -148,7 +149,7 @@ def test_detect(capsys: pytest.CaptureFixture[str]) -> None:
     answer = json.loads(capsys.readouterr().out)
     devices = [
         {"name": device.name, "kind": device.kind, "memory_bytes": device.memory_bytes, "on": device.place}
-        for device in detect_local()
+        for device in detect().devices
     ]
     assert answer.pop("notes")[-1] == "gdp devices measure --out local.yaml gives measured figures"
     assert answer == {
@@ -166,7 +167,7 @@ def test_detect(capsys: pytest.CaptureFixture[str]) -> None:
 @NO_GPU
 def test_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command measures a cluster and writes a file that `gdp devices show` reads."""
-    name, path = detect_local()[0].name, tmp_path / "new" / "local.yaml"
+    name, path = detect().devices[0].name, tmp_path / "new" / "local.yaml"
     assert main(["devices", "measure", "--out", str(path), "--devices", name, "--quick", "--json"]) == 0
     out, err = capsys.readouterr()
     assert f"gdp: measuring float32 on {name} alone\n" in err
@@ -200,7 +201,7 @@ def test_bad_devices(
     """A device that cannot be measured is one line."""
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
-    assert main(["devices", "measure", *(text.format(detect_local()[0].name) for text in args)]) == 2
+    assert main(["devices", "measure", *(text.format(detect().devices[0].name) for text in args)]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert all(fragment in err for fragment in fragments)

@@ -13,7 +13,6 @@ from gdp.errors import InputError
 if TYPE_CHECKING:
     from gdp.cluster.detect import Detected, Link, Machine
     from gdp.execute.calibrate.calibrate import Calibration
-    from gdp.execute.targets import LocalDevice
 
 devices_app = typer.Typer(
     help="Built-in kinds of devices, what a DEVICES text stands for, and the devices of this machine.",
@@ -64,10 +63,10 @@ def devices_detect(
         import torch
 
         from gdp.cluster import Cluster
+        from gdp.cluster.detect import detect
         from gdp.cluster.detect.host import available_cores
-        from gdp.execute.targets import detect_machine
 
-        machine, cores = detect_machine(), available_cores()
+        machine, cores = detect(), available_cores()
     if out is not None:
         Cluster.of_machine(machine).save(out)
     if json:
@@ -164,11 +163,11 @@ def devices_measure(
     Under torchrun each process measures a device, and the routes are those between the processes.
     """
     check_writable(out)
+    from gdp.cluster.detect import detect
     from gdp.execute.calibrate.calibrate import calibrate
-    from gdp.execute.targets import detect_local
     from gdp.execute.worker import ExecutionError
 
-    chosen = _choose(detect_local(), devices)
+    chosen = _choose(detect().devices, devices)
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             calibration = _measure_ranks(chosen, quick)
@@ -203,7 +202,7 @@ def devices_measure(
     return 0
 
 
-def _measure_ranks(devices: "list[LocalDevice]", quick: bool) -> "Calibration | None":
+def _measure_ranks(devices: "list[Detected]", quick: bool) -> "Calibration | None":
     """Measures with a process for each device."""
     from gdp.execute.calibrate.over_ranks import calibrate_ranks, rank_names
     from gdp.execute.ranks.ranks import join_or_leave
@@ -219,7 +218,7 @@ def _measure_ranks(devices: "list[LocalDevice]", quick: bool) -> "Calibration | 
         return calibrate_ranks(ranks, device, quick=quick, on_progress=say)
 
 
-def _choose(devices: "tuple[LocalDevice, ...]", text: str | None) -> "list[LocalDevice]":
+def _choose(devices: "tuple[Detected, ...]", text: str | None) -> "list[Detected]":
     """Returns the devices named as in `cpu0,cpu1`, in this order."""
     from gdp.errors import suggest
 

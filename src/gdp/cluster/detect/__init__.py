@@ -1,8 +1,8 @@
-"""The devices of this machine, found without PyTorch: DEVICES `local`.
+"""The devices of this machine: DEVICES `local`.
 
     host.py         processor cores, memory and rates, from the operating system
     nvml.py         GPUs and the links between them, from the driver (NVML)
-    visible.py      the GPUs that are cuda0, cuda1, ..., in CUDA's order
+    visible.py      the GPUs that are cuda0, cuda1, ..., as PyTorch has them
     gpu_figures.py  the figures of a card
     topology.py     the routes that the links make
     machine.py      the whole machine: the devices by name, and the cluster

@@ -1,6 +1,5 @@
 """This machine: its devices by the names that `gdp run` uses, and the cluster of them."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -122,21 +121,11 @@ def _cpu_devices(cpus: Sequence[Detected]) -> list[Device]:
     return [Device(cpu.name, cpu.kind, cpu.memory_bytes, flops_per_second, bytes_per_second, launch_ns) for cpu in cpus]
 
 
-def detect(
-    choose: Callable[[Sequence[Gpu]], Visible] | None = None,
-    *,
-    nvml: Any = None,
-    environ: Mapping[str, str] | None = None,
-) -> Machine:
-    """Returns this machine; without PyTorch, unless `choose` uses it.
+def detect(choose: Callable[[Sequence[Gpu]], Visible] = visible_cards, *, nvml: Any = None) -> Machine:
+    """Returns this machine; `choose` selects the cards that are cuda0, cuda1, ..., `nvml` replaces the module pynvml.
 
-    `choose` selects the cards that are cuda0, cuda1, ...: by default as CUDA does, by CUDA_VISIBLE_DEVICES in
-    `environ`. `nvml` replaces the module pynvml. Raises nothing: a device that does not answer is left out, with a
-    note.
+    Raises nothing: a device that does not answer is left out, with a note.
     """
     cards = read_cards(nvml)  # before anything of this process takes memory of a card
-    if choose is None:
-        gpus, notes = visible_cards(cards.gpus, os.environ if environ is None else environ)
-    else:
-        gpus, notes = choose(cards.gpus)
+    gpus, notes = choose(cards.gpus)
     return Machine(gpus, cards.ancestors, host.all_cores(), host.memory_bytes(), (*cards.notes, *notes))

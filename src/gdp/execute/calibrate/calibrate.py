@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from gdp.cluster import Cluster, Device
+from gdp.cluster.detect import Detected
 from gdp.execute.calibrate.measured_routes import routes_between
 from gdp.execute.calibrate.work import (
     FULL,
@@ -48,7 +49,7 @@ from gdp.execute.calibrate.work import (
     whole,
 )
 from gdp.execute.equality import full_precision
-from gdp.execute.targets import LocalDevice, Target
+from gdp.execute.targets import Target, target_of
 
 _DTYPES = {dtype: getattr(torch, dtype) for dtype in ("float32", "float64", "float16", "bfloat16")}
 
@@ -69,14 +70,14 @@ class Calibration:
     fit_errors: tuple[float, ...] = ()
 
 
-def calibrate(devices: Sequence[LocalDevice], *, quick: bool = False, on_progress: Log | None = None) -> Calibration:
+def calibrate(devices: Sequence[Detected], *, quick: bool = False, on_progress: Log | None = None) -> Calibration:
     """Measures these devices of this machine; `quick` is rougher. `on_progress` gets a line before each measurement.
 
     The cluster is called `local`; its devices have the names, kinds and memory of `devices`. InputError names a device
     that cannot do float32 arithmetic, or lacks the memory.
     """
     effort, log, load_notes = QUICK if quick else FULL, on_progress or (lambda _text: None), _load_notes()
-    targets = [device.target for device in devices]
+    targets = [target_of(device) for device in devices]
     num_threads = torch.get_num_threads()
     try:
         with full_precision():  # or convolutions in TF32 would count as float32
@@ -162,15 +163,15 @@ def _convolution(batch_size: int) -> Work:
     return Work(2 * 9 * batch_size * (channels * side) ** 2, make)
 
 
-def _bandwidths(devices: Sequence[LocalDevice], effort: Extent, log: Log) -> list[Figure]:
+def _bandwidths(devices: Sequence[Detected], effort: Extent, log: Log) -> list[Figure]:
     """[D] Measures bytes per second of adding vectors too large for the caches, counted as two read and one written."""
     jobs, works = [], []
-    for device in devices:
+    for device, target in zip(devices, map(target_of, devices), strict=True):
         streamed_bytes = min(effort.streamed_bytes, device.memory_bytes // 8)
-        if device.target.device.type == "cpu":  # GPUs do not tell their caches, and add fast
+        if target.device.type == "cpu":  # GPUs do not tell their caches, and add fast
             streamed_bytes = min(streamed_bytes, max(2 * cache_bytes(), 64 * MIB))
         works.append(_addition(streamed_bytes // 12))
-        jobs.append(job_of(device.target, works[-1], torch.float32))
+        jobs.append(job_of(target, works[-1], torch.float32))
     log("memory bandwidth on all devices at once")
     figures = []
     for job, work, busy_ns in zip(jobs, works, together(jobs, effort.seconds), strict=True):

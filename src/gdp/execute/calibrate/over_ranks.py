@@ -19,11 +19,11 @@ import numpy.typing as npt
 import torch
 
 from gdp.cluster import Cluster, Device, Route
+from gdp.cluster.detect import Detected
 from gdp.execute.calibrate.calibrate import Calibration, calibrate
 from gdp.execute.calibrate.work import Chains, Log, line_through, whole
 from gdp.execute.ranks.rank_executor import ProcessExecutor
 from gdp.execute.ranks.ranks import Ranks
-from gdp.execute.targets import LocalDevice
 from gdp.models.pytorch import capture
 
 _KIB = 1024
@@ -33,7 +33,7 @@ _STEPS, _QUICK_STEPS = 15, 5
 _CHAIN_OPS = 3  # an odd number: one rank's clock has both ends
 
 
-def rank_names(devices: Sequence[LocalDevice]) -> tuple[list[str], list[str]]:
+def rank_names(devices: Sequence[Detected]) -> tuple[list[str], list[str]]:
     """Returns names and places of the devices of the ranks that torchrun started; hosts are taken to be alike."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(count)))
@@ -45,7 +45,7 @@ def rank_names(devices: Sequence[LocalDevice]) -> tuple[list[str], list[str]]:
     return names, [device.place for device in chosen]
 
 
-def calibrate_ranks(ranks: Ranks, device: LocalDevice, *, quick: bool, on_progress: Log) -> Calibration | None:
+def calibrate_ranks(ranks: Ranks, device: Detected, *, quick: bool, on_progress: Log) -> Calibration | None:
     """Measures as `calibrate`, with a process for each device, `device` being that of this rank.
 
     Figures are those of all devices at work at once; none was alone. A route has a channel of its own. None on all
