@@ -30,7 +30,6 @@ HELP = {
     "all": "Every row, in place of a sample.",
     "batch": "Samples of a step; of paper: the checkpoint of gdp-batch. Default: gdp's own policy.",
     "budget": "Of each search or training.",
-    "budgets": "Of processor time.",
     "card": "The cards that the runs were measured on.",
     "checkpoint": "A trained policy, for all workloads; further ones are compared with it.",
     "checkpoints": "Directory of `gdp train training-set --hold-out FAMILY`.",

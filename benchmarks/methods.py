@@ -124,18 +124,18 @@ def plain_search(budget: Budget) -> Method:
     """
 
     def run(question: Question, clock: Clock) -> Solution:
-        return solve("auto", replace(question, asks_policy=False), clock)
+        return solve("auto", question, clock)
 
     return Method("search", run, budget, counts_cpu=True, num_threads=1)
 
 
-def auto(budget: Budget, *, counts_cpu: bool = True, asks_policy: bool = True, name: str = "auto") -> Method:
+def auto(budget: Budget, *, counts_cpu: bool = True, name: str = "auto") -> Method:
     """Returns the default of `gdp place`, noise included: on one thread by processor time, or on all by the wall's."""
 
     def run(question: Question, clock: Clock) -> Solution:
         noise = Noise.draw(question.reduction, DEFAULTS.noise.spread, DEFAULTS.noise.num_tables, question.seed)
         bound_ns = lower_bound(question.problem)
-        return solve("auto", replace(question, noise=noise, bound_ns=bound_ns, asks_policy=asks_policy), clock)
+        return solve("auto", replace(question, noise=noise, bound_ns=bound_ns), clock)
 
     num_threads = 1 if counts_cpu else None
     return Method(name, run, budget, counts_cpu, num_threads, settings={"noise": DEFAULTS.noise.spread})

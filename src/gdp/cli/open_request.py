@@ -62,7 +62,8 @@ class OpenRequest:
         with live("loading the placer" if question.parts is None else f"reading a part of the batch of {name}"):
             question.prepare()
         read_s = time.monotonic() - began
-        compiled_s = warm_up((question.options.placer,), question.problem)
+        policy = () if question.options.checkpoint is None else ("gdp-zero-shot",)
+        compiled_s = warm_up((question.options.placer, *policy), question.problem)
         num_parts = 1 if question.layout is None else question.layout.num_parts
         written_s = self.files.written_s(question.problem.num_ops * num_parts)
         return replace(self, request=self.request.later(read_s + compiled_s).within_budget(written_s))

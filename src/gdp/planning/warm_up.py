@@ -14,6 +14,7 @@ from gdp.cluster import WORD_DEVICES, Cluster
 from gdp.graph import Graph, Op, Tensor
 from gdp.search.place import place
 from gdp.search.settings import DEFAULTS
+from gdp.search.solvers import SOLVERS
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate
 
@@ -53,9 +54,11 @@ def warm_up(
     """
     is_many = max(num_devices, 0 if problem is None else problem.num_devices) > WORD_DEVICES
     is_exact = "exact" in placers or (len(placers) > 0 and problem is not None and is_small(problem))
-    modules = (*_SIMULATION, *((*_SEARCH, *_POLICY) if placers else ()), *(_EXACT if is_exact else ()))
+    is_learned = any(SOLVERS[name].is_learned for name in placers if name in SOLVERS)
+    parts = ((_SEARCH, len(placers) > 0), (_POLICY, is_learned), (_EXACT, is_exact))
+    modules = [*_SIMULATION, *(name for names, is_run in parts if is_run for name in names)]
     with event.install_listener("numba:compile", _Counter(kernels_of(modules), on_kernel)):
-        _run_kernels(len(placers) > 0, is_many=is_many, is_exact=is_exact)
+        _run_kernels(len(placers) > 0, is_many=is_many, is_exact=is_exact, is_learned=is_learned)
 
 
 def is_small(problem: Problem) -> bool:
@@ -84,7 +87,7 @@ class _Counter(event.Listener):
 
 
 @cache
-def _run_kernels(has_placers: bool, *, is_many: bool, is_exact: bool) -> None:
+def _run_kernels(has_placers: bool, *, is_many: bool, is_exact: bool, is_learned: bool) -> None:
     """Runs the kernels once in a process, which has them from then on."""
     cluster = Cluster.parse("2xp100-pcie-16g")
     problem = Problem.build(_step(_NUM_OPS), cluster)
@@ -92,6 +95,7 @@ def _run_kernels(has_placers: bool, *, is_many: bool, is_exact: bool) -> None:
     lower_bound(problem)
     if has_placers:
         _place(_step(_NUM_OPS), cluster, 80)
+    if is_learned:
         _place(_step(_NUM_OPS), cluster, 80, "gdp-zero-shot")
     if is_many:
         many = Cluster.parse(f"{WORD_DEVICES + 1}xp100-pcie-16g")

@@ -89,17 +89,17 @@ def place(
     of the model's, and `batch_dim` the dimension of the inputs that is the batch; None: the first, unless two sizes of
     it say otherwise. `precision` and `lora` are those of `gdp.capture`.
 
-    `auto` runs the classical placers, slow ones if there is time, asks the policy where the time is short, and
-    searches in the time left; it never answers worse than the best of them, and never with a plan that does not fit
-    where it found one that does. Another `placer` places the ops of the whole step. When nothing fits, the plan has the
-    status "infeasible" and `plan.search.missing_bytes` says where and by how much. With a budget in simulations the
-    same seed gives the same plan. Constraints are those of `Problem.build`, one value or keywords such as
-    `pins={"encoder": "gpu0"}`, `forbid`, `max_memory={"gpu0": "12GiB"}` and `reserve="10%"`. `robust` is the relative
-    deviation of op times over which searches of one step average the step time (default: 0.02; 0: not at all), to
-    choose among plans that are not slower than a baseline without it. `checkpoint` is the file of a policy for `auto`
-    and the learned placers, in place of the one that comes with gdp; `auto` then asks it whatever the budget. Searches
-    of one step begin from `starts` too, moved where constraints do not allow them. `stop` ends the search early.
-    `settings` are the numbers that tune it. Raises InputError for arguments that make no sense.
+    `auto` runs the classical placers, slow ones if there is time, and searches in the time left; it never answers worse
+    than the best of them, and never with a plan that does not fit where it found one that does. Another `placer` places
+    the ops of the whole step. When nothing fits, the plan has the status "infeasible" and `plan.search.missing_bytes`
+    says where and by how much. With a budget in simulations the same seed gives the same plan. Constraints are those of
+    `Problem.build`, one value or keywords such as `pins={"encoder": "gpu0"}`, `forbid`, `max_memory={"gpu0": "12GiB"}`
+    and `reserve="10%"`. `robust` is the relative deviation of op times over which searches of one step average the step
+    time (default: 0.02; 0: not at all), to choose among plans that are not slower than a baseline without it.
+    `checkpoint` is the file of a policy for the learned placers, in place of the one that comes with gdp, and for
+    `auto`, which asks no other. Searches of one step begin from `starts` too, moved where constraints do not allow
+    them. `stop` ends the search early. `settings` are the numbers that tune it. Raises InputError for arguments that
+    make no sense.
     """
     options = SearchOptions(
         placer=placer,

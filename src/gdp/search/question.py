@@ -44,7 +44,6 @@ class Question:
     checkpoint: str | None = None  # the file of a policy; None: the one that comes with gdp
     num_threads: int | None = None  # None: as many as there are processors
     on_progress: OnProgress | None = None  # told of candidates, better or not, whose figures are true
-    asks_policy: bool = True  # `auto` does, where it helps
     settings: Settings = DEFAULTS
     known: Sequence[Candidate] = ()  # of `problem`, judged and told of already
 

@@ -78,9 +78,7 @@ class OpsSettings:
     few_microbatches: int = 4  # placed before all are ("Micro-batches": 0.02 % behind all of 16)
     few_microbatches_share: float = 0.4  # of the search
     fewer_devices_share: float = 0.2  # of the search ("Slow cards")
-    num_partitions: int = 64  # for a policy to refine,
-    partitions_share: float = 0.1
-    searched_alone: int = 3000  # simulations there must be time for, or the policy is asked ("The policy before")
+    policy_share: float = 0.5  # of the time that is left, for a policy of one's own ("The policy before the search")
     unhurried: int = 1000  # simulations of a large step there must be time for, or classical placers come first
     searched: int = 200  # the same, or there is no search
     small_units: int = 12  # a step of fewer is not reduced, and the exact placer looks at it,
@@ -103,10 +101,7 @@ class OpsSettings:
 class PolicySettings:
     """The placements that a policy draws and refines. Measured where said, else untuned."""
 
-    num_near: int = 2000  # simulations before a search at most,
-    near_share: float = 0.5  # and time ("The policy before the search")
-    near_draw_share: float = 0.4  # of it for drawing, and as much for varying, at most
-    few_simulations: int = 500  # with time for no more no search follows
+    least_draw_share: float = 0.4  # of the time for drawing, and as much for varying, at most
     fewest_simulations: int = 192  # of a zero-shot answer on a large problem,
     most_simulations: int = 2048  # on a small one,
     simulated_ops: int = 5_000_000  # and in between simulations times ops: most answers take a second or two

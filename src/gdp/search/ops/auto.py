@@ -1,11 +1,11 @@
-"""`auto`: classical placers, then the policy from their best answer, then a local search in the time left.
+"""`auto`: classical placers, then a local search from their answers in the time left.
 
-    single ... --> contiguous ... METIS ... --> policy --> local search --> the best of all
-    weight streaming, where no single device holds all ----^
-    given starts, replicas, exact placement ---------------^
+    single ... --> contiguous ... METIS ... --> local search --> the best of all
+    weight streaming, where no single device holds all --^
+    given starts, replicas, exact placement, own policy -^
 
 A placer takes seconds on a graph of 50,000 ops: with a small budget the slower ones are skipped, so that time is left
-for the policy and for the search.
+for the search.
 """
 
 from collections.abc import Sequence
@@ -18,29 +18,27 @@ from gdp.search.candidate import Candidate
 from gdp.search.ops.alike_replicas import placed_by_replicas
 from gdp.search.ops.classical import ClassicalRuns
 from gdp.search.ops.fewer import Few, best_of_few, search_without
-from gdp.search.ops.local_search import LocalSearch, diverse_starts
+from gdp.search.ops.local_search import LocalSearch
 from gdp.search.ops.over_64_devices import search_on_many
-from gdp.search.ops.zero_shot import draw_near
+from gdp.search.ops.zero_shot import zero_shot
 from gdp.search.question import Question, Solution
 from gdp.search.streaming.stream_weights import stream_weights
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER, Simulation, simulate
-from gdp.units.forward_units import forward_units
 from gdp.units.units import Units
 
 FEWEST = ("single", "contiguous")  # classical placers that `local-search` starts from
-QUICKEST = ("single", "expert")  # classical placers that `auto` always runs
 ON_MANY = ("single", "contiguous", "expert")  # those that place on more than 64 devices
-QUICK = (*QUICKEST, "m-topo", "heft", "contiguous")  # and without a policy these too
+QUICK = ("single", "expert", "m-topo", "heft", "contiguous")  # those that `auto` always runs
 BY_WORTH = ("expert", "contiguous", "dp-stages", "m-topo", "single", "heft")  # the same where time is short
 SLOW = ("dp-stages", "m-etf", "m-sct", "metis")  # those that it runs if there is time
 
 
 def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = None) -> Solution:
-    """Returns the best of classical placers, weight streaming, exact placement where it is small, policy, and search.
+    """Returns the best of classical placers, weight streaming, exact placement where it is small, and search.
 
-    Placers run unless `classical` has their answers. A budget in simulations leaves the policy that comes with gdp out:
-    its simulations take several times as long as those of the search, so their number is no measure to share by.
+    Placers run unless `classical` has their answers. A policy of one's own is asked too; the one that comes with gdp
+    makes no plan faster that a search follows.
     """
     if question.problem.cluster.is_large:
         return _placed_on_many(question, clock, classical)
@@ -48,21 +46,17 @@ def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = Non
     if is_small:  # a merged chain cannot be parted, and alone its ops may fit
         question = question.unreduced()
     replicated = placed_by_replicas(question, clock, auto)
-    asks_policy = policy_helps(question, clock)
-    classical = classical or run_classical(question, clock, before_policy=asks_policy)
+    classical = classical or run_classical(question, clock)
     if not (classical.candidates or replicated):
         return Solution(None, classical.baselines)
     streaming = streamed(question, clock.part(question.settings.ops.streaming_share), classical.best)
     answers = replayed_starts(question)
     exact_answer = placed_exactly(question, clock, classical.best) if is_small else []
     constructed = [*classical.candidates, *replicated, *exact_answer, *streaming]
-    starts, num_more = constructed, None
-    if asks_policy and not clock.is_up:
-        drawn, is_complete = asked_policy(question, clock, [*constructed, *answers])
-        starts = constructed = [*constructed, drawn]
-        if is_short(question, clock):
-            starts, num_more = [drawn], None if is_complete else 0
-    searched = None if asks_policy and clock.is_up else search_from(question, clock, starts, num_more=num_more)
+    if question.checkpoint is not None and not clock.is_up:
+        drawn = zero_shot(question, clock.part(question.settings.ops.policy_share)).best
+        constructed += [] if drawn is None else [drawn]
+    searched = search_from(question, clock, constructed)
     return Solution(best_of([*constructed, *answers], searched), classical.baselines)
 
 
@@ -77,66 +71,25 @@ def _placed_on_many(question: Question, clock: Clock, classical: ClassicalRuns |
     return Solution(best_of([*constructed, *found], None), classical.baselines)
 
 
-def policy_helps(question: Question, clock: Clock) -> bool:
-    """Returns whether `auto` asks the policy: where the time is short, but not so short that placers take it all.
-
-    One's own policy is asked whatever the budget. Micro-batches need stages, from which the search gains more.
-    """
-    if not question.asks_policy or hurries(question, clock):
-        return False
-    is_timed = clock.simulations_left is None and question.problem.microbatch.max() < 1
-    return question.checkpoint is not None or (is_timed and is_short(question, clock))
-
-
-def is_short(question: Question, clock: Clock) -> bool:
-    """Returns whether the time is so short that a policy's answer is worth more than further starts of the search."""
-    return not question.has_time(clock, question.settings.ops.searched_alone)
-
-
 def hurries(question: Question, clock: Clock) -> bool:
     """Returns whether classical placers come first and have most of the time: on large problems with little time."""
     return question.is_large and not question.has_time(clock, question.settings.ops.unhurried)
 
 
-def asked_policy(question: Question, clock: Clock, candidates: Sequence[Candidate]) -> tuple[Candidate, bool]:
-    """Returns the policy's best answer, beginning from `candidates` and partitions, and whether it had all its time."""
-    problem = question.reduction.problem
-    known = [question.reduction.restrict(candidate.placement) for candidate in candidates]
-    followers = forward_units(problem)
-    partitions = diverse_starts(
-        problem,
-        followers,
-        question.settings.ops.num_partitions,
-        question.seed,
-        clock.part(question.settings.ops.partitions_share),
-        question.settings.local_search,
-    )
-    return draw_near(question, clock, [*known, *interleaved_stages(problem), *call_grids(problem), *partitions])
-
-
-def run_classical(question: Question, clock: Clock, *, before_policy: bool = False) -> ClassicalRuns:
-    """Runs the quick classical placers, and slow ones as long as little of the time is spent.
-
-    Before a policy, and without micro-batches, few of the quick ones count as such once a plan fits.
-    """
+def run_classical(question: Question, clock: Clock) -> ClassicalRuns:
+    """Runs the quick classical placers, and slow ones as long as little of the time is spent."""
     problem, settings, is_hurried = question.problem, question.settings.ops, hurries(question, clock)
     classical = ClassicalRuns(question, Few.of_large(question), is_hurried)
     if problem.cluster.is_large:  # others keep tables of ops times devices
         classical.run(ON_MANY, clock.part(settings.quick_share))
         return classical
-    quick = _with_stages(problem, QUICK)
     if is_hurried:
         clock = clock.before(REPLAYED * question.simulation_s)
         if question.has_time(clock, settings.searched):
             clock = clock.part(settings.hurried_share)
         classical.run(BY_WORTH, clock)
     else:
-        if before_policy and problem.microbatch.max() < 1:
-            classical.run(QUICKEST, clock)
-            if classical.best is not None and classical.best.fits:
-                quick = ("contiguous",)
-        quick = [name for name in quick if name not in classical.baselines]
-        classical.run(quick, clock.part(settings.quick_share))
+        classical.run(_with_stages(problem, QUICK), clock.part(settings.quick_share))
         clock = clock.until(settings.slow_share)
     slow = [name for name in (*QUICK, *SLOW) if name not in classical.baselines]
     classical.run(slow, clock, all_of_them=False)
@@ -203,13 +156,11 @@ def placed_exactly(question: Question, clock: Clock, best: Candidate | None) -> 
     return [] if answer.placement is None else [question.try_orders(answer.placement)]
 
 
-def search_from(
-    question: Question, clock: Clock, constructed: Sequence[Candidate], *, num_more: int | None = None
-) -> Candidate | None:
+def search_from(question: Question, clock: Clock, constructed: Sequence[Candidate]) -> Candidate | None:
     """Returns the best that the local search finds from what was constructed and from the starts given, replayed.
 
-    It looks at few micro-batches, at all, without some devices, and last under noise, until the budget is spent. It
-    makes up to `num_more` further starts itself. None where there is no time to prepare it.
+    It looks at few micro-batches, at all, without some devices, and last under noise, until the budget is spent. None
+    where there is no time to prepare it.
     """
     problem, noise, settings = question.reduction.problem, question.noise, question.settings.ops
     if question.is_large and not question.has_time(clock, settings.searched):
@@ -220,7 +171,7 @@ def search_from(
     placements = [question.reduction.restrict(candidate.placement) for candidate in constructed]
     further = [*interleaved_stages(problem), *call_grids(problem)] if question.has_time(clock, PREPARED) else []
     starts = [Candidate(placement) for placement in [*placements, *further]]
-    given = [_reduced(question, start) for start in question.starts]
+    given, num_more = [_reduced(question, start) for start in question.starts], None
     if (few := Few.of(problem, settings.few_microbatches)) is not None:
         starts, num_more = [*best_of_few(few, search, starts, settings.few_microbatches_share), *starts], 0
     search.start([*starts, *given], num_more=num_more)

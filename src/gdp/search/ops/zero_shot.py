@@ -63,7 +63,7 @@ class ZeroShotConfig:
             num_simulations=num_simulations,
             num_drawn=num_drawn,
             num_varied=min(int(varied / drawn * num_drawn), num_simulations - num_drawn),
-            draw_share=max(settings.near_draw_share, drawn),
+            draw_share=max(settings.least_draw_share, drawn),
             num_styles=settings.num_styles,
         )
 
@@ -205,28 +205,6 @@ def zero_shot(
     config = config or ZeroShotConfig.sized(evaluator.problem, clock, question.settings.policy)
     draw_at_once(evaluator, constructor, rng, config)
     return evaluator.solution()
-
-
-def draw_near(question: Question, clock: Clock, known: Sequence[Placement]) -> tuple[Candidate, bool]:
-    """Returns the policy's best answer, and whether it had time for all its placements.
-
-    It draws placements of its own, and refines the best of these and of those `known`, which are of the reduced
-    problem. It takes a part of the time, and all of it where few simulations could follow.
-    """
-    evaluator, rng = Evaluator(question, clock), np.random.default_rng(question.seed)
-    settings = question.settings.policy
-    began = clock.seconds
-    evaluator.try_out(np.stack(known))
-    simulation_s, left_s = (clock.seconds - began) / len(known), clock.seconds_left
-    is_short = left_s is not None and left_s < settings.few_simulations * simulation_s
-    evaluator.clock = clock.part(1.0 if is_short else settings.near_share)
-    config = ZeroShotConfig(
-        num_simulations=settings.num_near, draw_share=settings.near_draw_share, num_styles=settings.num_styles
-    )
-    draw_at_once(evaluator, read_policy(question.checkpoint), rng, config)
-    best = evaluator.solution().best
-    assert best is not None
-    return best, not evaluator.clock.is_up
 
 
 def draw_at_once(
