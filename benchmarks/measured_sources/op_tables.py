@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.measured_sources.source import (
-    CUDA_GRAPHS,
     DATA,
     CapturedGraphs,
     MeasuredRow,
@@ -16,6 +15,7 @@ from benchmarks.measured_sources.source import (
     on_one_card,
     read_table,
 )
+from gdp.cluster.device import CUDA_GRAPHS
 from gdp.graph import Graph, Op
 
 CARDS = {"a100-sxm": "a100-sxm-80g", "h100-sxm": "h100-sxm-80g", "l40s": "l40s-48g"}

@@ -19,6 +19,7 @@ from benchmarks.rows import Rows
 from gdp import files
 from gdp.cluster import Cluster, Device
 from gdp.cluster.achieved import figures_of_kind
+from gdp.cluster.device import EAGER
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.simulator.problem import Problem
@@ -26,7 +27,6 @@ from gdp.simulator.simulate import Simulation, simulate
 
 DATA = Path(__file__).parent.parent / "data" / "measured"
 SET_ROWS = DATA / "set-rows.csv"
-EAGER, COMPILE, CUDA_GRAPHS = "eager", "compile", "cuda-graphs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,7 @@ def cluster_of(devices: str, runtime: str = EAGER) -> Cluster:
 
 def _achieving(device: Device, runtime: str) -> Device:
     launch_ns, issue_ns, achieved = figures_of_kind(device.kind)
-    issue_ns = 0 if runtime == CUDA_GRAPHS else issue_ns
-    return replace(device, launch_ns=launch_ns, issue_ns=issue_ns, achieved=achieved)
+    return replace(device, launch_ns=launch_ns, issue_ns=issue_ns, achieved=achieved, runtime=runtime)
 
 
 def on_one_card(graph: Graph, card: str, runtime: str = EAGER) -> Simulation:

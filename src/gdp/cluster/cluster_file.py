@@ -14,7 +14,7 @@ import yaml
 
 from gdp import files
 from gdp.cluster.catalogue import KINDS, DeviceKind
-from gdp.cluster.device import Device, Route, check_devices
+from gdp.cluster.device import EAGER, Device, Route, check_devices
 from gdp.cluster.quantities import parse_number, parse_rate, parse_size, parse_time
 from gdp.errors import InputError, suggest
 
@@ -95,8 +95,9 @@ _FIGURES: Mapping[str, _Figure] = {
     "launch": ("launch_ns", _is_quantity, parse_time),
     "issue": ("issue_ns", _is_quantity, parse_time),
     "achieved": ("achieved", _is_numbers, lambda numbers, where: MappingProxyType(dict(numbers))),
+    "runtime": ("runtime", _is_text, lambda runtime, where: runtime),
 }
-_TELL_NOTHING: Mapping[str, Any] = {"issue": 0, "achieved": {}}  # figures that a document may lack
+_TELL_NOTHING: Mapping[str, Any] = {"issue": 0, "achieved": {}, "runtime": EAGER}  # figures that a document may lack
 _DEVICE_FIELDS = {"name": _is_text, "kind": _is_text} | {field: check for field, (_, check, _) in _FIGURES.items()}
 _LINK_FIELDS = {
     "from": _is_endpoint,
@@ -126,9 +127,9 @@ def _read_device(record: object, number: int) -> Device:
 
 def figures_of(device: Device | DeviceKind) -> dict[str, Any]:
     """Returns the figures of a device, or of those of a kind, as a document has them, without what tells nothing."""
-    figures = {field: getattr(device, name) for field, (name, _, _) in _FIGURES.items()}
+    figures: dict[str, Any] = {field: getattr(device, name, EAGER) for field, (name, _, _) in _FIGURES.items()}
     figures["achieved"] = dict(figures["achieved"])
-    return {field: value for field, value in figures.items() if value or field not in _TELL_NOTHING}
+    return {field: value for field, value in figures.items() if value != _TELL_NOTHING.get(field)}
 
 
 def _read_links(records: Sequence[object], devices: Sequence[Device]) -> dict[tuple[int, int], Route]:

@@ -5,13 +5,17 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from gdp.cluster.achieved import check_achieved
-from gdp.errors import InputError
+from gdp.errors import InputError, suggest
 
 MAX_DEVICES = 1024
 """A cluster has a route for each pair of devices: a million."""
 _CPU_ERROR = 0.066  # over all models of `python -m benchmarks execution-against`
 WORD_DEVICES = 64
 """Sets of up to as many devices are the bits of one integer; a cluster of more is large."""
+
+
+EAGER, COMPILE, CUDA_GRAPHS = RUNTIMES = "eager", "compile", "cuda-graphs"
+"""The ways in which a step is run: op by op, by torch.compile, or replayed from a CUDA graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class Device:
     issue_ns: int = 0  # of its host, for each kernel
     # by class of kernel, as `gdp.cluster.achieved` has them
     achieved: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    runtime: str = EAGER
 
     @property
     def is_cpu(self) -> bool:
@@ -74,6 +79,8 @@ def check_devices(devices: Sequence[Device]) -> None:
             if not name.isprintable() or not 1 <= value < 2**63:
                 raise InputError(f"{label}: {name!r} is {value}; more than 0 and less than 2^63 is expected")
         check_achieved(device.achieved, label)
+        if device.runtime not in RUNTIMES:
+            raise InputError(f"{label}: runtime is {device.runtime!r}; {suggest(device.runtime, RUNTIMES)}")
         times_ns = {"launch": device.launch_ns, "issue": device.issue_ns}
         for name, value in {"memory": device.memory_bytes, **times_ns}.items():
             if not 0 <= value < 2**63:

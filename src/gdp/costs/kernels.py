@@ -6,7 +6,7 @@ kernel of its FLOPs and bytes. N ops, K kernels.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from gdp.cluster.achieved import OF_BYTES, OF_FLOPS
 from gdp.graph import Graph
 from gdp.graph.fingerprint import numbered
 from gdp.graph.shapes import ShapedCall, parsed_calls
+
+if TYPE_CHECKING:
+    from gdp.costs.fusion import Fusion
 
 CLASSES = (*OF_FLOPS, *OF_BYTES)
 SIZES = 6
@@ -28,6 +31,7 @@ class Kernel(NamedTuple):
     flops: int
     bytes: int  # read and written in device memory
     size: tuple[int, ...] = ()  # of products: parts, m, n, k; of attention: see `gdp.costs.attention`; (): not known
+    launches: float = 1.0  # less than 1: the op is a part of a kernel that other ops are in
 
 
 class PricedOp(NamedTuple):
@@ -39,6 +43,7 @@ class PricedOp(NamedTuple):
     flops: int
     bytes: int
     calls: tuple[ShapedCall, ...]
+    is_compiled: bool = False  # by torch.compile: layouts are chosen, biases fused
 
 
 Rule = Callable[[PricedOp], list[Kernel]]
@@ -54,6 +59,7 @@ class Kernels:
     flops: F64  # [K]
     bytes: F64  # [K]
     sizes: F64  # [K, SIZES] 0 where not known
+    launches: F64  # [K]
     dtypes: tuple[str, ...]
     dtype_codes: I64  # [K] places in `dtypes`
     rules: tuple[str, ...]
@@ -66,25 +72,36 @@ class Kernels:
         return np.asarray(np.bincount(row, values, num_rows)[self.ops], np.float64)
 
     @property
-    def counts(self) -> I64:
-        """[N] the number of kernels of each op."""
-        return np.diff(self.offsets)[self.ops]
+    def counts(self) -> F64:
+        """[N] the kernels that each op launches."""
+        return self.summed(self.launches)
 
 
-def kernels_of(graph: Graph, rule_of: Callable[[PricedOp], tuple[str, Rule]]) -> Kernels:
-    """Returns the kernels of all ops; `rule_of` returns the rule of an op with its name."""
+def kernels_of(
+    graph: Graph, rule_of: Callable[[PricedOp], tuple[str, Rule]], fusion: "Fusion | None" = None
+) -> Kernels:
+    """Returns the kernels of all ops; `rule_of` returns the rule of an op with its name.
+
+    `fusion` tells those of a compiled step.
+    """
     columns = [numbered(texts) for texts in (graph.shapes, graph.kinds, graph.dtypes, graph.phases)]
     codes = [code for _, code in columns]
-    key = np.stack([*codes, graph.flops, graph.bytes_accessed])
-    first, ops = _distinct(key)
+    part, bytes_accessed = np.zeros(graph.num_ops, np.int64), graph.bytes_accessed
+    if fusion is not None:
+        part = np.where(fusion.is_fused, 1 + fusion.launches, 0)
+        bytes_accessed = np.where(fusion.is_fused, fusion.bytes, bytes_accessed)
+    first, ops = _distinct(np.stack([*codes, graph.flops, bytes_accessed, part]))
     offsets, rows, names = [0], list[Kernel](), list[str]()
     dtypes = list[int]()
     for op in first.tolist():
         shapes, kind, dtype, phase = (texts[code[op]] for texts, code in columns)
-        flops, num_bytes = int(graph.flops[op]), int(graph.bytes_accessed[op])
+        flops, num_bytes = int(graph.flops[op]), int(bytes_accessed[op])
         if flops or num_bytes:
-            name, rule = rule_of(priced := PricedOp(kind, phase, dtype, flops, num_bytes, parsed_calls(shapes)))
+            calls = parsed_calls(shapes)
+            name, rule = rule_of(priced := PricedOp(kind, phase, dtype, flops, num_bytes, calls, fusion is not None))
             own = rule(priced)
+            if part[op]:
+                own = [Kernel(own[0].kind, flops, num_bytes, launches=float(part[op] - 1))]
             rows += own
             names += [name] * len(own)
             dtypes += [int(codes[2][op])] * len(own)
@@ -101,6 +118,7 @@ def kernels_of(graph: Graph, rule_of: Callable[[PricedOp], tuple[str, Rule]]) ->
         np.array([kernel.flops for kernel in rows], np.float64),
         np.array([kernel.bytes for kernel in rows], np.float64),
         sizes,
+        np.array([kernel.launches for kernel in rows], np.float64),
         tuple(columns[2][0]),
         np.array(dtypes, np.int64),
         tuple(rules),

@@ -14,6 +14,7 @@ op without flops and bytes launches nothing and takes 0.
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,8 @@ import numpy.typing as npt
 from gdp.arrays import I64, Bool, narrow, wide
 from gdp.cluster import Cluster, Device
 from gdp.cluster.catalogue import KINDS
+from gdp.cluster.device import COMPILE, CUDA_GRAPHS
+from gdp.costs.fusion import fused
 from gdp.costs.kernels import Kernels, kernels_of
 from gdp.costs.rates import HALVES, SMALL_FLOATS, kernel_times, peak_rate
 from gdp.costs.table import rule_of
@@ -57,19 +60,17 @@ def op_times(graph: Graph, cluster: Cluster) -> I64:
 def op_time_classes(graph: Graph, cluster: Cluster) -> tuple[I64, I64]:
     """Returns the times [N, C] of `op_times` on each class of devices that are alike, and the class [D] of each."""
     measured, rows_by_dtype = _measured_times(graph), _rows_by_dtype(graph)
-    kernels = kernels_of(graph, rule_of) if any(device.achieved for device in cluster.devices) else None
     columns: dict[object, I64] = {}  # [N] by figures: most devices are like others
     classes = []
     for device in cluster.devices:
         names = [name for name in (device.kind, device.name) if name in measured]
         rates = tuple(sorted(device.flops_per_second.items()))
-        figures = (rates, device.memory_bytes_per_second, device.launch_ns, tuple(device.achieved.items()), *names)
+        rest = device.memory_bytes_per_second, device.launch_ns, tuple(device.achieved.items()), device.runtime
+        figures = rates, *rest, *names
         if figures not in columns:
             times_ns, is_measured = _times_on(device, measured, graph.num_ops)
             modelled_ns = (
-                _by_kernels(graph, device, kernels)
-                if kernels is not None and device.achieved
-                else _roofline(graph, device, rows_by_dtype, ~is_measured)
+                _by_kernels(graph, device) if device.achieved else _roofline(graph, device, rows_by_dtype, ~is_measured)
             )
             columns[figures] = np.where(is_measured, times_ns, modelled_ns)
         classes.append(list(columns).index(figures))
@@ -79,21 +80,29 @@ def op_time_classes(graph: Graph, cluster: Cluster) -> tuple[I64, I64]:
 def host_times(graph: Graph, cluster: Cluster, op_time_ns: I64) -> I64:
     """int64[N, D]: ns of each op on the host of each device: to issue its kernels, none where it takes no time, and its
     `host_ns`. InputError where that overflows."""
-    issue_ns = np.array([device.issue_ns for device in cluster.devices], np.int64)
-    counts = graph.kernels
-    if issue_ns.any() and any(device.achieved for device in cluster.devices):
-        counts = np.where(counts == 1, kernels_of(graph, rule_of).counts, counts)
-    most = int(counts.max()) * int(issue_ns.max()) + int(graph.host_ns.max())
-    if most > _MAX:
-        raise InputError(
-            f"graph {graph.name!r} on {cluster.name!r}: {counts.max()} kernels at {issue_ns.max()} ns and "
-            f"{graph.host_ns.max()} ns take hosts 2^63 ns or more; check kernels, host_ns and issue"
-        )
-    if not most:
+    hosts = [(device.issue_ns, device.runtime, bool(device.achieved)) for device in cluster.devices]
+    issued = {host: _issue_times(graph, *host) for host in dict.fromkeys(hosts)}
+    if not graph.host_ns.any() and not any(times.any() for times in issued.values()):
         return np.broadcast_to(np.int64(0), op_time_ns.shape)
-    issue_ns = issue_ns[:1] if (issue_ns == issue_ns[0]).all() else issue_ns
-    issued_ns = np.where(narrow(op_time_ns) > 0, counts[:, None] * issue_ns, 0)
-    return wide(issued_ns + graph.host_ns[:, None], cluster.num_devices)
+    times_ns = np.stack([issued[host] for host in (hosts[:1] if len(issued) == 1 else hosts)], axis=1)
+    times_ns = np.where(narrow(op_time_ns) > 0, times_ns, 0)
+    return wide(times_ns + graph.host_ns[:, None], cluster.num_devices)
+
+
+def _issue_times(graph: Graph, issue_ns: int, runtime: str, tells_achieved: bool) -> I64:
+    """Returns the ns [N] that a host takes to issue the kernels of each op; those of a CUDA graph are there already."""
+    if not issue_ns or runtime == CUDA_GRAPHS:
+        return np.zeros(graph.num_ops, np.int64)
+    counts = graph.kernels
+    if float(counts.max()) * issue_ns + int(graph.host_ns.max()) >= 2.0**62:
+        raise InputError(
+            f"graph {graph.name!r}: {counts.max():,} kernels at {issue_ns} ns and {graph.host_ns.max()} ns take hosts "
+            "2^62 ns or more; check kernels, host_ns and issue"
+        )
+    if not tells_achieved:
+        return counts * issue_ns
+    counted = np.where(counts == 1, step_kernels(graph, runtime).counts, counts)
+    return np.asarray(np.ceil(counted * issue_ns), np.int64)
 
 
 def count_time_sources(graph: Graph, cluster: Cluster) -> dict[str, dict[str, int]]:
@@ -175,8 +184,15 @@ def _rows_by_dtype(graph: Graph) -> Mapping[str, npt.NDArray[np.intp]]:
     return {dtype: np.flatnonzero(code == number) for number, dtype in enumerate(dtypes)}
 
 
-def _by_kernels(graph: Graph, device: Device, kernels: Kernels) -> I64:
+@lru_cache(4)  # of the graphs that are priced for several devices, and for their hosts
+def step_kernels(graph: Graph, runtime: str) -> Kernels:
+    """Returns the kernels of a step as it is run."""
+    return kernels_of(graph, rule_of, fused(graph) if runtime == COMPILE else None)
+
+
+def _by_kernels(graph: Graph, device: Device) -> I64:
     """[N] the modelled time on a `device` that says what it achieves: of an op's kernels together, rounded up."""
+    kernels = step_kernels(graph, device.runtime)
     times_ns = np.ceil(kernels.summed(kernel_times(kernels, device)))
     if times_ns.max() >= 2.0**62:
         op = int(np.argmax(times_ns))

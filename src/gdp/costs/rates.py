@@ -23,7 +23,7 @@ def kernel_times(kernels: Kernels, device: Device) -> F64:
     rates = np.array([peak_rate(device.flops_per_second, dtype) for dtype in kernels.dtypes] or [1], np.float64)
     work_ns = kernels.flops * 1e9 / (rates[kernels.dtype_codes] * of_flops[kernels.kinds])
     bytes_ns = kernels.bytes * 1e9 / (device.memory_bytes_per_second * of_bytes[kernels.kinds])
-    return np.asarray(np.maximum(work_ns, bytes_ns) + device.launch_ns)
+    return np.asarray(np.maximum(work_ns, bytes_ns) + device.launch_ns * kernels.launches)
 
 
 def peak_rate(rates: Mapping[str, int], dtype: str) -> int:

@@ -1,0 +1,97 @@
+"""Fusion: which ops `torch.compile` computes in one kernel, and what that reads and writes.
+
+Products, convolutions and attention stay kernels of their own, and so do ops that Inductor has no lowering of. All else
+is fused along tensors whose reader loops over as many elements as their maker, where no product lies between:
+
+    mm --> add --> gelu --> dropout --> mm          one kernel: reads the product, writes what the next one reads
+
+An op is charged for what it reads from outside of its kernel, and for what it makes that others read; the last op of a
+kernel launches it. So times of ops still add up, wherever each op is placed. N ops, E (tensor, consumer) pairs.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gdp.arrays import I64, Bool
+from gdp.cluster.achieved import OF_FLOPS
+from gdp.costs.table import class_of
+from gdp.graph import Graph
+from gdp.graph.fingerprint import numbered
+from gdp.graph.shapes import parsed_calls
+
+_OWN = {*OF_FLOPS, "optimizer"}  # classes that are not fused
+_FALLBACKS = ("sort", "topk", "unique", "nonzero", "multinomial", "randperm", "grid_sampl", "rnn", "lstm", "gru", "fft")
+_SOURCES = ("parameter", "buffer", "input")
+
+
+@dataclass(frozen=True, eq=False)
+class Fusion:
+    """The kernels of a compiled step."""
+
+    is_fused: Bool  # [N] the ops that become, alone or with others, a kernel of what they loop over
+    region: I64  # [N] the kernel of each op
+    bytes: I64  # [N] that the op's part of its kernel reads and writes
+    launches: Bool  # [N] the last op of each kernel
+
+
+def fused(graph: Graph) -> Fusion:
+    """Returns the kernels that the ops of each pass become."""
+    from scipy.sparse import coo_array  # half a second, which eager steps never need
+    from scipy.sparse.csgraph import connected_components
+
+    kinds, code = numbered(graph.kinds)
+    is_fused = np.array([_is_fusible(kind) for kind in kinds], np.bool_)[code]
+    is_fused &= (graph.flops > 0) | (graph.bytes_accessed > 0)
+    tensors, readers = graph.edge_tensors, graph.consumers
+    makers = graph.producers[tensors]
+    place = np.stack([numbered(graph.phases)[1], graph.microbatches, graph.replicas, _loops(graph)])
+    place = np.vstack((place, _level(makers, readers, ~is_fused & ~np.isin(graph.kinds, _SOURCES))))
+    joins = is_fused[makers] & is_fused[readers] & (graph.tensor_bytes[tensors] > 0)
+    joins &= (place[:, makers] == place[:, readers]).all(axis=0)
+    pairs = coo_array((joins[joins], (makers[joins], readers[joins])), (graph.num_ops, graph.num_ops))
+    region = connected_components(pairs, directed=False)[1].astype(np.int64)
+    last = np.zeros(graph.num_ops, np.int64)
+    last[region] = np.arange(graph.num_ops)
+    return Fusion(is_fused, region, _crossing(graph, region), last[region] == np.arange(graph.num_ops))
+
+
+def _is_fusible(kind: str) -> bool:
+    name = kind.rpartition(".")[2].lower()
+    return kind not in _SOURCES and class_of(kind) not in _OWN and not any(word in name for word in _FALLBACKS)
+
+
+def _loops(graph: Graph) -> I64:
+    """Returns the elements [N] that each op loops over: the most that it reads or makes; of an op without shapes, the
+    bytes of what it makes, below 0."""
+    texts, code = numbered(graph.shapes)
+    arrays = [[array for call in parsed_calls(text) for array in (*call.arrays, *call.results)] for text in texts]
+    known = np.array([max((array.num_elements for array in each), default=-1) for each in arrays], np.int64)[code]
+    made = np.zeros(graph.num_ops, np.int64)
+    np.maximum.at(made, graph.producers, graph.tensor_bytes)
+    return np.where(known < 0, -1 - made, known)
+
+
+def _level(makers: I64, readers: I64, is_own: Bool) -> I64:
+    """Returns the most kernels of their own [N] that a path to each op passes, the op included."""
+    order = np.argsort(makers, kind="stable")  # ops are numbered in a topological order
+    steps = is_own.astype(np.int64).tolist()
+    level = list(steps)
+    for maker, reader in zip(makers[order].tolist(), readers[order].tolist(), strict=True):
+        level[reader] = max(level[reader], level[maker] + steps[reader])
+    return np.array(level, np.int64)
+
+
+def _crossing(graph: Graph, region: I64) -> I64:
+    """Returns the bytes [N] of tensors that enter a kernel, at the first op that reads each there, or leave it."""
+    tensors, readers = graph.edge_tensors, graph.consumers
+    enters = region[graph.producers[tensors]] != region[readers]
+    key = tensors[enters] * (int(region.max()) + 1) + region[readers[enters]]
+    first = np.flatnonzero(enters)[np.unique(key, return_index=True)[1]]
+    leaves = graph.is_kept | (np.diff(graph.consumer_offsets) == 0)
+    leaves[tensors[enters]] = True
+    leaves = np.unique(graph.base[leaves])  # a part is written with its whole
+    num_bytes = np.zeros(graph.num_ops, np.int64)
+    np.add.at(num_bytes, readers[first], graph.tensor_bytes[tensors[first]])
+    np.add.at(num_bytes, graph.producers[leaves], graph.tensor_bytes[leaves])
+    return num_bytes
