@@ -22,7 +22,6 @@ from typing import Any
 
 import orjson
 
-from gdp import json_parts
 from gdp.errors import InputError
 
 GZIP_MAGIC = b"\x1f\x8b"
@@ -88,7 +87,7 @@ def read_json(path: str | Path) -> Any:
         raise InputError(f"{path}: is empty; a JSON document is expected")
     try:
         with without_collection():
-            document = json_parts.loads(content)
+            document = orjson.loads(content)
             num_keys = _num_keys(document)
     except orjson.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"

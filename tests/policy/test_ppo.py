@@ -75,8 +75,6 @@ def test_clipped_choices_no_longer_pull() -> None:
     config = PPOConfig(num_epochs=1, entropy_weight=0.0)
     statistics = improve(policy, torch.optim.SGD(policy.parameters(), lr=0.1), [trial], config)
     assert statistics.gradient_norm == 0.0
-    assert statistics.clip_fraction == pytest.approx(float((gain != 0).double().mean()))
-    assert statistics.approx_kl > 0
 
 
 def test_gradients_are_clipped() -> None:

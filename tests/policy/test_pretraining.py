@@ -136,7 +136,7 @@ def test_validation_resumes_too(tmp_path: Path) -> None:
 
 
 def test_resume_names_the_difference(tmp_path: Path) -> None:
-    """Resuming another run names the difference and overwrites nothing."""
+    """Resuming another run names the first difference and overwrites nothing."""
     out = tmp_path / "tiny.safetensors"
     stop = threading.Event()
     train_tiny(out, 4, stop=stop, on_update=lambda progress: stop.set())
@@ -146,12 +146,8 @@ def test_resume_names_the_difference(tmp_path: Path) -> None:
         (tiny_tasks(), tiny_training(5), "training.updates = 4, not 5"),
         (tiny_tasks(), tiny_training(4, ppo=PPOConfig(clip=0.3, num_epochs=1)), "training.ppo.clip = 0.2, not 0.3"),
         (tiny_tasks(seed=1), tiny_training(4), "tasks.seed = 0, not 1"),
-        (tiny_tasks(seed=1), tiny_training(5), "training.updates = 4, not 5, and tasks.seed = 0, not 1"),
-        (
-            Tasks([graph], TaskConfig(), 0),
-            tiny_training(4),
-            "other graphs or devices, and tasks.config.random_share = 0.5, not 0.0",
-        ),
+        (tiny_tasks(seed=1), tiny_training(5), "training.updates = 4, not 5"),
+        (Tasks([graph], tiny_tasks().config, 0), tiny_training(4), "other graphs or devices"),
     ):
         with pytest.raises(InputError, match=f"{out}: was trained with {difference}.*; resume with the same arguments"):
             train(tiny_policy(), tasks, config, out, run=TrainingRun(resume=True))

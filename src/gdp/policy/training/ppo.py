@@ -82,8 +82,6 @@ class Statistics:
     best_step_time_ratio: float  # the same of the fastest trial that fits, over problems with one; nan if none has
     feasible: float  # share of trials that fit
     entropy: float  # of a choice, in nats
-    approx_kl: float  # between the policies before and after, in nats a choice
-    clip_fraction: float  # of choices whose probability has moved by more than `clip`
     gradient_norm: float  # before clipping
 
 
@@ -152,11 +150,11 @@ def improve(
         for trial, baseline in zip(trials, baselines or [None] * len(trials), strict=True)
     ]
     for _ in range(config.num_epochs):
-        figures = torch.zeros(9, dtype=torch.float64, device=device)
+        figures = torch.zeros(7, dtype=torch.float64)
         gradient = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
         for trial, gain in zip(trials, gains, strict=True):
-            loss, on_policy = _loss(policy, trial, gain, config)
-            figures += torch.cat((torch.tensor(_outcome(trial), dtype=torch.float64, device=device), on_policy))
+            loss, entropy = _loss(policy, trial, gain, config)
+            figures += torch.tensor([*_outcome(trial), float(entropy)], dtype=torch.float64)
             if loss.requires_grad:  # not where a problem leaves nothing to choose
                 parts = torch.autograd.grad(loss / len(trials), parameters, allow_unused=True, materialize_grads=True)
                 gradient += torch.cat([part.reshape(-1) for part in parts])
@@ -171,18 +169,12 @@ def improve(
 
 
 def _loss(policy: Policy, trials: Trials, gains: Tensor, config: PPOConfig) -> tuple[Tensor, Tensor]:
-    """Returns (the loss, float64 [entropy, approx_kl, clip_fraction])."""
+    """Returns (the loss, the entropy of a choice)."""
     log_prob, entropy = policy.score(trials.instance, trials.rollouts)
-    log_ratio = log_prob - trials.rollouts.log_prob
-    ratio = log_ratio.exp()
+    ratio = (log_prob - trials.rollouts.log_prob).exp()
     gain = gains[:, None]
     objective = torch.minimum(ratio * gain, ratio.clamp(1 - config.clip, 1 + config.clip) * gain).mean()
-    with torch.no_grad():
-        # never negative and of low variance: J. Schulman, "Approximating KL divergence" (2020), estimator k3
-        approx_kl = (ratio - 1 - log_ratio).mean()
-        clip_fraction = ((ratio - 1).abs() > config.clip).double().mean()
-        figures = torch.stack((entropy.double(), approx_kl.double(), clip_fraction))
-    return -objective - config.entropy_weight * entropy, figures
+    return -objective - config.entropy_weight * entropy, entropy.detach()
 
 
 def _outcome(trials: Trials) -> list[float]:
@@ -195,7 +187,7 @@ def _outcome(trials: Trials) -> list[float]:
 
 def _statistics(sums: Sequence[float], gradient_norm: float) -> Statistics:
     """Returns the means of figures that are summed over problems."""
-    count, reward, log_mean, feasible, solved, log_best, entropy, approx_kl, clip_fraction = sums
+    count, reward, log_mean, feasible, solved, log_best, entropy = sums
     problems = max(count, 1.0)
     return Statistics(
         reward / problems,
@@ -203,7 +195,5 @@ def _statistics(sums: Sequence[float], gradient_norm: float) -> Statistics:
         exp(log_best / solved) if solved else nan,
         feasible / problems,
         entropy / problems,
-        approx_kl / problems,
-        clip_fraction / problems,
         gradient_norm,
     )

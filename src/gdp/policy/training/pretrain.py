@@ -32,7 +32,6 @@ from gdp.policy.training.tasks import Tasks, TrainingTask
 
 ADAM_EPSILON = 1e-5  # not 1e-8: gradients that are 0 but for rounding would move parameters by whole steps
 _LISTS = {"tasks.sources": "other graphs or devices", "validation": "other validation graphs"}  # of arguments
-_MAX_NAMED = 5  # arguments in a message
 
 
 class TrainingState:
@@ -109,24 +108,14 @@ class TrainingState:
 
 
 def check_same(arguments_before: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-    """Raises InputError naming the arguments in which a checkpoint's run differs from this one."""
+    """Raises InputError naming the first argument in which a checkpoint's run differs from this one."""
     before, now = _flat(arguments_before), _flat(orjson.loads(orjson.dumps(arguments)))
-    names = [name for name in dict.fromkeys([*now, *before]) if before.get(name) != now.get(name)]
-    if not names:
+    name = next((name for name in dict.fromkeys([*now, *before]) if before.get(name) != now.get(name)), None)
+    if name is None:
         return
-    if names[0].startswith(("policy", "config")):
-        names = names[:1]  # runs of other policies differ in most arguments
-    differences = [text for prefix, text in _LISTS.items() if any(name.startswith(prefix) for name in names)]
-    differences += [
-        f"{name} = {_short(before.get(name))}, not {_short(now.get(name))}"
-        for name in names
-        if not name.startswith(tuple(_LISTS))
-    ]
-    more = [f"{len(differences) - _MAX_NAMED} more"] if len(differences) > _MAX_NAMED else []
-    raise InputError(
-        f"was trained with {', and '.join(differences[:_MAX_NAMED] + more)}; "
-        "resume with the same arguments, or train on from it with --from"
-    )
+    values = f"{name} = {brief(before.get(name))}, not {brief(now.get(name))}"
+    difference = next((text for prefix, text in _LISTS.items() if name.startswith(prefix)), values)
+    raise InputError(f"was trained with {difference}; resume with the same arguments, or train on from it with --from")
 
 
 def _flat(value: object, name: str = "") -> dict[str, Any]:
@@ -136,11 +125,6 @@ def _flat(value: object, name: str = "") -> dict[str, Any]:
         parts = [_flat(item, f"{name}.{key}" if name else str(key)) for key, item in items]
         return {path: leaf for part in parts for path, leaf in part.items()}
     return {name: value}
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 24 else f"{text[:16]}..."
 
 
 _VALIDATION = 2**32 - 1  # in the place of an update's number; no update has it
