@@ -524,6 +524,7 @@ ClusterLink = TypedDict(
         "latency": Quantity,
         "both": NotRequired[bool],
         "channels": NotRequired[Annotated[list[str], d("that transfers share")]],
+        "exchange": NotRequired[Annotated[str, d("the link whose exchanges NCCL's model has, such as nvlink3")]],
     },
 )
 

@@ -1,4 +1,4 @@
-"""Tables of exchanges: NCCL's sums and gathers inside one host, against the rings that layouts make of them."""
+"""Tables of exchanges: NCCL's sums and gathers inside one host, against what layouts make of them."""
 
 from collections.abc import Iterator
 
@@ -14,6 +14,8 @@ from benchmarks.measured_sources.source import (
     cluster_of,
     read_table,
 )
+from gdp.cluster import Cluster
+from gdp.costs.collectives import exchange_times
 from gdp.graph import Graph
 from gdp.graph.builder import GraphBuilder
 from gdp.parallel.replicas import joined
@@ -42,19 +44,24 @@ class ExchangeTable(MeasuredSource):
             yield MeasuredRow(key, float(line["us"]) / 1e3, card, case, ranked_with=group)
 
     def predict(self, row: MeasuredRow, graphs: CapturedGraphs) -> PredictedRow:
-        """Simulates the rings on cards that do nothing else."""
+        """Simulates what layouts make of the exchange, on cards that do nothing else."""
         exchange, cards, num_bytes = row.case
-        graph = exchange_graph(exchange, cards, num_bytes)
-        problem = Problem.build(graph, cluster_of(f"{cards}x{row.card}"))
+        cluster = cluster_of(f"{cards}x{row.card}{_LINKS.get(row.card, '')}")
+        graph = exchange_graph(exchange, cards, num_bytes, cluster)
+        problem = Problem.build(graph, cluster)
         simulation = simulate(problem, graph.replicas)
         size = "up to 1 MB" if num_bytes <= 2**20 else "up to 64 MB" if num_bytes <= 2**26 else "larger"
         return PredictedRow(row, simulation.step_time_ns / 1e6, f"{exchange}, {size}")
 
 
-def exchange_graph(exchange: str, cards: int, num_bytes: int) -> Graph:
-    """Returns an exchange of replicas that have nothing else, as layouts build it."""
+_LINKS = {"l40s-48g": ":pcie4-host"}  # of hosts that were measured, where they are others than the card's own
+
+
+def exchange_graph(exchange: str, cards: int, num_bytes: int, cluster: Cluster) -> Graph:
+    """Returns an exchange of replicas that have nothing else, as layouts build it on the cards of a cluster."""
     builder = GraphBuilder()
     collective = Collective(exchange, 0, num_bytes, "bfloat16", "backward")
     first, last = collective.add_ends(builder, 0)
     builder.control(np.array([first]), np.array([last]))
-    return joined([builder.build(exchange)] * cards, [collective], Rings.of(cards))
+    order, times = exchange_times(cluster, [[card] for card in range(cards)]) or (None, None)
+    return joined([builder.build(exchange)] * cards, [collective], Rings.of(cards, order, times=times))

@@ -128,8 +128,8 @@ def read_table(path: Path, columns: Sequence[str]) -> list[Mapping[str, str]]:
 
 @cache
 def cluster_of(devices: str, runtime: str = EAGER) -> Cluster:
-    """Returns the cluster of DEVICES, built once, whose cards tell what they achieve."""
-    cluster = Cluster.parse(devices)
+    """Returns the cluster of DEVICES, built once, whose cards and links tell what they achieve."""
+    cluster = Cluster.parse(devices, with_exchanges=True)
     return replace(cluster, devices=tuple(_achieving(device, runtime) for device in cluster.devices))
 
 

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
+from benchmarks.short import LARGE_STEPS
 
 from benchmarks import capture
 from benchmarks.model_configs import asked_model
 from benchmarks.page import machine, render
 from benchmarks.scale import AS_JSON, CASES, CHOSEN, FIXED, ScaleBenchmark, ScaleRow, measured
-from benchmarks.short import LARGE_STEPS
 from gdp.models.papers import PAPERS
 from gdp.parallel.layout import NONE
 

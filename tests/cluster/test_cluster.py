@@ -2,6 +2,7 @@
 
 import gzip
 import math
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -570,3 +571,19 @@ def test_an_issue_of_zero_is_left_out(tmp_path: Path) -> None:
     read = Cluster.load(tmp_path / "slow.yaml")
     assert [device.issue_ns for device in read.devices] == [0, 5000]
     assert read.fingerprint == slow.fingerprint != cluster.fingerprint
+
+
+def test_links_as_exchanges_use_them() -> None:
+    """A preset has its links' sheets, or what NCCL reaches over them; files and fingerprints keep what links tell."""
+    plain, told = (Cluster.parse("2x(4xl40s-48g:pcie4-host)@100gbit", with_exchanges=told) for told in (False, True))
+    assert plain.route(0, 1) == Route(10_000, 5_200_000_000, ("host0.gpu0.pcie.up", "host0.gpu1.pcie.down"))
+    assert told.route(0, 1) == replace(plain.route(0, 1), latency_ns=5_770, exchange="pcie4-host")
+    # 100 Gbit/s are slower than no card's slot here: 5.2 GB/s of the slot, of which a share of 0.92
+    assert told.route(0, 4) == replace(
+        plain.route(0, 4), latency_ns=9_300, bytes_per_second=4_784_000_000, exchange="network"
+    )
+    assert Cluster.from_document(told.to_document()).fingerprint == told.fingerprint != plain.fingerprint
+    document = told.to_document()
+    document["links"][0]["exchange"] = "nvlink33"
+    with pytest.raises(InputError, match=r"link 0: exchange 'nvlink33' is unknown; did you mean nvlink3"):
+        Cluster.from_document(document)

@@ -5,12 +5,15 @@ card emulates. Memory of GPUs is what a program can use: the total that CUDA rep
 own context.
 """
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
+
+import numpy as np
 
 from gdp.cluster.device import Device
 
@@ -70,6 +73,28 @@ class LinkKind:
     is_switched: bool = True
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ExchangeFigures:
+    """What exchanges over a kind of link take; `network`, between hosts, has a share of the rate of a route."""
+
+    rates: Mapping[int, float]  # bytes per second of a card in each direction, by the number of cards
+    share: float  # of the rate of a route, in place of `rates`
+    local_rate: float  # bytes per second of the pass over a card's own part
+    protocols: Mapping[str, tuple[int, int, float]]  # ns to begin, ns a step, share of the rate
+    nvls: tuple[int, float] | None  # sums in the switch: ns, bytes per second
+    tree_ns: Mapping[str, int]  # a step of a tree between hosts, by protocol
+
+    @property
+    def latency_ns(self) -> int:
+        """The least time of a message."""
+        return sum(self.protocols["ll"][:2])
+
+    def rate(self, num_cards: int) -> int:
+        """Returns bytes per second for `num_cards`: on a line in logarithms between those that are known."""
+        counts, rates = (np.log(list(numbers)) for numbers in (self.rates.keys(), self.rates.values()))
+        return round(float(np.exp(np.interp(math.log(num_cards), counts, rates))))
+
+
 @dataclass(frozen=True, slots=True)
 class MachineKind:
     """A host as it is sold or rented: its devices, and its network cards for them."""
@@ -117,6 +142,18 @@ def _link(name: str, row: Mapping[str, Any]) -> LinkKind:
     return LinkKind(name, rate, latency_ns, row.get("is_switched", True))
 
 
+def _exchange(row: Mapping[str, Any]) -> ExchangeFigures:
+    protocols = {
+        name: (round(row[name][0] * 1000), round(row[name][1] * 1000), float(row[name][2]))
+        for name in ("ll", "ll128", "simple")
+        if name in row
+    }
+    nvls = (row["nvls"][0] * 1000, row["nvls"][1] * float(GB)) if "nvls" in row else None
+    tree_ns = {name: round(us * 1000) for name, us in zip(protocols, row.get("tree", ()), strict=False)}
+    rates = {int(count): rate * float(GB) for count, rate in row.get("rates", {}).items()}
+    return ExchangeFigures(rates, row.get("share", 1.0), row.get("local", math.inf) * GB, protocols, nvls, tree_ns)
+
+
 def _kind(row: Mapping[str, Any]) -> DeviceKind:
     is_cpu, gib = row["port"] == SOCKET, row["gib"]
     if is_cpu or "usable_gib" in row:
@@ -161,6 +198,9 @@ def _tera_rates(row: Mapping[str, Any]) -> Mapping[str, float]:
 
 
 LINKS: Mapping[str, LinkKind] = MappingProxyType({name: _link(name, row) for name, row in _TABLES["links"].items()})
+EXCHANGES: Mapping[str, ExchangeFigures] = MappingProxyType(
+    {name: _exchange(row) for name, row in _TABLES["exchanges"].items()}
+)
 MACHINES: Mapping[str, MachineKind] = MappingProxyType(
     {name: MachineKind(**row) for name, row in _TABLES["machines"].items()}
 )

@@ -8,13 +8,14 @@ D devices. A channel is named after the shared hardware: `gpu0.pcie.up` (a card'
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gdp import notebook
 from gdp.arrays import I64
@@ -41,6 +42,8 @@ class Cluster:
     latency_ns: I64  # [D, D] 0 on the diagonal
     bytes_per_second: I64  # [D, D] 0 on the diagonal
     route_channels: tuple[tuple[tuple[int, ...], ...], ...]  # [D][D] ascending channel numbers
+    # [D, D] names of what is known of exchanges over routes, "" for nothing; [0, 0] where nothing is of any
+    exchanges: npt.NDArray[np.str_] = field(default_factory=lambda: np.empty((0, 0), np.str_))
 
     def __post_init__(self) -> None:
         self.latency_ns.setflags(write=False)
@@ -90,14 +93,22 @@ class Cluster:
         bytes_per_second[sources, targets] = [route.bytes_per_second for route in routes.values()]
         for (source, target), route in routes.items():
             route_channels[source][target] = tuple(sorted([numbers[channel] for channel in route.channels]))
-        return cls(name, tuple(devices), channels, latency_ns, bytes_per_second, tuple(map(tuple, route_channels)))
+        names = [route.exchange for route in routes.values()]
+        exchanges = np.full(
+            (num_devices, num_devices) if any(names) else (0, 0), "", f"U{max(map(len, names), default=1)}"
+        )
+        if exchanges.size:
+            exchanges[sources, targets] = names
+        of_routes = latency_ns, bytes_per_second, tuple(map(tuple, route_channels))
+        return cls(name, tuple(devices), channels, *of_routes, exchanges)
 
     @classmethod
-    def parse(cls, text: str) -> "Cluster":
+    def parse(cls, text: str, *, with_exchanges: bool = False) -> "Cluster":
         """Returns the cluster that `text` names: a preset such as `4xp100-pcie-16g`, a `gdp-cluster` file, or `local`.
 
         It is a path if that file exists or the name ends in .yaml, .yml, .json or .gz; docs/devices.md has the grammar.
-        `local` is this machine as it is now, see `gdp.cluster.detect`.
+        `local` is this machine as it is now, see `gdp.cluster.detect`. Links of presets are as their sheets say, or
+        as exchanges use them.
         """
         text = text.strip()
         if text.endswith((".yaml", ".yml", ".json", ".gz")) or os.path.isfile(text):
@@ -105,7 +116,7 @@ class Cluster:
         if text == "local":
             return cls.of_machine(detect())
         with without_collection():
-            return cls.build(text, *preset(text))
+            return cls.build(text, *preset(text, with_exchanges))
 
     @classmethod
     def of(cls, value: "Cluster | str | Path") -> "Cluster":
@@ -157,6 +168,7 @@ class Cluster:
                 "both": False,
                 "channels": sorted([channels[number] for number in self.route_channels[source][target]]),
             }
+            | ({"exchange": name} if (name := self.exchange(source, target)) else {})
             for source, target in permutations(range(self.num_devices), 2)
         ]
         return {
@@ -190,7 +202,12 @@ class Cluster:
             int(self.latency_ns[source, target]),
             int(self.bytes_per_second[source, target]),
             tuple(self.channels[channel] for channel in self.route_channels[source][target]),
+            self.exchange(source, target),
         )
+
+    def exchange(self, source: int, target: int) -> str:
+        """What is known of exchanges over a route, a name in `catalogue.EXCHANGES`; "" for nothing."""
+        return str(self.exchanges[source, target]) if self.exchanges.size else ""
 
     def device_number(self, name: str) -> int:
         """The number of the device called `name`; InputError lists near matches."""
@@ -217,15 +234,15 @@ def _check(cluster: Cluster) -> None:
     check_devices(cluster.devices)
     num_devices, num_channels = cluster.num_devices, len(cluster.channels)
     shape = (num_devices, num_devices)
-    for field in ("latency_ns", "bytes_per_second"):
-        array = getattr(cluster, field)
+    for array_name in ("latency_ns", "bytes_per_second"):
+        array = getattr(cluster, array_name)
         if array.shape != shape or array.dtype != np.int64:
             raise InputError(
-                f"cluster {cluster.name!r}: {field} is {array.dtype}{array.shape}; int64{shape} is expected"
+                f"cluster {cluster.name!r}: {array_name} is {array.dtype}{array.shape}; int64{shape} is expected"
             )
         if array.diagonal().any():
             raise InputError(
-                f"cluster {cluster.name!r}: {field} of a device to itself is not 0; there is no such route"
+                f"cluster {cluster.name!r}: {array_name} of a device to itself is not 0; there is no such route"
             )
     apart = ~np.eye(num_devices, dtype=np.bool_)
 

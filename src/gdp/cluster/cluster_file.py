@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from gdp import files
-from gdp.cluster.catalogue import KINDS, DeviceKind
+from gdp.cluster.catalogue import EXCHANGES, KINDS, DeviceKind
 from gdp.cluster.device import EAGER, Device, Route, check_devices
 from gdp.cluster.quantities import parse_number, parse_rate, parse_size, parse_time
 from gdp.errors import InputError, suggest
@@ -106,6 +106,7 @@ _LINK_FIELDS = {
     "latency": _is_quantity,
     "both": files.is_flag,
     "channels": _is_names,
+    "exchange": _is_text,
 }
 
 
@@ -153,6 +154,9 @@ def _read_links(records: Sequence[object], devices: Sequence[Device]) -> dict[tu
         if bytes_per_second == 0:
             raise InputError(f"{where}: bandwidth is {record['bandwidth']!r}; more than 0 is expected")
         latency_ns = parse_time(record["latency"], f"{where}: latency")
+        exchange = record.get("exchange", "")
+        if exchange and exchange not in EXCHANGES:
+            raise InputError(f"{where}: exchange {exchange!r} is unknown; {suggest(exchange, list(EXCHANGES))}")
         channels: list[str] | None = record.get("channels")
         for position, channel in enumerate(channels or ()):
             if not channel or not channel.isprintable() or channel in (channels or ())[:position]:
@@ -167,7 +171,8 @@ def _read_links(records: Sequence[object], devices: Sequence[Device]) -> dict[tu
             entry_of[pair] = number
             if channels is None:
                 own[name] = number
-            routes[pair] = Route(latency_ns, bytes_per_second, (name,) if channels is None else tuple(channels))
+            own_channels = (name,) if channels is None else tuple(channels)
+            routes[pair] = Route(latency_ns, bytes_per_second, own_channels, exchange)
     for channel in own.keys() & named.keys():
         raise InputError(
             f"link {named[channel]}: channel {channel!r} is what link {own[channel]} calls its own; rename it"

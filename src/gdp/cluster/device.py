@@ -54,6 +54,7 @@ class Route:
     latency_ns: int
     bytes_per_second: int
     channels: tuple[str, ...]
+    exchange: str = ""  # of its link, in `catalogue.EXCHANGES`: what exchanges over it take; "": nothing is known
 
 
 def check_devices(devices: Sequence[Device]) -> None:

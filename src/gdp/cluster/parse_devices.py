@@ -4,11 +4,12 @@ docs/devices.md explains presets.
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
-from gdp.cluster.catalogue import GB, KINDS, LINKS, MACHINES, NETWORK_LATENCY_NS, SOCKET, LinkKind
+from gdp.cluster.catalogue import EXCHANGES, GB, KINDS, LINKS, MACHINES, NETWORK_LATENCY_NS, SOCKET, LinkKind
 from gdp.cluster.device import MAX_DEVICES, Device, Route
 from gdp.errors import InputError, suggest
 
@@ -47,7 +48,7 @@ class _Part:
         return self.port.name == SOCKET
 
 
-def preset(text: str) -> tuple[list[Device], dict[tuple[int, int], Route]]:
+def preset(text: str, with_exchanges: bool = False) -> tuple[list[Device], dict[tuple[int, int], Route]]:
     """Returns the devices of a preset such as `4xp100-pcie-16g` and the route of every ordered pair of them.
 
     preset = local | hosts | pods
@@ -55,15 +56,15 @@ def preset(text: str) -> tuple[list[Device], dict[tuple[int, int], Route]]:
     hosts  = COUNT "x" MACHINE | COUNT "x" COUNT "x" KIND [ "@" ... ] | COUNT "x(" local ")@" [ COUNT "x" ] RATE "gbit"
                                                       RATE: of one of its network cards
     local  = group { "+" group }
-    group  = [ COUNT "x" ] KIND [ ":" LINK ]         LINK: pcie3-5 or nvlink1-5 instead of the kind's own
+    group  = [ COUNT "x" ] KIND [ ":" LINK ]         LINK: pcie3-5, pcie4-host or nvlink1-5 instead of the kind's own
 
-    Upper and lower case are the same.
+    Upper and lower case are the same. `with_exchanges`: links of like cards are as NCCL uses them, see `EXCHANGES`.
     """
     lower = text.lower()
     outer = _TOGETHER.fullmatch(_spelled(lower))
     if outer is None:
         parts = _parts(text, text, "")
-        return [part.device for part in parts], _routes(parts, None)
+        return [part.device for part in parts], _routes(parts, None, with_exchanges=with_exchanges)
     inner = _TOGETHER.fullmatch(_spelled(outer[2]))
     num_pods, uplink_gbit = (1, 0) if inner is None else (_count(outer[1]), int(outer[4]))
     hosts = outer if inner is None else inner
@@ -86,7 +87,7 @@ def preset(text: str) -> tuple[list[Device], dict[tuple[int, int], Route]]:
     between_pods = (
         None if uplinks is None else LinkKind("uplink", min(rate, uplinks.bytes_per_second), NETWORK_LATENCY_NS)
     )
-    return [part.device for part in parts], _routes(parts, network.link, between_pods)
+    return [part.device for part in parts], _routes(parts, network.link, between_pods, with_exchanges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +184,11 @@ def _parts(local: str, text: str, host: str) -> list[_Part]:
 
 
 def _routes(
-    parts: Sequence[_Part], network: LinkKind | None, uplink: LinkKind | None = None
+    parts: Sequence[_Part], network: LinkKind | None, uplink: LinkKind | None = None, with_exchanges: bool = False
 ) -> dict[tuple[int, int], Route]:
     """Returns all routes; `network` is the link between hosts, `uplink` that between pods."""
     routes = {}
+    num_cards = Counter(part.host for part in parts if not part.is_cpu)
     ways = [_ways(part) for part in parts]
     figures: dict[tuple[str, str, bool], tuple[int, int]] = {}  # between hosts, where most routes are
     for source, target in permutations(range(len(parts)), 2):
@@ -202,6 +204,12 @@ def _routes(
             routes[source, target] = Route(a.port.latency_ns, a.port.bytes_per_second, channels)
         else:
             routes[source, target] = _nvlink_route(a, b) or Route(*_slot_figures(a, b, None), _slot(a)[0] + _slot(b)[1])
+        if with_exchanges and a.device.kind == b.device.kind and not a.is_cpu:
+            route, is_far = routes[source, target], a.host != b.host
+            link = "network" if is_far else a.nvlink.name if a.nvlink and _nvlink_route(a, b) else a.port.name
+            if (known := EXCHANGES.get(link)) is not None and (not is_far or uplink is None):
+                rate = round(route.bytes_per_second * known.share) if is_far else known.rate(num_cards[a.host])
+                routes[source, target] = Route(known.latency_ns, rate, route.channels, link)
     return routes
 
 

@@ -9,6 +9,7 @@ from gdp.arrays import Bool
 from gdp.graph import Graph
 
 BUCKET_BYTES = 25 * 2**20  # `bucket_cap_mb` of torch.nn.parallel.DistributedDataParallel
+FIRST_BUCKET_BYTES = 2**20  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES: its sum begins soon
 
 
 MANY_REPLICAS = 64  # of more, buckets are larger: each takes hops in proportion to replicas times hosts
@@ -68,19 +69,23 @@ def gradients_of(graph: Graph, is_update: Bool) -> dict[str, Gradient]:
     return gradients
 
 
-def buckets_of(gradients: dict[str, Gradient], places: Sequence[int], bucket_bytes: int) -> list[Bucket]:
-    """Returns the buckets: one is full when it has at least `bucket_bytes`.
+def buckets_of(
+    gradients: dict[str, Gradient], places: Sequence[int], bucket_bytes: int, first_bytes: int | None = None
+) -> list[Bucket]:
+    """Returns the buckets: one is full with `bucket_bytes`, the first of a place and type with `first_bytes`.
 
     `places` [ops] are equal for ops that are sure to share a device: no bucket crosses them, nor types of numbers.
     """
     buckets: list[Bucket] = []
+    least = dict[tuple[int, str], int]()
     open_buckets: dict[tuple[int, str], tuple[list[str], int]] = {}
     for name, gradient in gradients.items():
         key = places[gradient.updates[0]], gradient.dtype
         names, size = open_buckets.pop(key, ([], 0))
         names.append(name)
         size += gradient.num_bytes
-        if size >= bucket_bytes:
+        if size >= least.setdefault(key, first_bytes or bucket_bytes):
+            least[key] = bucket_bytes
             buckets.append(Bucket(tuple(names), size, gradient.dtype))
         else:
             open_buckets[key] = names, size

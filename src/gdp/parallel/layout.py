@@ -12,7 +12,7 @@ MAX_REPLICAS = 1024  # as many as there may be devices
 NONE, BLOCKS, AUTO = "none", "blocks", "auto"  # what is recomputed; AUTO: as many blocks as memory asks for
 SELECTIVE = "selective"  # all blocks, but for attention and every second product
 _KEYS = ("data", "tensor", "stages", "microbatches", "zero", "recompute", "offload")
-_BESIDE = ("batch", "places", "ring", "hosts", "whole")  # what plan files have besides the layout
+_BESIDE = ("batch", "places", "ring", "hosts", "exchanges", "whole")  # what plan files have besides the layout
 _MEANT = {  # what users of other tools write; the docs have the table
     "dp": "data",
     "ddp": "data",

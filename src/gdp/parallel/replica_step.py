@@ -71,12 +71,13 @@ class ReplicaStep:
         return cls(replica.build(), replica.collectives)
 
     @classmethod
-    def sharded(cls, graph: Graph, count: int, places: I64 | None = None) -> "ReplicaStep":
+    def sharded(cls, graph: Graph, count: int, places: I64 | None = None, *, at_once: bool = False) -> "ReplicaStep":
         """Returns a micro-batch `graph` of one of `count` replicas that share all parameters: zero=3.
 
         `places` [N] are equal for ops that are sure to share a device, by default for all of them. A parameter is
         gathered where its chunk is. Blocks are those of `LayerPaths`; a parameter outside of them, or used by another
-        block than its own, is gathered alone. InputError where there are no gradients.
+        block than its own, is gathered alone. `at_once`: gathered parameters are tensors of the last op of a gather.
+        InputError where there are no gradients.
         """
         places = np.zeros(graph.num_ops, np.int64) if places is None else places
         blocks = _blocks(graph)
@@ -96,7 +97,7 @@ class ReplicaStep:
         is_edge = np.ones(len(graph.consumers), np.bool_)
         is_edge[[edge for gather in gathers for edge in gather.edges]] = False
         replica.copy_tensors(is_edge, with_parameters=True)
-        starts = [replica.gather_block(index) for index in range(len(gathers))]
+        starts = [replica.gather_block(index, at_once) for index in range(len(gathers))]
         positions += [np.full(2, 4 * gather.users[0]) for gather in gathers]
         for bucket in buckets:
             replica.connect_sum(bucket, replica.add_sum(bucket))
@@ -231,7 +232,7 @@ class _ReplicaBuilder:
             self.waits += [(int(self.number[writer]), start) for writer in own]
             self.late_waits += [(done, op) for op in state.followers(graph, own)]
 
-    def gather_block(self, index: int) -> int:
+    def gather_block(self, index: int, at_once: bool) -> int:
         """Gathers the parameters of a block for one pass; returns the first op."""
         graph, gather, builder = self.graph, self.gathers[index], self.builder
         size = int(self.state.own_bytes[gather.parameters].sum())
@@ -240,7 +241,7 @@ class _ReplicaBuilder:
         own = sorted({op for parameter in gather.parameters for op in self.writers.get(parameter, ())})
         copied = copy_times(graph, own, -(-size // self.count)), copy_times(graph, own, size)
         start, done = ends = self.add(collective, gather.parameters[0], copied)
-        self._read_gathered(gather, ends)
+        self._read_gathered(gather, (ends[at_once], done))
         if (released := _released_by(self.gathers, index)) is not None:
             builder.control(self.number[[released]], np.array([start]))
         if gather.place in self.last_done:

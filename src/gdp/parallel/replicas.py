@@ -17,7 +17,7 @@ from gdp.graph import Graph
 from gdp.graph.builder import GraphBuilder
 from gdp.graph.copies import exchange_ends, label_end
 from gdp.graph.microbatches import shared_ops
-from gdp.parallel.buckets import bucket_bytes_over, buckets_of, gradients_of
+from gdp.parallel.buckets import FIRST_BUCKET_BYTES, bucket_bytes_over, buckets_of, gradients_of
 from gdp.parallel.replica_step import ReplicaStep
 from gdp.parallel.rings import Collective, Exchange, Rings
 
@@ -47,7 +47,8 @@ def replicated(
     if bucket_bytes is None:
         num_bytes = sum(gradient.num_bytes for gradient in gradients.values())
         bucket_bytes = bucket_bytes_over(len(replicas), num_bytes, rings.num_hops)
-    buckets = buckets_of(gradients, of_first, bucket_bytes)
+    first_bytes = min(FIRST_BUCKET_BYTES, bucket_bytes) if rings.times is not None and not zero else None
+    buckets = buckets_of(gradients, of_first, bucket_bytes, first_bytes)
     distinct = {id(graph): graph for graph in replicas}
     steps = {key: ReplicaStep.of(graph, buckets, len(replicas), zero) for key, graph in distinct.items()}
     return joined([steps[id(graph)].graph for graph in replicas], steps[id(first)].collectives, rings)
@@ -56,7 +57,7 @@ def replicated(
 def joined(
     replicas: Sequence[Graph], collectives: Sequence[Collective], rings: Rings, releases: I64 | None = None
 ) -> Graph:
-    """Returns the step of `replicas`, each with the first and last ops of `collectives`, and the hops between.
+    """Returns the step of `replicas`, each with the first and last ops of `collectives`, and what is between.
 
     All replicas have the same exchanges in the same order, and `collectives` are in that of their first ops. `releases`
     [2, X] are ops of a replica, of which each second one waits for the first.

@@ -13,6 +13,9 @@ P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters 
 Over hosts, rings inside each host sum and cut a bucket first; replicas of one rank in their hosts then form rings of
 their own for the chunks; and chunks go round inside each host again. As many bytes move, few of them between hosts.
 
+Alike cards on alike links, of which it is known what NCCL takes, exchange a bucket at once: each replica sends the next
+one a single tensor, as long under way as the exchange is (gdp.costs.collectives).
+
 Replicas are in the order with the fastest slowest hop, since all hops of a ring take turns together (a bottleneck
 travelling salesman); the sum of all hops decides second.
 """
@@ -21,12 +24,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gdp.arrays import F64, I64
 from gdp.cluster import Cluster
+from gdp.costs.collectives import ALL_GATHER, REDUCE_SCATTER, ExchangeTimes, exchange_times
 from gdp.errors import InputError
 from gdp.graph.accumulation import ELEMENT_BYTES
 from gdp.graph.builder import GraphBuilder
@@ -41,6 +46,7 @@ from gdp.graph.copies import (
     label_end,
 )
 from gdp.parallel.buckets import BUCKET_BYTES
+from gdp.parallel.layout import Layout
 
 READY, DONE = "ready", "done"  # in kinds
 
@@ -88,14 +94,23 @@ class Rings:
     """The rings of R replicas: one over all, or rings inside hosts and rings over hosts."""
 
     levels: tuple[I64, ...]  # [rings, replicas in order] each; inner rings come first
+    times: ExchangeTimes | None = None  # of exchanges at once, over one ring; None: in hops
 
     @property
     def num_hops(self) -> int:
-        """The hops of a sum over all replicas: to an op that adds, or to one that copies."""
+        """The hops of a sum over all replicas: to an op that adds or copies, or, at once, to its end."""
+        if self.times is not None:
+            return self.levels[0].size
         return sum(2 * members.size * (members.shape[1] - 1) for members in self.levels)
 
     @classmethod
-    def of(cls, num_replicas: int, order: Sequence[int] | None = None, hosts: Sequence[int] | None = None) -> "Rings":
+    def of(
+        cls,
+        num_replicas: int,
+        order: Sequence[int] | None = None,
+        hosts: Sequence[int] | None = None,
+        times: ExchangeTimes | None = None,
+    ) -> "Rings":
         """Returns one ring in the `order` [R] of replicas, by default as numbered; with `hosts` [R], rings over hosts.
 
         InputError where the hosts do not have as many replicas each.
@@ -104,7 +119,7 @@ class Rings:
         if not np.array_equal(np.sort(ring), np.arange(num_replicas)):
             raise InputError(f"ring {ring.tolist()}: the replicas 0 to {num_replicas - 1} are expected, each once")
         if hosts is None:
-            return cls((ring[None, :],))
+            return cls((ring[None, :],), times)
         host_of = np.array(hosts, np.int64)[ring]
         sizes = Counter(host_of.tolist())
         if len(set(sizes.values())) != 1:
@@ -195,16 +210,36 @@ class Exchange:
         return arrived
 
     def build(self, rings: Rings) -> None:
-        """Adds the hops between the first and the last ops."""
+        """Adds what is between the first and the last ops."""
+        if rings.times is None:
+            self._in_hops(rings)
+        else:
+            self._at_once(rings.levels[0][0], rings.times)
+
+    def _at_once(self, ring: I64, times: ExchangeTimes) -> None:
+        """Sends one tensor to each replica, which is in memory there until the end.
+
+        While parameters for a block are gathered, the tensor and another one are the memory that is to hold them.
+        """
+        collective, ready, done, builder = self.collective, self.ready[ring], self.done[ring], self.builder
+        sizes = times.received_bytes(collective.exchange, collective.num_bytes)
+        senders = np.array([sender for sender, _, _ in times.legs])
+        begins = np.where(sizes > 0, ready[senders], done[senders])
+        builder.add_edges(builder.add_tensors(begins, sizes, is_resident=True), done)
+        is_for_block = collective.exchange == ALL_GATHER and collective.phase != "update"
+        rest = np.maximum(collective.num_bytes - sizes, 0) if is_for_block else np.zeros_like(sizes)
+        builder.add_edges(builder.add_tensors(ready, rest), done)
+
+    def _in_hops(self, rings: Rings) -> None:
         levels, sizes = rings.levels, [self.collective.num_bytes]
         for members in levels:
             sizes.append(-(-sizes[-1] // members.shape[1]))  # the chunks of a level are cut at the next
         in_host = [len(levels) == 2, False][: len(levels)]
         start = self.ready
-        if self.collective.exchange != "all_gather":
+        if self.collective.exchange != ALL_GATHER:
             for members, size, is_inner in zip(levels, sizes[1:], in_host, strict=True):
                 start = self.reduce(members, start, size, is_inner)
-        if self.collective.exchange == "reduce_scatter":
+        if self.collective.exchange == REDUCE_SCATTER:
             self.wait(start, self.done)
         else:
             for level in reversed(range(len(levels))):
@@ -227,6 +262,20 @@ _ROLES = {
 
 _MOST_EXACT = 8  # replicas: 7! = 5,040 orders
 _MOST_ORDERED = 64  # replicas: of more, which are numbered host by host, an order takes minutes to improve
+
+
+def rings_over(
+    cluster: Cluster, devices: Sequence[Sequence[int]] | I64, layout: Layout, hosts: Sequence[int] | None = None
+) -> Mapping[str, Any]:
+    """Returns how replicas on `devices` [R, P] exchange, as `Step.of` takes it: at once where links tell their times.
+
+    Else they exchange over rings, with `hosts` [R] inside hosts and over them.
+    """
+    known = exchange_times(cluster, devices) if layout.is_even else None
+    if known is None:
+        return {"ring": ring_over(cluster, devices), "hosts": hosts}
+    order, times = known
+    return {"ring": None if list(order) == list(range(len(order))) else order, "times": times}
 
 
 def ring_over(cluster: Cluster, devices: Sequence[Sequence[int]] | I64) -> tuple[int, ...] | None:

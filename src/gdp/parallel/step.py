@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gdp.arrays import I64, Bool
+from gdp.costs.collectives import ExchangeTimes
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.accumulation import accumulated
@@ -63,6 +64,7 @@ class Step(CutGraph):
     places: I64 | None = None  # [N] that buckets do not cross; None: a replica has one
     ring: tuple[int, ...] | None = None  # [R] the order of replicas in rings; None: by number
     hosts: tuple[int, ...] | None = None  # [R] for rings inside hosts and rings over them; None: rings over all
+    times: ExchangeTimes | None = None  # of exchanges at once; None: in hops
 
     @classmethod
     def of(
@@ -73,19 +75,22 @@ class Step(CutGraph):
         places: I64 | None = None,
         ring: Sequence[int] | None = None,
         hosts: Sequence[int] | None = None,
+        times: ExchangeTimes | None = None,
         bucket_bytes: int | None = None,
         part: Graph | None = None,
     ) -> "Step":
         """Returns the step of `layout`, from the step `graph` of one micro-batch.
 
         `places` [N] are equal for ops of a replica that are sure to share a device, by default for all; `ring` [R] is
-        the order of replicas in rings, and `hosts` [R] where they are, for rings inside hosts and rings over hosts.
+        the order of replicas in rings, and `hosts` [R] where they are, for rings inside hosts and rings over hosts;
+        `times`, where replicas are alike, make each exchange one transfer from replica to replica.
         `part` is `graph` with blocks recomputed and activations sent away, where it is known. InputError where the
         layout does not suit the graph.
         """
         if layout.data > 1 and graph.replicas.any():
             raise InputError(f"graph {graph.name!r}: has replicas already; leave out data={layout.data}")
-        rings = Rings.of(layout.data, ring, hosts)
+        times = times if layout.is_even else None
+        rings = Rings.of(layout.data, ring, hosts, times)
         if part is None:
             part = offloaded(recomputed(graph, layout.recompute, places=places), layout.offload)
         of_part = None if places is None else places[_origins(graph, part)]
@@ -97,12 +102,14 @@ class Step(CutGraph):
             own = None if of_part is None else of_part[_origins(part, replicas[0])]
             whole = replicated(replicas, zero=layout.zero, places=own, rings=rings, bucket_bytes=bucket_bytes)
         order, where = (None if numbers is None else tuple(numbers) for numbers in (ring, hosts))
-        return cls(whole, layout, _origins(graph, whole), places, order, where)
+        return cls(whole, layout, _origins(graph, whole), places, order, where, times)
 
     def document(self) -> dict[str, Any]:
         """Returns what it takes to cut the model so again, for a plan file."""
         places = None if self.places is None else self.places.tolist()
-        return self.layout.document() | {"places": places, "ring": _listed(self.ring), "hosts": _listed(self.hosts)}
+        rings = {"places": places, "ring": _listed(self.ring), "hosts": _listed(self.hosts)}
+        exchanges = {} if self.times is None else {"exchanges": self.times.document()}
+        return self.layout.document() | rings | exchanges
 
     @classmethod
     def of_document(cls, read_part: Callable[[int], Graph], document: Mapping[str, Any]) -> "Step":
@@ -114,7 +121,10 @@ class Step(CutGraph):
         graph = read_part(layout.num_parts)
         places = _numbers(document, "places", graph.num_ops)
         ring, hosts = (_numbers(document, key, layout.data) for key in ("ring", "hosts"))
-        return cls.of(graph, layout, places=None if places is None else np.array(places), ring=ring, hosts=hosts)
+        known = document.get("exchanges")
+        times = None if known is None else ExchangeTimes.of_document(known, layout.data)
+        where = None if places is None else np.array(places)
+        return cls.of(graph, layout, places=where, ring=ring, hosts=hosts, times=times)
 
 
 def _listed(numbers: tuple[int, ...] | None) -> list[int] | None:
@@ -136,7 +146,7 @@ def _numbers(document: Mapping[str, Any], key: str, count: int) -> list[int] | N
 
 
 def _fully_sharded(graph: Graph, layout: Layout, places: I64 | None, rings: Rings) -> Graph:
-    sharded = ReplicaStep.sharded(graph, layout.data, places)
+    sharded = ReplicaStep.sharded(graph, layout.data, places, at_once=rings.times is not None)
     replica, releases = sharded.repeated(layout.microbatches[0])
     return joined([replica] * layout.data, sharded.collectives, rings, releases)
 

@@ -214,6 +214,8 @@ def step_program(program: Program, step: Step) -> StepProgram:
     InputError for a layout that is placed, but not executed.
     """
     layout = step.layout
+    if step.times is not None:
+        raise InputError("replicas exchange at once in this plan, and gdp runs hops; place without `exchange` of links")
     part = program
     if layout.recompute != NONE:
         part = with_copies(part, Recomputation.of(Blocks.of(part.graph, layout.recompute), step.places))

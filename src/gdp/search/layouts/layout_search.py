@@ -12,7 +12,7 @@ from gdp.arrays import I64
 from gdp.budget import Clock
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.parallel.rings import ring_over
+from gdp.parallel.rings import rings_over
 from gdp.parallel.step import Step
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import Arrangement, BatchCut, Candidate
@@ -132,7 +132,7 @@ class LayoutSearch:
         """Returns the step of `graph` cut as it is said, with rings over `hosts` [R], activations on `cpus` [R]."""
         layout, devices, cluster = cut.layout, cut.devices, self.question.cluster
         own_places = places if cut.num_places > 1 else None
-        step = Step.of(graph, layout, places=own_places, ring=ring_over(cluster, devices), hosts=hosts)
+        step = Step.of(graph, layout, places=own_places, **rings_over(cluster, devices, layout, hosts))
         problem = Problem.build(step.graph, cluster, self.question.constraints)
         placement = step.placement(places, devices, cpus)
         self.clock.spend(1)

@@ -14,10 +14,11 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.cluster import Cluster
+from gdp.costs.collectives import exchange_times
 from gdp.graph import Graph, Op, Tensor
 from gdp.parallel.buckets import BUCKET_BYTES, MANY_REPLICAS, bucket_bytes_over
 from gdp.parallel.layout import Layout
-from gdp.parallel.rings import Rings, ring_over
+from gdp.parallel.rings import Rings, rings_over
 from gdp.parallel.step import Step
 from gdp.search.candidate import Arrangement
 from gdp.search.layouts.arrangement import DeviceSpeeds
@@ -54,11 +55,16 @@ class RingTimes:
         The one in which a bucket is quickest comes first; there are only rings over all where hosts are no use.
         """
         hosts = self.machine.hosts_of(arrangement) if arrangement.layout.data > 1 else None
-        if hosts is None:
+        if hosts is None or self.is_at_once(arrangement):
             return [None]
         if arrangement.layout.data > MANY_REPLICAS:  # a ring over all of R has R^2 hops
             return [hosts]
         return sorted((None, hosts), key=lambda hosts: self._bucket_ns(arrangement, hosts))
+
+    def is_at_once(self, arrangement: Arrangement) -> bool:
+        """Returns whether replicas exchange in one transfer each, not in hops."""
+        layout, devices = arrangement.layout, arrangement.devices
+        return bool(self._memo(("rings", devices), lambda: exchange_times(self.cluster, devices))) and layout.is_even
 
     def num_exchanging(self, arrangement: Arrangement, gradient_bytes: int) -> int:
         """Returns about how many ops exchange `gradient_bytes` between replicas."""
@@ -66,7 +72,7 @@ class RingTimes:
         if layout.data == 1:
             return 0
         hosts = self.machine.hosts_of(arrangement) if layout.data > MANY_REPLICAS else None
-        num_hops = Rings.of(layout.data, hosts=hosts).num_hops
+        num_hops = layout.data if self.is_at_once(arrangement) else Rings.of(layout.data, hosts=hosts).num_hops
         size = BUCKET_BYTES if layout.zero == 3 else bucket_bytes_over(layout.data, gradient_bytes, num_hops)
         num_rounds = layout.microbatches[0] if layout.zero == 3 else 1
         return num_hops * (gradient_bytes // size + arrangement.num_places) * num_rounds
@@ -74,14 +80,14 @@ class RingTimes:
     def _bucket_ns(self, arrangement: Arrangement, hosts: tuple[int, ...] | None) -> int:
         """Returns what a bucket takes in the rings of all places at once, when nothing else runs."""
         devices = arrangement.devices
-        if hosts is None and len(devices) > MANY_REPLICAS:
+        if hosts is None and len(devices) > MANY_REPLICAS and not self.is_at_once(arrangement):
             return self._large_bucket_ns(arrangement)
 
         def make() -> int:
             places = np.arange(arrangement.num_places)
             one, layout = _parameters(BUCKET_BYTES, len(places)), Layout((1,) * len(devices))
-            ring = ring_over(self.cluster, devices)
-            step = Step.of(one, layout, places=places[one.groups], ring=ring, hosts=hosts)
+            rings = rings_over(self.cluster, devices, layout, hosts)
+            step = Step.of(one, layout, places=places[one.groups], **rings)
             problem = Problem.build(step.graph, self.cluster)
             return simulate(problem, step.placement(one.groups, devices)).step_time_ns
 

@@ -27,7 +27,7 @@ from gdp.graph.copies import RECOMPUTED
 from gdp.graph.layers import LayerPaths
 from gdp.graph.microbatches import shared_ops
 from gdp.parallel.layout import BLOCKS, NONE, Layout
-from gdp.parallel.rings import ring_over
+from gdp.parallel.rings import rings_over
 from gdp.parallel.step import Step
 from gdp.placers.base import inherit
 from gdp.placers.settings import EXPERT
@@ -55,8 +55,7 @@ def _by_speed(question: BatchQuestion) -> I64:
 def _simulated(question: BatchQuestion, layout: Layout, stage: I64, grid: I64) -> Candidate:
     """Returns the step of `layout` with stage p of replica r on device `grid` [R, P]; see `simulate_layout`.
 
-    Rings avoid slow links. Over hosts, the better of one ring over all and of rings inside and between them, as NCCL
-    chooses.
+    Over hosts, the better of one ring over all and of rings inside and between them, as NCCL chooses.
     """
     cluster, graph = question.cluster, question.parts.exact(layout.num_parts)
     names = [[cluster.devices[number].name.rpartition(".")[0] for number in column] for column in grid.T.tolist()]
@@ -64,10 +63,7 @@ def _simulated(question: BatchQuestion, layout: Layout, stage: I64, grid: I64) -
     sizes = np.bincount(hosts[0])
     over_hosts = len(sizes) > 1 and len(set(sizes.tolist())) == 1 and sizes[0] > 1
     ways = [None, hosts[0].tolist()] if over_hosts and all((own == hosts[0]).all() for own in hosts) else [None]
-    ring = ring_over(cluster, grid)
-    steps = [
-        simulate_layout(graph, layout, cluster, stage, grid, question.constraints, ring=ring, hosts=way) for way in ways
-    ]
+    steps = [simulate_layout(graph, layout, cluster, stage, grid, question.constraints, hosts=way) for way in ways]
     return min(_candidate(layout, grid, *each) for each in steps)
 
 
@@ -87,17 +83,16 @@ def simulate_layout(
     grid: I64,
     constraints: Constraints | None = None,
     *,
-    ring: Sequence[int] | None = None,
     hosts: Sequence[int] | None = None,
     in_program_order: bool = False,
 ) -> tuple[Step, Simulation]:
     """Returns the step of `layout` with stage p of replica r on device `grid` [R, P], in the 1F1B schedule.
 
-    `graph` is the step of one micro-batch, `stage` [N] its ops' stages, `ring` and `hosts` [R] as in `Step.of`.
-    Within a pass ops start in the best of several orders, or `in_program_order` alone. InputError where the layout does
-    not suit the graph.
+    `graph` is the step of one micro-batch, `stage` [N] its ops' stages, `hosts` [R] as in `Step.of`. Rings avoid slow
+    links. Within a pass ops start in the best of several orders, or `in_program_order` alone. InputError where the
+    layout does not suit the graph.
     """
-    step = Step.of(graph, layout, places=stage, ring=ring, hosts=hosts)
+    step = Step.of(graph, layout, places=stage, **rings_over(cluster, grid, layout, hosts))
     _check_modelled(step)
     problem = Problem.build(step.graph, cluster, constraints)
     placement = step.placement(stage, grid)

@@ -1,0 +1,95 @@
+"""Exchanges in closed form: hand-worked times, bounds in bytes and cards, hosts, and what plan files keep of them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from gdp.cluster import Cluster
+from gdp.cluster.catalogue import EXCHANGES, ExchangeFigures
+from gdp.costs.collectives import KINDS, Cards, ExchangeTimes, exchange_times
+from gdp.errors import InputError
+
+PLAIN = ExchangeFigures({2: 100e9}, 1.0, 50e9, {"ll": (5000, 1000, 0.25), "simple": (20_000, 2000, 1.0)}, None, {})
+
+
+def test_a_ring_by_hand() -> None:
+    """The quick protocol wins for small buffers, the full rate for large ones."""
+    # 4 cards at 100 GB/s, the pass over the own quarter at 50 GB/s
+    #   LL      5,000 + 6 x 1,000 + 1.5 B / 25 + B / 4 / 50    = 11,000 + 0.065 B
+    #   Simple 20,000 + 6 x 2,000 + 1.5 B / 100 + B / 4 / 50   = 32,000 + 0.020 B     equal at B = 466,667
+    cards = Cards(4, PLAIN, 100e9)
+    assert cards.time_ns("all_reduce", 1000) == 11_065
+    assert cards.time_ns("all_reduce", 10**8) == 2_032_000
+    # a gather: half the steps and bytes                Simple 20,000 + 3 x 2,000 + 0.75 B / 100 + B / 4 / 50
+    assert cards.time_ns("all_gather", 10**8) == cards.time_ns("reduce_scatter", 10**8) == 26_000 + 1_250_000
+    # to one card after the other, and directly
+    assert cards.time_ns("broadcast", 10**8) == 26_000 + 1_000_000
+    assert cards.time_ns("all_to_all", 10**8) == 22_000 + 1_250_000
+    assert cards.time_ns("send", 10**8) == 22_000 + 1_000_000
+
+
+def test_two_hosts_by_hand() -> None:
+    """Between hosts the network's protocols begin, and its rate bounds all; a tree has fewer steps than a ring."""
+    # 8 cards on each of 2 hosts: ring, LL: 6.6 us + 26 steps of 1 us (LL: the link's) + 4 of 2.7 us = 43.4 us
+    # tree, LL: 6.6 us + 2 x (7 x 1 us + log2(2) x 5 us) = 30.6 us
+    cards = Cards(16, PLAIN, 100e9, 2, 20e9)
+    assert min(begin_ns for begin_ns, _ in cards.lines("all_reduce")) == 30_600
+    assert sorted(begin_ns for begin_ns, _ in cards.lines("all_reduce"))[1] == 43_400
+    # Simple, ring: 8.4 us + 26 x 2 us + 4 x 14 us, 2 x 15 / 16 of the bytes at 20 GB/s, the own 16th at 50 GB/s
+    assert cards.time_ns("all_reduce", 10**9) == 116_400 + 93_750_000 + 1_250_000
+
+
+def test_times_grow_with_bytes_and_cards() -> None:
+    """More bytes or more cards never take less, over any kind of link, but for sums in the switch."""
+    sizes = [2**power for power in range(8, 32)]
+    for figures in EXCHANGES.values():
+        if figures.rates:
+            for kind in KINDS:
+                times = [[Cards(r, figures, figures.rate(r)).time_ns(kind, b) for b in sizes] for r in range(2, 8)]
+                assert (np.diff(times, axis=0) >= 0).all()
+                assert (np.diff(times, axis=1) >= 0).all()
+    h100 = EXCHANGES["nvlink4"]
+    seven, eight = (Cards(r, h100, h100.rate(r)).time_ns("all_reduce", 2**30) for r in (7, 8))
+    assert eight < seven
+
+
+def test_legs_of_hosts_that_share_a_network_card() -> None:
+    """A network card of a host has one transfer, and tells the replicas beside it; rings go host by host."""
+    cluster = Cluster.parse("2x(4xa100-sxm-80g)@2x100gbit", with_exchanges=True)
+    known = exchange_times(cluster, [[device] for device in (0, 4, 1, 5, 2, 6, 3, 7)])
+    assert known is not None
+    order, times = known
+    assert order == (0, 2, 4, 6, 1, 3, 5, 7)
+    near, far = cluster.route(0, 1), cluster.route(0, 4)
+    assert times.legs[:4] == (
+        (4, far.latency_ns, far.bytes_per_second),
+        (5, far.latency_ns, far.bytes_per_second),
+        (0, near.latency_ns, 0),
+        (1, near.latency_ns, 0),
+    )
+    assert times.legs[4][0] == 0
+    assert (times.received_bytes("all_reduce", 10**9)[[2, 3, 6, 7]] == 0).all()
+
+
+def test_links_that_differ_or_tell_nothing_have_none() -> None:
+    """Without figures, between unlike cards, or with unequal hosts, exchanges go in hops."""
+    for text, devices in (
+        ("2xl4-24g", [[0], [1]]),
+        ("2xa100-sxm-80g+2xh100-sxm-80g", [[0], [1], [2], [3]]),
+        ("2x(4xa100-sxm-80g)@100gbit", [[0], [1], [4]]),
+        ("2x(2x(2xa100-sxm-80g)@100gbit)@50gbit", [[0], [4]]),
+    ):
+        assert exchange_times(Cluster.parse(text, with_exchanges=True), devices) is None
+    assert exchange_times(Cluster.parse("2xa100-sxm-80g"), [[0], [1]]) is None
+
+
+def test_plan_files_keep_times() -> None:
+    """Times come back from JSON as they were; anything else is refused."""
+    known = exchange_times(Cluster.parse("4xa100-sxm-80g", with_exchanges=True), [[0], [1], [2], [3]])
+    assert known is not None
+    document = json.loads(json.dumps(known[1].document()))
+    assert ExchangeTimes.of_document(document, 4) == known[1]
+    for wrong in (None, {}, document | {"legs": [[0, 1, 2]]}, document | {"legs": [[9, 1, 2]] * 4}, {"lines": {}}):
+        with pytest.raises(InputError, match="place the model anew"):
+            ExchangeTimes.of_document(wrong, 4)
