@@ -22,7 +22,6 @@ from gdp.graph import Tensor as GraphTensor
 from gdp.policy import checkpoint
 from gdp.policy.base import Policy, Rollouts
 from gdp.policy.construction import Instance
-from gdp.policy.training.pool import PoolConfig
 from gdp.policy.training.pretrain import TrainingConfig, TrainingProgress, TrainingRun, train
 from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource
 from gdp.simulator.problem import Problem
@@ -137,8 +136,7 @@ def tiny_tasks(seed: int = 0, random_share: float = 0.5) -> Tasks:
 
 
 def tiny_training(updates: int, **others: object) -> TrainingConfig:
-    pool = PoolConfig(size=10, problem_uses=6, instance_uses=2)
-    return TrainingConfig(updates=updates, graphs_per_update=5, samples=8, learning_rate=1e-2, pool=pool, **others)  # type: ignore[arg-type]
+    return TrainingConfig(updates=updates, graphs_per_update=5, samples=8, learning_rate=1e-2, **others)  # type: ignore[arg-type]
 
 
 def train_tiny(

@@ -48,12 +48,6 @@ class TrainOptions:
         list[str] | None,
         typer.Option(metavar="GRAPH", help="Keep the parameters that are best on this graph. Repeatable."),
     ] = None
-    pool: Annotated[
-        int | None,
-        typer.Option(
-            metavar="P", min=0, help="Problems kept, for 32 updates each; 0: all new ones. Default: at most 128."
-        ),
-    ] = None
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the training.")] = 0
     threads: ThreadsOption = None
 

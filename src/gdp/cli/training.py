@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from gdp import files
@@ -16,14 +16,12 @@ from gdp.models.papers import PAPERS
 from gdp.policy import checkpoint
 from gdp.policy.base import Policy
 from gdp.policy.scheduler import SchedulerPolicy
-from gdp.policy.training.pool import PoolConfig
 from gdp.policy.training.pretrain import Provenance, TrainingConfig, TrainingProgress, TrainingRun, best_path, train
 from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource, TrainingTask
 from gdp.report.progress import StatusLine, live, stop_on_interrupt, training_sentence
 
 RANDOM_SHARE = 0.75  # of tasks with --randomize; the others stay as given, as they are at the end
 MAX_GRAPHS_PER_UPDATE = 8
-MAX_POOL = 128  # problems; each takes about a megabyte
 TRAINING_SET = "training-set"  # the GRAPH that stands for `PAPERS.training_set`
 
 
@@ -96,7 +94,6 @@ def run(options: TrainOptions, command: str, warm_up: Callable[[], object]) -> T
         samples=options.samples,
         learning_rate=policy.learning_rate if options.learning_rate is None else options.learning_rate,
     )
-    config = replace(config, pool=_pool(options, config.graphs_per_update))
     tasks = Tasks(pairs, TaskConfig(random_share=RANDOM_SHARE if options.randomize else 0.0), options.seed)
     validation = _validation(_pairs(validated, clusters, held_out))
     seconds = None if limit is None else limit.seconds
@@ -164,12 +161,6 @@ def _check_held_out(names: Sequence[str], held_out: Sequence[str], text: str | N
             raise InputError(
                 f"{text or name}: is of family {workload.family}, which is held out; leave one of both out"
             )
-
-
-def _pool(options: TrainOptions, num_tasks: int) -> PoolConfig:
-    """Returns the pool asked for; by default a large one where tasks vary, else none: they are kept anyway."""
-    default = MAX_POOL - MAX_POOL % num_tasks if options.randomize else 0
-    return PoolConfig(size=default if options.pool is None else options.pool)
 
 
 def _validation(pairs: Sequence[TaskSource]) -> list[TrainingTask]:

@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from math import cos, exp, inf, log, nan, pi
@@ -22,11 +22,11 @@ import orjson
 import torch
 from torch import Tensor
 
-from gdp.errors import InputError
+from gdp.errors import InputError, prefixed
 from gdp.files import brief
 from gdp.policy.base import Policy, one_thread
 from gdp.policy.checkpoint import check_tensors, config_document, read_checkpoint, save_checkpoint
-from gdp.policy.training.pool import Pool, PoolConfig, instance_of
+from gdp.policy.construction import Instance
 from gdp.policy.training.ppo import CONSTRUCTING, PPOConfig, Statistics, Trials, draw_trials, improve
 from gdp.policy.training.tasks import Tasks, TrainingTask
 
@@ -145,7 +145,6 @@ class TrainingConfig:
     validate_every: int = 20
     validation_samples: int = 16
     ppo: PPOConfig = CONSTRUCTING
-    pool: PoolConfig = field(default_factory=PoolConfig)
 
     def __post_init__(self) -> None:
         for name in ("updates", "graphs_per_update", "validate_every", "validation_samples"):
@@ -241,7 +240,6 @@ def train(
         "validation": [[task.problem.graph.fingerprint, task.problem.cluster.fingerprint] for task in validation],
         "from": provenance.origin,
     }
-    pool = Pool(tasks, policy, config.pool, config.graphs_per_update)
     state = TrainingState(policy)
     saved = -1  # number of updates in the file
     if run.resume and out.exists():
@@ -271,7 +269,8 @@ def train(
             for index in range(config.graphs_per_update):
                 if run.is_over(started):
                     break
-                task, instance, rng = pool.draw(update, index)
+                task, rng = tasks.draw(update, index, config.graphs_per_update)
+                instance = instance_of(policy, task, rng)
                 draw = partial(draw_trials, policy, instance, config.samples, rng, config.ppo, task.reference_ns)
                 trials.append(draw(num_threads=run.num_threads))
             if run.is_over(started):
@@ -295,6 +294,12 @@ def train(
 def best_path(out: Path) -> Path:
     """Returns the file for the parameters that did best on the validation problems: `name.best.safetensors`."""
     return out.with_name(f"{out.stem}.best{out.suffix}")
+
+
+def instance_of(policy: Policy, task: TrainingTask, rng: np.random.Generator) -> Instance:
+    """Returns the policy's view of the task; InputError names the task."""
+    with prefixed(f"{task.problem.graph.name} on {task.problem.cluster.name}"):
+        return policy.instance(task.problem, rng)
 
 
 def validate(
