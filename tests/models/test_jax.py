@@ -19,6 +19,7 @@ from torch import nn
 import gdp
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.graph.shapes import parsed_calls
 from gdp.models.jax import JaxCapture, capture_jax
 
 Struct = jax.ShapeDtypeStruct
@@ -404,6 +405,16 @@ def test_unrolled_scans() -> None:
     assert "params.layers.kernel[1]" in scanned.op_names
     backward = capture_jax(jax.grad(layers_loss), LAYERS, x, name="scan").graph
     assert flops_of(backward, "dot_general") == 3 * 3 * (2 * 2 * 5 * 5) + 2 * (2 * 2 * 4 * 5)
+
+
+def test_shapes_of_products() -> None:
+    """A product has the shapes of PyTorch's call of its parts, m, n and k, in whatever order its dimensions are."""
+    operands = Struct((2, 5, 4, 8), "bfloat16"), Struct((2, 7, 4, 8), "bfloat16")
+    graph = capture_jax(lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k), *operands, name="scores").graph
+    (shapes,) = filter(None, graph.shapes)
+    assert parsed_calls(shapes)[0].kind == "aten.bmm"
+    sizes = [array.size for array in (*parsed_calls(shapes)[0].arrays, *parsed_calls(shapes)[0].results)]
+    assert sizes in ([(8, 5, 8), (8, 8, 7), (8, 5, 7)], [(8, 7, 8), (8, 8, 5), (8, 7, 5)])  # JAX may swap operands
 
 
 def test_scans_beyond_the_limit() -> None:

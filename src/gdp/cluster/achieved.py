@@ -16,6 +16,7 @@ OF_FLOPS: Mapping[str, str] = MappingProxyType(
     {
         "product": "",
         "attention": "product",
+        "attention_backward": "attention",
         "convolution": "product",
         "first_convolution": "convolution",  # of few input channels
         "grouped_convolution": "convolution",
@@ -25,6 +26,7 @@ OF_FLOPS: Mapping[str, str] = MappingProxyType(
 OF_BYTES: Mapping[str, str] = MappingProxyType(
     {
         "pointwise": "",
+        "product_bytes": "pointwise",  # of kernels whose share of the peak rate counts too
         "transpose": "pointwise",
         "gather": "pointwise",
         "reduction": "pointwise",
@@ -43,8 +45,10 @@ NUMBERS: Mapping[str, str] = MappingProxyType(
     {
         "multiprocessors": "of the card; 0: products are not cut into tiles",
         "cache_bytes": "of the cache that all multiprocessors share",
-        "decode_floor_ns": "the least time of attention of one token to a cache",
-        "prefill_floor_ns": "the least time of other fused attention",
+        "operand_bytes_per_second": "that one multiprocessor reads of operands, in the cache; 0: without delay",
+        "product_floor_ns": "of a product, besides the launch and its work: until operands come and sums are written",
+        "decode_floor_ns": "of attention of one token to a cache, in the same way",
+        "prefill_floor_ns": "of other fused attention, in the same way",
     }
 )
 """Further numbers, 0 where a device does not tell them."""
@@ -59,9 +63,10 @@ class CardFigures(NamedTuple):
 
 
 def figures_of_kind(kind: str) -> CardFigures:
-    """Returns the figures of a kind of GPU: those of its family, and its own."""
+    """Returns the figures of a kind of GPU: its own, else those of its family, else those of any."""
     row = dict(_TABLES["kinds"].get(kind, {}))
-    figures = dict(_TABLES["families"][row.pop("family", "gpu")]) | row
+    families = _TABLES["families"]
+    figures = families["gpu"] | families[row.pop("family", "gpu")] | row
     figures["cache_bytes"] = figures.pop("cache_mib", 0) * 2**20
     launch_ns, issue_ns = (figures.pop(name) for name in ("launch_ns", "issue_ns"))
     return CardFigures(launch_ns, issue_ns, MappingProxyType(figures))

@@ -11,19 +11,38 @@ import numpy as np
 from gdp.arrays import F64
 from gdp.cluster import Device
 from gdp.cluster.achieved import OF_BYTES, OF_FLOPS, share
+from gdp.costs.attention import attention_ns
 from gdp.costs.kernels import CLASSES, Kernels
+from gdp.costs.products import item_bytes, multiprocessors_of, tiled_ns, together_ns
 
 SMALL_FLOATS, HALVES = ("float8", "float4"), ("bfloat16", "float16")
+_ATTENTION = [CLASSES.index(name) for name in ("attention", "attention_backward")]
 
 
 def kernel_times(kernels: Kernels, device: Device) -> F64:
     """Returns the ns [K] that kernels take on `device`, each by itself."""
     of_flops = np.array([share(device.achieved, name if name in OF_FLOPS else "product") for name in CLASSES])
-    of_bytes = np.array([share(device.achieved, name if name in OF_BYTES else "pointwise") for name in CLASSES])
+    of_bytes = np.array([share(device.achieved, name if name in OF_BYTES else "product_bytes") for name in CLASSES])
     rates = np.array([peak_rate(device.flops_per_second, dtype) for dtype in kernels.dtypes] or [1], np.float64)
-    work_ns = kernels.flops * 1e9 / (rates[kernels.dtype_codes] * of_flops[kernels.kinds])
+    achieved = rates[kernels.dtype_codes] * of_flops[kernels.kinds]
+    work_ns = kernels.flops * 1e9 / achieved
     bytes_ns = kernels.bytes * 1e9 / (device.memory_bytes_per_second * of_bytes[kernels.kinds])
-    return np.asarray(np.maximum(work_ns, bytes_ns) + device.launch_ns * kernels.launches)
+    is_sized = (kernels.sizes > 0).any(axis=1) & (kernels.flops > 0)
+    is_attention = np.isin(kernels.kinds, _ATTENTION)
+    cut = np.flatnonzero(is_sized & ~is_attention & (kernels.kinds < len(OF_FLOPS)))
+    fused = np.flatnonzero(is_sized & is_attention)
+    figures, sizes = device.achieved, kernels.sizes
+    times_ns = np.maximum(work_ns, bytes_ns)
+    if figures.get("multiprocessors"):
+        item = np.array([item_bytes(dtype) for dtype in kernels.dtypes])[kernels.dtype_codes[cut]]
+        cut_ns = tiled_ns(sizes[cut, :4], item, multiprocessors_of(device, achieved[cut]))
+        fused_ns = attention_ns(sizes[fused], kernels.flops[fused], multiprocessors_of(device, achieved[fused]))
+        times_ns[cut] = together_ns(cut_ns, bytes_ns[cut])
+        times_ns[fused] = together_ns(fused_ns, bytes_ns[fused])
+    floors_ns = [figures.get(f"{name}_floor_ns", 0) for name in ("product", "decode", "prefill")]
+    times_ns[cut] += floors_ns[0]
+    times_ns[fused] += np.where(sizes[fused, 2] == 1, *floors_ns[1:])
+    return np.asarray(times_ns + device.launch_ns * kernels.launches)
 
 
 def peak_rate(rates: Mapping[str, int], dtype: str) -> int:

@@ -1,14 +1,16 @@
 """The table of kernels: which rule says what kernels an op is, by its kind. Each rule has its reason.
 
-Kinds of PyTorch begin with `aten.`; those of JAX and ONNX have names of their own and no shapes as yet, so they are one
-kernel each, of the class that their name tells.
+Kinds of PyTorch begin with `aten.`; those of JAX and ONNX have names of their own, but the shapes of their products are
+those of PyTorch's calls. All other ops of theirs are one kernel each, of the class that their name tells.
 """
 
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from gdp.costs.attention import ATTENTION, attention
 from gdp.costs.kernels import Kernel, PricedOp, Rule
+from gdp.costs.products import PRODUCTS, product
 
 _CLASS_OF_NAME = (  # the first that a kind's name has decides
     ("attention|sdpa", "attention"),
@@ -36,10 +38,12 @@ def one_kernel(op: PricedOp) -> list[Kernel]:
     return [Kernel(class_of(op.kind), op.flops, op.bytes)]
 
 
-RULES: Mapping[str, Rule] = MappingProxyType({})
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {**dict.fromkeys(PRODUCTS, product), **dict.fromkeys(ATTENTION, attention)}
+)
 
 
 def rule_of(op: PricedOp) -> tuple[str, Rule]:
     """Returns the rule of an op and its name."""
-    rule = RULES.get(op.kind, one_kernel) if op.calls else one_kernel
+    rule = RULES.get(op.calls[0].kind.removeprefix("aten."), one_kernel) if op.calls else one_kernel
     return rule.__name__, rule

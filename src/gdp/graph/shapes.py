@@ -74,6 +74,12 @@ def call_text(kind: str, arguments: Iterable[Argument | str], results: Iterable[
     return " ".join([kind, *map(_argument_text, arguments), ">", *map(str, results)])
 
 
+def product_text(dtype: str, parts: int, m: int, n: int, k: int) -> str:
+    """Returns the text of `parts` products [m, k] x [k, n]: PyTorch's call, for captures of other sources."""
+    operands = Array(dtype, (parts, m, k)), Array(dtype, (parts, k, n))
+    return call_text("aten.bmm", operands, [Array(dtype, (parts, m, n))])
+
+
 @lru_cache(_KEPT)
 def parsed_calls(text: str) -> tuple[ShapedCall, ...]:
     """Returns the calls of a text; InputError where it is none."""

@@ -77,6 +77,7 @@ def assemble(
             record.phase,
             record.module,
             groups[number],
+            shapes=record.shapes,
         )
         for number, record in enumerate(live)
     ]

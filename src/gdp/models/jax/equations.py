@@ -90,6 +90,7 @@ class JaxOp:
     unknown: Counter[str] = field(default_factory=Counter)
     open_loops: Counter[str] = field(default_factory=Counter)
     how: str = ""
+    shapes: str = ""  # of a product
 
 
 _CALLS = names(

@@ -153,6 +153,7 @@ class JaxprRecorder:
         for loop in cost.open_loops:
             self.note(f"{record.module}: the trip count of a {loop} loop is unknown; its body is counted once")
         record.flops, record.bytes_accessed = cost.flops, cost.bytes_accessed
+        record.shapes = costs.product_shapes(name, params, avals, outputs)
         record.how, record.unknown, record.open_loops = cost.how, cost.unknown, cost.open_loops
         values = [self._made_by(record, self._value(aval), append=False) for aval in outputs]
         record.equations[self._equation(primitive, params, inputs, values)] = None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gdp.graph.shapes import product_text
 from gdp.models import textbook_flops as textbook
 from gdp.models.experts import share_hit
 from gdp.models.jax.equations import IDENTITIES, called_jaxpr
@@ -228,6 +229,16 @@ def is_view(name: str, params: Params, inputs: Sequence[Any], outputs: Sequence[
 
 def _extent(aval: Any, axes: Iterable[int]) -> int:
     return math.prod(int(aval.shape[axis]) for axis in axes)
+
+
+def product_shapes(name: str, params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
+    """Returns the shapes of a product of matrices, as graphs carry them; "" for other primitives."""
+    if name != "dot_general":
+        return ""
+    (contracted, _), (batch, _) = params["dimension_numbers"]
+    parts, k, made = _extent(inputs[0], batch), _extent(inputs[0], contracted), num_elements(outputs[0])
+    rows = num_elements(inputs[0]) // max(parts * k, 1)
+    return product_text(dtype_name(name, inputs, outputs), parts, rows, made // max(parts * rows, 1), k)
 
 
 def _dot_general(params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:

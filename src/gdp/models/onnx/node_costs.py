@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gdp.arrays import Content
+from gdp.graph.shapes import product_text
 from gdp.models.experts import share_hit
 from gdp.models.names import by_name, names
 from gdp.models.onnx.onnx_file import DEFAULT_DOMAINS, TensorInfo
@@ -138,6 +139,16 @@ def _product(call: OnnxCall) -> int:
     if not call.attributes.get("transA", 0) or len(shape) < 2:
         return 2 * call.out.numel * shape[-1]
     return 2 * call.out.numel * shape[0 if call.attributes.get("transBatchA", 0) else -2]
+
+
+def product_shapes(call: OnnxCall, flops: int, dtype: str) -> str:
+    """Returns the shapes of a product of matrices, as graphs carry them; "" for other operators."""
+    name = table_name(call.kind)
+    if name not in _PRODUCTS or not call.out.numel:
+        return ""
+    parts = math.prod(call.input(1).shape[:-2]) if name in _BATCHED else 1
+    n = call.out.shape[-1] if call.out.shape else 1
+    return product_text(dtype, parts, call.out.numel // (parts * n), n, flops // (2 * call.out.numel))
 
 
 def _gemm(call: OnnxCall) -> int:
@@ -309,6 +320,8 @@ def _out(count: int) -> Formula:
     return lambda call: count * call.out.numel
 
 
+_BATCHED = names("MatMul MatMulInteger FusedMatMul TransposeMatMul")
+_PRODUCTS = _BATCHED | names("QLinearMatMul DynamicQuantizeMatMul MatMulIntegerToFloat Gemm FusedGemm QGemm")
 _FORMULAS: dict[str, Formula] = by_name(
     {
         "MatMul MatMulInteger QLinearMatMul FusedMatMul TransposeMatMul": _product,

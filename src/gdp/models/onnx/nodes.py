@@ -13,7 +13,7 @@ from gdp.arrays import Content
 from gdp.errors import InputError, first_line
 from gdp.graph.builder import topological_order
 from gdp.models.onnx.control_flow import ExecutionCost, control_flow_outputs
-from gdp.models.onnx.node_costs import OnnxCall, count_bytes, count_flops, dtype_of, kind_of
+from gdp.models.onnx.node_costs import OnnxCall, count_bytes, count_flops, dtype_of, kind_of, product_shapes
 from gdp.models.onnx.onnx_file import BOOL, DEFAULT_DOMAINS, INT32, INT64, SMALL, TensorInfo, captured, reads, subgraphs
 from gdp.models.onnx.runtime_shapes import RUNTIME_KINDS
 from gdp.models.onnx.shapes import Dims, NodeOutputs, checked, fold, infer, is_constant
@@ -40,6 +40,7 @@ class OnnxOp:
     resident_bytes: int = 0  # of initializers inside of its graphs
     operands: tuple[str, ...] = ()  # the first inputs by place, "" where one is absent
     read_dtype: str = ""  # of the first input
+    shapes: str = ""  # of a product
 
 
 @dataclass(eq=False)
@@ -246,6 +247,7 @@ class GraphScope:
                 cost.resident_bytes,
                 tuple(self.root(name) if name else "" for name in node.input),
                 "" if first is None else first.dtype,
+                product_shapes(whole, cost.flops, cost.dtype),
             )
         )
 

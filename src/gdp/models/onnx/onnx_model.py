@@ -148,7 +148,7 @@ def _assemble(model: ModelProto, scope: GraphScope, inputs: Mapping[str, TensorI
         module = _module(step.node)
         figures = step.flops, step.bytes_accessed, step.dtype, step.resident_bytes
         group = max((groups[shared[item]] for item in step.outputs if item in shared), default=-1)
-        ops.append(Op(label, step.kind, *figures, "forward", module, group))
+        ops.append(Op(label, step.kind, *figures, "forward", module, group, shapes=step.shapes))
     if not ops:
         raise InputError("has no inputs, weights or operators; there is nothing to place")
     rows = [

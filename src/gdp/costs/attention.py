@@ -1,0 +1,85 @@
+"""Fused attention as cards run it: blocks of queries, each of which goes through the keys that it sees.
+
+FlashAttention (T. Dao, "FlashAttention-2", ICLR 2024): a multiprocessor takes a block of queries of a head after the
+other, and of causal attention only the keys up to the block's last query. One token to a cache (decoding) has a block
+for the queries of all heads that share keys, and the keys are split where there are few blocks.
+"""
+
+import numpy as np
+
+from gdp.arrays import F64
+from gdp.costs.kernels import Kernel, PricedOp
+from gdp.costs.products import Multiprocessors, item_bytes
+
+_BLOCK, _DECODE_BLOCK, _KEYS = 128, 64, 64  # queries of a block, of one that decodes; keys read at a time
+_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)  # of keys
+_LEAST_SPLIT = 128
+# Fitted on the tables of all three cards (benchmarks/data/measured/attention-*.csv): what a block takes to begin and
+# end, and what a key takes one multiprocessor that decodes, of any card: it waits for memory.
+_BLOCK_NS, _KEY_NS = 2_500, 20.0
+
+_PREFIX = "_scaled_dot_product_"
+_CAUSAL = {  # where calls say whether they are causal
+    "flash_attention": 4,
+    "flash_attention_for_cpu": 4,  # captures run where there is no card
+    "efficient_attention": 6,
+    "cudnn_attention": 6,
+    "flash_attention_backward": 11,
+    "flash_attention_for_cpu_backward": 7,
+    "efficient_attention_backward": 11,
+    "cudnn_attention_backward": 14,
+}
+ATTENTION = tuple(_PREFIX + name for name in _CAUSAL)
+"""Kinds of PyTorch's calls that are fused attention."""
+
+
+def attention(op: PricedOp) -> list[Kernel]:
+    """One kernel, which computes half of the FLOPs where attention is causal. Its gradient has two more: one sums the
+    products of result and gradient, and one rounds the gradient of the queries, which is summed in float32."""
+    call = op.calls[0]
+    is_backward = call.kind.endswith("_backward")
+    query, key = call.arrays[is_backward : 2 + is_backward]
+    (batch, heads, queries, width), (kv_heads, keys) = query.size, key.size[-3:-1]
+    place = _CAUSAL[call.kind.removeprefix(f"aten.{_PREFIX}")]
+    is_causal = place < len(call.arguments) and call.arguments[place] == 1
+    size = (batch * kv_heads, max(heads // max(kv_heads, 1), 1), queries, keys, width, int(is_causal))
+    seen = float(_keys_seen(np.array([size], np.float64), 1)[0])
+    flops = round(op.flops * seen / keys) if keys else 0
+    kernels = [Kernel("attention_backward" if is_backward else "attention", flops, op.bytes, size)]
+    if is_backward:
+        elements, held = query.num_elements, item_bytes(query.dtype)
+        kernels.append(Kernel("pointwise", 0, int(elements * 2 * held) + 4 * batch * heads * queries))
+        kernels.append(Kernel("pointwise", 0, int(elements * (4 + held))))
+    return kernels
+
+
+def attention_ns(size: F64, flops: F64, processors: Multiprocessors) -> F64:
+    """Returns the ns [K] of attention of `size` [K, 6], if memory is quick enough, without its floor.
+
+    A size has sequences x heads of keys, heads of queries for each of them, queries, keys, width and 1 if causal.
+    """
+    parts, group, queries, keys, _, _ = size.T
+    is_decode = queries == 1
+    pairs = parts * group * queries * _keys_seen(size, 1)
+    block = np.where(is_decode, _DECODE_BLOCK, _BLOCK)
+    blocks = parts * np.where(is_decode, np.ceil(group / block), group * np.ceil(queries / block))
+    key_ns = block * flops / np.maximum(pairs, 1) / processors.flops_per_ns
+    key_ns = np.where(is_decode, np.maximum(key_ns, _KEY_NS), key_ns)
+    seen = np.where(is_decode, keys, _keys_seen(size, _BLOCK))
+    best = np.full(len(size), np.inf)
+    for splits in _SPLITS:
+        spent_ns = _BLOCK_NS + np.ceil(seen / splits / _KEYS) * _KEYS * key_ns
+        spent_ns *= np.ceil(blocks * splits / processors.count)
+        if splits > 1:
+            spent_ns = np.where(is_decode & (seen >= splits * _LEAST_SPLIT), spent_ns, np.inf)
+            spent_ns += processors.next_kernel_ns
+        best = np.minimum(best, spent_ns)
+    return np.asarray(best)
+
+
+def _keys_seen(size: F64, block: int) -> F64:
+    """Returns the mean number of keys [K] that a block of queries sees; the last query sees all."""
+    _, _, queries, keys, _, is_causal = size.T
+    rows = np.minimum(queries, keys)  # that see a key
+    seen = (keys - np.maximum(rows - block, 0) / 2) * rows / np.maximum(queries, 1)
+    return np.asarray(np.where(is_causal == 1, seen, keys))
