@@ -8,7 +8,7 @@ import csv
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,8 +17,7 @@ import numpy as np
 
 from benchmarks.rows import Rows
 from gdp import files
-from gdp.cluster import Cluster, Device
-from gdp.cluster.achieved import figures_of_kind
+from gdp.cluster import Cluster
 from gdp.cluster.device import EAGER
 from gdp.errors import InputError
 from gdp.graph import Graph
@@ -128,14 +127,8 @@ def read_table(path: Path, columns: Sequence[str]) -> list[Mapping[str, str]]:
 
 @cache
 def cluster_of(devices: str, runtime: str = EAGER) -> Cluster:
-    """Returns the cluster of DEVICES, built once, whose cards and links tell what they achieve."""
-    cluster = Cluster.parse(devices, with_exchanges=True)
-    return replace(cluster, devices=tuple(_achieving(device, runtime) for device in cluster.devices))
-
-
-def _achieving(device: Device, runtime: str) -> Device:
-    launch_ns, issue_ns, achieved = figures_of_kind(device.kind)
-    return replace(device, launch_ns=launch_ns, issue_ns=issue_ns, achieved=achieved, runtime=runtime)
+    """Returns the cluster of DEVICES, built once, as it runs a step."""
+    return Cluster.parse(f"{devices}:{runtime}")
 
 
 def on_one_card(graph: Graph, card: str, runtime: str = EAGER) -> Simulation:

@@ -14,6 +14,7 @@ from gdp.cli.options import (
     PlacedDevicesOption,
     PlanOrModelArgument,
     ReadingOptions,
+    RuntimeOption,
     TargetOptions,
     ThreadsOption,
     group_of,
@@ -27,6 +28,7 @@ from gdp.errors import InputError, prefixed
 def compare(
     plan_or_model: PlanOrModelArgument,
     devices: PlacedDevicesOption = None,
+    runtime: RuntimeOption = None,
     placers: Annotated[
         str | None,
         typer.Option(
@@ -60,13 +62,15 @@ def compare(
         from gdp.search.place_question import SearchOptions
         from gdp.simulator.plan import FORMAT, Asked
 
+        devices = None if devices is None else inputs.run_by(devices, runtime)
         asked: dict[str, Any] = {}  # of a plan: `auto` answers what it was asked
         if format_of(plan_or_model) == FORMAT:
             planned = inputs.open_plan(Path(plan_or_model), given)
             budget = given.get("budget", planned.options.get("budget", budget))
             with prefixed(plan_or_model):
                 source, asked = planned.model, planned.resolved
-                cluster = planned.cluster if devices is None else Cluster.parse(devices)
+                cluster = Cluster.parse(devices) if devices is not None else planned.cluster
+                cluster = cluster if runtime is None or devices is not None else cluster.run_by(runtime)
             limits = group_of(ConstraintOptions, asked)
         elif devices is None:
             raise InputError(f"{plan_or_model}: is no plan; name the devices to place it on with --devices")

@@ -10,7 +10,8 @@ from typing import Any
 
 from gdp.cli.shared import log
 from gdp.cluster import Cluster
-from gdp.errors import InputError, UnevenBatchError, WrongBatchError, prefixed
+from gdp.cluster.device import RUNTIMES, split_runtime
+from gdp.errors import InputError, UnevenBatchError, WrongBatchError, prefixed, suggest
 from gdp.export import accelerate_maps
 from gdp.export.accelerate_maps import NAMES, PREFIX
 from gdp.graph import Graph
@@ -29,6 +30,15 @@ from gdp.search.solvers import SOLVERS, solver_of
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
+
+
+def run_by(devices: str, runtime: str | None) -> str:
+    """Returns DEVICES with the runtime that `--runtime` names behind them; InputError for an unknown one."""
+    if runtime is None:
+        return devices
+    if runtime not in RUNTIMES:
+        raise InputError(f"--runtime is {runtime!r}; {suggest(runtime, RUNTIMES)}")
+    return f"{split_runtime(devices)[0]}:{runtime}"
 
 
 def read_graph(source: ModelSource) -> Model:

@@ -42,6 +42,13 @@ PlacedDevicesOption = Annotated[
 PlacedGraphOption = Annotated[
     str | None, typer.Option(metavar="MODEL", help="The graph or MODEL of the plan. Default: the one it was asked for.")
 ]
+RuntimeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="How GPUs run the step: eager, compile or cuda-graphs; also behind DEVICES: 4xa100-sxm-80g:compile.",
+    ),
+]
 BudgetOption = Annotated[str, typer.Option(help="A time (30s, 2m) or a number of simulations (20000sims).")]
 CheckpointOption = Annotated[
     str | None, typer.Option(metavar="FILE", help="A policy of your own, for auto and the learned placers.")
@@ -186,7 +193,7 @@ class GroupedCommand(TyperCommand):
 _GROUPS = {  # of a long help, by names of parameters; what is in none of them is of the search
     "Model": ("plan", "graph", *(item.name for item in fields(ReadingOptions))),
     "Layout": ("parallel", "batches", "target", *(item.name for item in fields(TargetOptions))),
-    "Machine": ("devices", "prices", "times", *(item.name for item in fields(ConstraintOptions))),
+    "Machine": ("devices", "runtime", "prices", "times", *(item.name for item in fields(ConstraintOptions))),
 }
 
 

@@ -19,6 +19,7 @@ from gdp.cli.options import (
     JsonOption,
     ModelArgument,
     ReadingOptions,
+    RuntimeOption,
     TargetOptions,
     ThreadsOption,
     with_options,
@@ -29,13 +30,15 @@ if TYPE_CHECKING:
     from gdp.export.export_target import ExportTarget
     from gdp.simulator.plan import Asked
 
-_NOT_ASKED = ("model", "devices", "sweep", "prices", "requests", "advice", "with_cache", "out", "json")  # of the answer
+# of the answer, or, the runtime, part of DEVICES
+_NOT_ASKED = "model", "devices", "runtime", "sweep", "prices", "requests", "advice", "with_cache", "out", "json"
 
 
 @with_options
 def place(
     model: ModelArgument,
     devices: DevicesOption = None,
+    runtime: RuntimeOption = None,
     placer: Annotated[str, typer.Option(help="auto runs classical placers, then searches.")] = "auto",
     budget: BudgetOption = "30s",
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the search.")] = 0,
@@ -106,7 +109,7 @@ def place(
     with live("loading gdp"):
         from gdp.budget import Budget
         from gdp.cli.answer import respond
-        from gdp.cli.inputs import check_checkpoint
+        from gdp.cli.inputs import check_checkpoint, run_by
         from gdp.cli.request import PlaceRequest
         from gdp.cli.sweep import sweep_place
         from gdp.cluster import Cluster
@@ -128,7 +131,9 @@ def place(
         if prices is not None and table is None:
             raise InputError("--prices: the table of --sweep has them; add --sweep devices=1..8, for instance")
         known_prices = Prices() if prices is None else Prices.load(prices)
-        devices = devices or str(table.values[0] if table is not None else "")
+        if runtime is not None and devices is None:
+            raise InputError("--runtime: write it behind each of --sweep machines, as in 4xa100-sxm-80g:compile")
+        devices = run_by(devices or str(table.values[0] if table is not None else ""), runtime)
         cluster = Cluster.parse(devices)
         tool = _target(target, target_options, placer, sweep, checkpoint)
         if tool is not None and tool.reserve and "reserve" not in given:

@@ -70,12 +70,6 @@ def with_more_memory(cluster: Cluster, factor: int) -> Cluster:
     return Cluster.build(cluster.name, devices, routes_of(cluster))
 
 
-def with_runtime(cluster: Cluster, runtime: str) -> Cluster:
-    """Returns the cluster whose devices run a step in this way, CPUs apart; InputError for an unknown one."""
-    devices = [device if device.is_cpu else replace(device, runtime=runtime) for device in cluster.devices]
-    return Cluster.build(cluster.name, devices, routes_of(cluster))
-
-
 def first(cluster: Cluster, count: int) -> Cluster:
     """Returns the first `count` devices. InputError if there are fewer."""
     if not 1 <= count <= cluster.num_devices:

@@ -8,7 +8,7 @@ D devices. A channel is named after the shared hardware: `gpu0.pcie.up` (a card'
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import permutations
 from pathlib import Path
@@ -20,8 +20,10 @@ import numpy.typing as npt
 from gdp import notebook
 from gdp.arrays import I64
 from gdp.cluster import cluster_file
+from gdp.cluster.achieved import figures_of_kind
+from gdp.cluster.catalogue import KINDS
 from gdp.cluster.detect import Machine, detect
-from gdp.cluster.device import WORD_DEVICES, Device, Route, check_devices
+from gdp.cluster.device import WORD_DEVICES, Device, Route, check_devices, split_runtime
 from gdp.cluster.parse_devices import preset
 from gdp.errors import InputError, prefixed, suggest
 from gdp.files import fingerprint as fingerprint_of
@@ -103,20 +105,33 @@ class Cluster:
         return cls(name, tuple(devices), channels, *of_routes, exchanges)
 
     @classmethod
-    def parse(cls, text: str, *, with_exchanges: bool = False) -> "Cluster":
+    def parse(cls, text: str) -> "Cluster":
         """Returns the cluster that `text` names: a preset such as `4xp100-pcie-16g`, a `gdp-cluster` file, or `local`.
 
         It is a path if that file exists or the name ends in .yaml, .yml, .json or .gz; docs/devices.md has the grammar.
-        `local` is this machine as it is now, see `gdp.cluster.detect`. Links of presets are as their sheets say, or
-        as exchanges use them.
+        `local` is this machine as it is now, see `gdp.cluster.detect`. Behind a colon, the runtime may follow:
+        `4xa100-sxm-80g:compile`; links of presets are as exchanges use them then, else as their sheets say.
         """
-        text = text.strip()
-        if text.endswith((".yaml", ".yml", ".json", ".gz")) or os.path.isfile(text):
-            return cls.load(text)
-        if text == "local":
-            return cls.of_machine(detect())
-        with without_collection():
-            return cls.build(text, *preset(text, with_exchanges))
+        devices, runtime = split_runtime(text.strip())
+        if devices.endswith((".yaml", ".yml", ".json", ".gz")) or os.path.isfile(devices):
+            cluster = cls.load(devices)
+        elif devices == "local":
+            cluster = cls.of_machine(detect())
+        else:
+            with without_collection():
+                cluster = cls.build(devices, *preset(devices, with_exchanges=runtime is not None))
+        return cluster if runtime is None else cluster.run_by(runtime)
+
+    def run_by(self, runtime: str) -> "Cluster":
+        """Returns the cluster whose GPUs run a step by "eager", "compile" or "cuda-graphs"; InputError for others.
+
+        A built-in kind is priced by its kernels and hosts then, unless the device tells what it achieves.
+        """
+        devices = [
+            device if device.is_cpu else replace(_with_kernels(device), runtime=runtime) for device in self.devices
+        ]
+        check_devices(devices)
+        return replace(self, name=f"{split_runtime(self.name)[0]}:{runtime}", devices=tuple(devices))
 
     @classmethod
     def of(cls, value: "Cluster | str | Path") -> "Cluster":
@@ -264,3 +279,11 @@ def _check(cluster: Cluster) -> None:
         pair = np.array(divmod(int(route[place]), num_devices))
         own = cluster.route_channels[pair[0]][pair[1]]
         raise InputError(f"{name(pair)}: channels {own} are not ascending numbers below {num_channels}; mend them")
+
+
+def _with_kernels(device: Device) -> Device:
+    """Returns a device of a built-in kind with what cards of the kind achieve."""
+    if device.achieved or device.kind not in KINDS:
+        return device
+    launch_ns, issue_ns, achieved = figures_of_kind(device.kind)
+    return replace(device, launch_ns=launch_ns, issue_ns=issue_ns, achieved=achieved)

@@ -57,6 +57,12 @@ class Route:
     exchange: str = ""  # of its link, in `catalogue.EXCHANGES`: what exchanges over it take; "": nothing is known
 
 
+def split_runtime(text: str) -> tuple[str, str | None]:
+    """Returns DEVICES, and the runtime behind them if one is named: `4xa100-sxm-80g:compile`."""
+    devices, _, runtime = text.rpartition(":")
+    return (devices, runtime) if devices and runtime in RUNTIMES else (text, None)
+
+
 def check_devices(devices: Sequence[Device]) -> None:
     """Raises InputError for too many devices, unusable names and figures out of range."""
     if not 1 <= len(devices) <= MAX_DEVICES:

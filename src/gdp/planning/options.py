@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gdp.cluster import Cluster
+from gdp.cluster.device import split_runtime
 from gdp.cluster.quantities import parse_fraction, parse_size
 from gdp.errors import InputError
 from gdp.models.lora import Lora
@@ -82,8 +83,10 @@ def constraints_of(options: Mapping[str, Any], cluster: Cluster) -> Constraints:
 
 def in_directory(text: str, directory: str) -> str:
     """Returns the file `text` as it is found from `directory` on; any other text as it is."""
-    path = Path(directory) / text
-    return str(path) if directory and Path(directory) != Path.cwd() and path.is_file() else text
+    file = split_runtime(text)[0]
+    path = Path(directory) / file
+    is_there = directory and Path(directory) != Path.cwd() and path.is_file()
+    return f"{path}{text.removeprefix(file)}" if is_there else text
 
 
 def _rule(text: str, option: str, example: str, find: Callable[[str], object], cluster: Cluster) -> tuple[str, str]:
