@@ -575,7 +575,7 @@ def test_an_issue_of_zero_is_left_out(tmp_path: Path) -> None:
 
 def test_links_as_exchanges_use_them() -> None:
     """A preset has its links' sheets, or what NCCL reaches over them; files and fingerprints keep what links tell."""
-    plain, told = (Cluster.parse("2x(4xl40s-48g:pcie4-host)@100gbit", with_exchanges=told) for told in (False, True))
+    plain, told = (Cluster.parse(f"2x(4xl40s-48g:pcie4-host)@100gbit{runtime}") for runtime in ("", ":eager"))
     assert plain.route(0, 1) == Route(10_000, 5_200_000_000, ("host0.gpu0.pcie.up", "host0.gpu1.pcie.down"))
     assert told.route(0, 1) == replace(plain.route(0, 1), latency_ns=5_770, exchange="pcie4-host")
     # 100 Gbit/s are slower than no card's slot here: 5.2 GB/s of the slot, of which a share of 0.92

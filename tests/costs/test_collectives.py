@@ -56,7 +56,7 @@ def test_times_grow_with_bytes_and_cards() -> None:
 
 def test_legs_of_hosts_that_share_a_network_card() -> None:
     """A network card of a host has one transfer, and tells the replicas beside it; rings go host by host."""
-    cluster = Cluster.parse("2x(4xa100-sxm-80g)@2x100gbit", with_exchanges=True)
+    cluster = Cluster.parse("2x(4xa100-sxm-80g)@2x100gbit:eager")
     known = exchange_times(cluster, [[device] for device in (0, 4, 1, 5, 2, 6, 3, 7)])
     assert known is not None
     order, times = known
@@ -80,13 +80,13 @@ def test_links_that_differ_or_tell_nothing_have_none() -> None:
         ("2x(4xa100-sxm-80g)@100gbit", [[0], [1], [4]]),
         ("2x(2x(2xa100-sxm-80g)@100gbit)@50gbit", [[0], [4]]),
     ):
-        assert exchange_times(Cluster.parse(text, with_exchanges=True), devices) is None
+        assert exchange_times(Cluster.parse(f"{text}:eager"), devices) is None
     assert exchange_times(Cluster.parse("2xa100-sxm-80g"), [[0], [1]]) is None
 
 
 def test_plan_files_keep_times() -> None:
     """Times come back from JSON as they were; anything else is refused."""
-    known = exchange_times(Cluster.parse("4xa100-sxm-80g", with_exchanges=True), [[0], [1], [2], [3]])
+    known = exchange_times(Cluster.parse("4xa100-sxm-80g:eager"), [[0], [1], [2], [3]])
     assert known is not None
     document = json.loads(json.dumps(known[1].document()))
     assert ExchangeTimes.of_document(document, 4) == known[1]

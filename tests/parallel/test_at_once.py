@@ -99,7 +99,7 @@ def test_the_first_bucket_is_small() -> None:
 
 def test_steps_come_back_from_their_documents() -> None:
     """A plan file has the times, so its step is the same whatever links have become since; unequal replicas hop."""
-    cluster = Cluster.parse("2x(2xa100-sxm-80g)@100gbit", with_exchanges=True)
+    cluster = Cluster.parse("2x(2xa100-sxm-80g)@100gbit:eager")
     graph, layout = chain([1000, 2000]), Layout((1,) * 4, 2)
     step = Step.of(graph, layout, **rings_over(cluster, [[0], [2], [1], [3]], layout))
     assert step.ring == (0, 2, 1, 3)
