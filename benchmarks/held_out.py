@@ -18,7 +18,6 @@ class HeldOut:
     graphs: frozenset[str]  # names of those it was trained on
     updates: int
     cpu_hours: float
-    is_best: bool  # the parameters that did best on validation graphs, of a file that has others too
 
     @classmethod
     def read(cls, path: Path) -> "HeldOut":
@@ -35,7 +34,6 @@ class HeldOut:
             graphs=graphs,
             updates=manifest.get("updates", 0),
             cpu_hours=manifest.get("cpu_hours", 0.0),
-            is_best="validation" in manifest,
         )
         for name in sorted(checkpoint.graphs):
             workload = workloads.find(name)
@@ -63,7 +61,7 @@ def checkpoints_in(directory: Path) -> list[HeldOut]:
 def choose(checkpoints: list[HeldOut], workload: str, directory: Path) -> HeldOut:
     """Returns the checkpoint for `workload`: it holds the family and its relatives out, and as little else as possible.
 
-    Of several, one that did best on validation graphs, then the one with the most updates. InputError if there is none.
+    Of several, the one with the most updates. InputError if there is none.
     """
     family = workloads.get(workload).family
     wanted = workloads.with_relatives(family)
@@ -73,4 +71,4 @@ def choose(checkpoints: list[HeldOut], workload: str, directory: Path) -> HeldOu
             f"{directory}: no checkpoint there holds family {family} out, which {workload} needs; make it with: "
             f"gdp train training-set --randomize --hold-out {family} --out {directory / family}.safetensors"
         )
-    return min(fitting, key=lambda one: (len(one.families), not one.is_best, -one.updates, one.path.name))
+    return min(fitting, key=lambda one: (len(one.families), -one.updates, one.path.name))

@@ -15,7 +15,6 @@ from typing_extensions import TypedDict
 from gdp.execute.run import Served
 from gdp.graph.document import Op, Tensor
 from gdp.policy.training.ppo import Statistics
-from gdp.policy.training.pretrain import Validation
 
 SCHEMAS = Path(__file__).parent / "schemas"
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
@@ -413,7 +412,6 @@ class Train(TypedDict):
     """`gdp train --json`."""
 
     checkpoint: str
-    best_checkpoint: str | None
     policy: str
     num_parameters: int
     updates: int
@@ -422,7 +420,6 @@ class Train(TypedDict):
     seconds: float
     cpu_hours: float
     statistics: Statistics | None
-    validation: Validation | None
 
 
 class Export(Figures):

@@ -62,8 +62,6 @@ def test_the_checkpoint_for_a_workload(save: Save) -> None:
         assert chosen(cells, workload) == name
     save("longer", "amoebanet", "nasnet", updates=11)
     assert chosen(cells, "amoebanet") == "longer"
-    save("cells.best", "amoebanet", "nasnet", updates=5, validation={"reward": -1.0})
-    assert chosen(cells, "amoebanet") == "cells.best"
 
 
 def test_a_missing_checkpoint(save: Save) -> None:

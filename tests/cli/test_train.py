@@ -51,12 +51,11 @@ def train(*args: str, out: str = OUT) -> list[str]:
 
 def test_the_answer_is_a_policy_that_can_be_loaded_and_trained_on(run: Run) -> None:
     """`gdp train` writes a checkpoint that can be loaded, and training can start from it on other graphs."""
-    status, out, _ = run(*train("--json", "--validation", "random.json.gz", "--randomize"))
+    status, out, _ = run(*train("--json", "--randomize"))
     answer = json.loads(out)
     assert (status, answer["updates"], answer["done"], answer["interrupted"]) == (0, 4, True, False)
     assert answer["statistics"]["best_step_time_ratio"] >= 1
     assert load_checkpoint(answer["checkpoint"]).num_parameters() == answer["num_parameters"]
-    assert read_manifest(answer["best_checkpoint"])["updates"] == 0  # validated at the start and every 20 updates
     status, out, err = run(*train("--from", OUT, out="more.safetensors"), graphs=("random.json.gz",))
     assert (status, "Checkpoint written to more.safetensors" in out) == (0, True), err
     manifest = read_manifest("more.safetensors")
@@ -106,7 +105,6 @@ def test_the_seed_alone_decides(run: Run) -> None:
         (train("--from", "random.json.gz"), "random.json.gz: truncated, or no safetensors file"),
         (train(out="."), ".: is a directory; name a file"),
         (train("--learning-rate", "0"), "learning_rate is 0.0; more than 0 is expected"),
-        (train("--validation", "none.json"), "none.json"),
         (train("--samples", "1"), "Invalid value for '--samples'"),
     ],
 )
@@ -169,12 +167,11 @@ def test_the_training_set_goes_on_its_usual_devices_and_leaves_out_families(run:
 
 
 @pytest.mark.usefixtures("_small_workloads")
-def test_what_is_held_out_is_neither_trained_nor_chosen_on_nor_known_from_before(run: Run) -> None:
-    """A held-out family is refused in graphs, in validation graphs, and in a checkpoint that did not hold it out."""
+def test_what_is_held_out_is_neither_trained_on_nor_known_from_before(run: Run) -> None:
+    """A held-out family is refused in graphs, and in a checkpoint that did not hold it out."""
     assert run(*train("--hold-out", "wavenet"))[0] == 0
     for args, graphs, message in (
         (["--hold-out", "amoebanet"], ("amoebanet",), "amoebanet: is of family amoebanet, which is held out"),
-        (["--hold-out", "gnmt", "--validation", "gnmt-2"], ("rnnlm-2",), "gnmt-2: is of family gnmt, which is held"),
         (["--hold-out", "wavenet", "--hold-out", "gnmt", "--from", OUT], ("rnnlm-2",), "without holding gnmt out"),
         (["--hold-out", "cubism"], ("rnnlm-2",), "family 'cubism' is unknown; known: rnnlm, gnmt"),
         ([], ("rnnlm-2", "chain.json.gz"), "chain.json.gz: is no built-in workload"),
@@ -193,10 +190,7 @@ def test_a_built_in_graph_that_is_held_out_is_refused_before_any_graph_is_read(
 ) -> None:
     """A held-out built-in graph is refused before any graph is read."""
     monkeypatch.setattr(source, "load", lambda *_: pytest.fail("read"))
-    for args, graphs in (
-        (["--hold-out", "gnmt"], ("rnnlm-2", "gnmt-2")),
-        (["--hold-out", "wavenet", "--validation", "wavenet-2x9"], ("rnnlm-2",)),
-    ):
+    for args, graphs in ((["--hold-out", "gnmt"], ("rnnlm-2", "gnmt-2")),):
         status, out, err = run(*train(*args), graphs=graphs, devices=None)
         assert (status, out) == (2, "")
         assert "which is held out; leave one of both out" in err

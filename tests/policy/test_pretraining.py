@@ -16,7 +16,7 @@ from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.policy.checkpoint import read_checkpoint, read_manifest
 from gdp.policy.training.ppo import PPOConfig
-from gdp.policy.training.pretrain import TrainingConfig, TrainingProgress, TrainingRun, best_path, train
+from gdp.policy.training.pretrain import TrainingConfig, TrainingProgress, TrainingRun, train
 from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource
 from policy.tiny_policy import (
     kill_again_and_again,
@@ -111,28 +111,6 @@ def test_stop_saves_the_last_whole_update(tmp_path: Path) -> None:
     train_tiny(out, 6, save_every=100)
     train_tiny(whole, 6)
     assert_equal(out, whole)
-
-
-def test_validation_resumes_too(tmp_path: Path) -> None:
-    """The best validation so far is part of the state."""
-    config = tiny_training(6, validate_every=2, validation_samples=4)
-    validation = [tiny_tasks(random_share=0.0).unvaried(number) for number in range(2)]
-    files = [tmp_path / name for name in ("whole.safetensors", "parts.safetensors")]
-    for out, ends in zip(files, ((6,), (3, 6)), strict=True):
-        for end in ends:
-            stop = threading.Event()
-            run = TrainingRun(
-                resume=True,
-                stop=stop,
-                num_threads=1,
-                on_update=lambda progress, end=end, stop=stop: stop.set() if progress.update == end else None,
-            )
-            train(tiny_policy(), tiny_tasks(), config, out, validation=validation, run=run)
-    assert_equal(*files)
-    assert_equal(*map(best_path, files))
-    best = read_manifest(best_path(files[0]))
-    assert best["updates"] in (0, 2, 4, 6)
-    assert best["validation"]["feasible"] == 1.0
 
 
 def test_resume_names_the_difference(tmp_path: Path) -> None:

@@ -44,10 +44,6 @@ class TrainOptions:
     samples: Annotated[int, typer.Option(metavar="S", min=2, help="Placements of a graph in an update.")] = 16
     learning_rate: Annotated[float | None, typer.Option(help="Learning rate of Adam. Default: the policy's.")] = None
     randomize: Annotated[bool, typer.Option("--randomize", help="Vary devices, links, memory and batch size.")] = False
-    validation: Annotated[
-        list[str] | None,
-        typer.Option(metavar="GRAPH", help="Keep the parameters that are best on this graph. Repeatable."),
-    ] = None
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the training.")] = 0
     threads: ThreadsOption = None
 

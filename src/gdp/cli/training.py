@@ -16,8 +16,8 @@ from gdp.models.papers import PAPERS
 from gdp.policy import checkpoint
 from gdp.policy.base import Policy
 from gdp.policy.scheduler import SchedulerPolicy
-from gdp.policy.training.pretrain import Provenance, TrainingConfig, TrainingProgress, TrainingRun, best_path, train
-from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource, TrainingTask
+from gdp.policy.training.pretrain import Provenance, TrainingConfig, TrainingProgress, TrainingRun, train
+from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource
 from gdp.report.progress import StatusLine, live, stop_on_interrupt, training_sentence
 
 RANDOM_SHARE = 0.75  # of tasks with --randomize; the others stay as given, as they are at the end
@@ -42,10 +42,8 @@ class Trained:
     def to_document(self) -> dict[str, Any]:
         """Returns the answer of `gdp train --json`."""
         progress, out = self.progress, self.options.out
-        best = best_path(out)
         return {
             "checkpoint": str(out),
-            "best_checkpoint": str(best) if self.options.validation and best.exists() else None,
             "policy": self.policy.name,
             "num_parameters": self.policy.num_parameters(),
             "updates": progress.update,
@@ -54,7 +52,6 @@ class Trained:
             "seconds": progress.seconds,
             "cpu_hours": progress.cpu_hours,
             "statistics": None if progress.statistics is None else asdict(progress.statistics),
-            "validation": None if progress.validation is None else asdict(progress.validation),
         }
 
     def to_text(self) -> str:
@@ -65,8 +62,6 @@ class Trained:
             f"{progress.seconds:.1f} s, {progress.cpu_hours:.3g} CPU hours in all",
             f"Checkpoint written to {self.options.out}",
         ]
-        if self.options.validation and best_path(self.options.out).exists():
-            lines.append(f"The parameters that are best on the validation graphs: {best_path(self.options.out)}")
         if not self.is_done:
             lines.append("Go on with the same command and --resume")
         return "\n".join(lines)
@@ -82,9 +77,8 @@ def run(options: TrainOptions, command: str, warm_up: Callable[[], object]) -> T
     if options.out.exists() and not options.resume:
         raise InputError(f"{options.out}: exists; go on with it by --resume, or choose another --out")
     clusters = [Cluster.parse(text) for text in options.devices or ()]
-    validated = options.validation or ()
     held_out = PAPERS.hold_out(options.hold_out or ())
-    _check_held_out((*options.graphs, *validated), held_out)
+    _check_held_out(options.graphs, held_out)
     policy, origin = _policy(options, held_out)
     pairs = _pairs(options.graphs, clusters, held_out)
     config = TrainingConfig(
@@ -95,7 +89,6 @@ def run(options: TrainOptions, command: str, warm_up: Callable[[], object]) -> T
         learning_rate=policy.learning_rate if options.learning_rate is None else options.learning_rate,
     )
     tasks = Tasks(pairs, TaskConfig(random_share=RANDOM_SHARE if options.randomize else 0.0), options.seed)
-    validation = _validation(_pairs(validated, clusters, held_out))
     seconds = None if limit is None else limit.seconds
     line = StatusLine(f"training {policy.name}")
     warm_up()
@@ -111,9 +104,7 @@ def run(options: TrainOptions, command: str, warm_up: Callable[[], object]) -> T
                 resume=options.resume, seconds=seconds, stop=stop, num_threads=options.threads, on_update=report
             )
             provenance = Provenance(origin=origin, held_out=held_out, command=command)
-            progress = train(
-                policy, tasks, config, options.out, validation=validation, provenance=provenance, run=training_run
-            )
+            progress = train(policy, tasks, config, options.out, provenance=provenance, run=training_run)
         return Trained(policy, progress, options, stop.is_set())
 
 
@@ -161,9 +152,3 @@ def _check_held_out(names: Sequence[str], held_out: Sequence[str], text: str | N
             raise InputError(
                 f"{text or name}: is of family {workload.family}, which is held out; leave one of both out"
             )
-
-
-def _validation(pairs: Sequence[TaskSource]) -> list[TrainingTask]:
-    """Returns the task of each validation graph as it is."""
-    tasks = Tasks(pairs, TaskConfig(), seed=0) if pairs else None
-    return [tasks.unvaried(number) for number in range(len(pairs))] if tasks else []

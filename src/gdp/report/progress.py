@@ -84,8 +84,6 @@ def training_sentence(progress: "TrainingProgress") -> str:
             f"{last.feasible:.0%} fit",
             f"entropy {last.entropy:.2f}",
         ]
-    if (checked := progress.validation) is not None:
-        parts.append(f"validation {_ratio(checked.step_time_ratio)}")
     return " | ".join(parts)
 
 

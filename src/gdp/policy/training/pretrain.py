@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
-from math import cos, exp, inf, log, nan, pi
+from math import cos, inf, pi
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from gdp.policy.training.ppo import CONSTRUCTING, PPOConfig, Statistics, Trials,
 from gdp.policy.training.tasks import Tasks, TrainingTask
 
 ADAM_EPSILON = 1e-5  # not 1e-8: gradients that are 0 but for rounding would move parameters by whole steps
-_LISTS = {"tasks.sources": "other graphs or devices", "validation": "other validation graphs"}  # of arguments
 
 
 class TrainingState:
@@ -44,7 +43,6 @@ class TrainingState:
         self._tensors = {
             "updates": torch.tensor(0),  # done
             "cpu_seconds": torch.tensor(0.0, dtype=torch.float64),
-            "best_validation": torch.tensor(torch.finfo(torch.float64).min, dtype=torch.float64),
         }
         # Adam makes these in its first step; they are made here, so that there is always the same to store
         for parameter in self.optimizer.param_groups[0]["params"]:
@@ -71,14 +69,6 @@ class TrainingState:
         """Counts one more update."""
         self._tensors["updates"] += 1
         self._tensors["cpu_seconds"] += cpu_seconds
-
-    def is_best(self, reward: float) -> bool:
-        """Returns whether this is the best validation so far, and keeps it for the next comparison."""
-        best = self._tensors["best_validation"]
-        if reward <= float(best):
-            return False
-        best.fill_(reward)
-        return True
 
     def restore(self, path: Path, arguments: Mapping[str, Any], num_updates: int) -> None:
         """Restores state and parameters from a checkpoint file of a run of `num_updates` with the same `arguments`.
@@ -114,7 +104,7 @@ def check_same(arguments_before: Mapping[str, Any], arguments: Mapping[str, Any]
     if name is None:
         return
     values = f"{name} = {brief(before.get(name))}, not {brief(now.get(name))}"
-    difference = next((text for prefix, text in _LISTS.items() if name.startswith(prefix)), values)
+    difference = "other graphs or devices" if name.startswith("tasks.sources") else values
     raise InputError(f"was trained with {difference}; resume with the same arguments, or train on from it with --from")
 
 
@@ -125,9 +115,6 @@ def _flat(value: object, name: str = "") -> dict[str, Any]:
         parts = [_flat(item, f"{name}.{key}" if name else str(key)) for key, item in items]
         return {path: leaf for part in parts for path, leaf in part.items()}
     return {name: value}
-
-
-_VALIDATION = 2**32 - 1  # in the place of an update's number; no update has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,12 +129,10 @@ class TrainingConfig:
     learning_rate: float = 1e-3
     warmup_updates: int = 10  # the learning rate rises linearly
     final_learning_rate: float = 0.1  # times `learning_rate`, reached along a cosine
-    validate_every: int = 20
-    validation_samples: int = 16
     ppo: PPOConfig = CONSTRUCTING
 
     def __post_init__(self) -> None:
-        for name in ("updates", "graphs_per_update", "validate_every", "validation_samples"):
+        for name in ("updates", "graphs_per_update"):
             if not 1 <= getattr(self, name) < 2**31:
                 raise InputError(f"{name} is {getattr(self, name)}; at least 1 is expected")
         if self.samples < 2:
@@ -169,22 +154,12 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Validation:
-    """The result on the validation problems, best of the samples on each."""
-
-    reward: float  # mean; decides which parameters are the best
-    step_time_ratio: float  # to the reference, geometric mean over problems with a placement that fits; nan if none
-    feasible: float  # share of problems with a placement that fits
-
-
-@dataclass(frozen=True, slots=True)
 class TrainingProgress:
     """The state of a training run."""
 
     update: int  # done
     updates: int
     statistics: Statistics | None  # of the last update; None where this run has made none
-    validation: Validation | None  # the last one
     seconds: float  # of this run
     cpu_hours: float  # of the runs before this one, too
     seconds_left: float | None  # None without a limit
@@ -222,47 +197,35 @@ def train(
     config: TrainingConfig,
     out: Path,
     *,
-    validation: Sequence[TrainingTask] = (),
     provenance: Provenance | None = None,
     run: TrainingRun | None = None,
 ) -> TrainingProgress:
     """Trains `policy` in place; writes the checkpoint `out` every `save_every` updates and at the end.
 
-    A run that resumes must have the policy, tasks, configuration, validation problems and origin of the run that wrote
-    `out`. The parameters that do best on the `validation` problems are kept in `best_path(out)`. Raises InputError:
-    another run's file, a bad file, a gradient that is not finite.
+    A run that resumes must have the policy, tasks, configuration and origin of the run that wrote `out`. Raises
+    InputError: another run's file, a bad file, a gradient that is not finite.
     """
     started = time.monotonic()
     provenance, run = provenance or Provenance(), run or TrainingRun()
-    arguments = {
-        "training": asdict(config),
-        "tasks": tasks.to_document(),
-        "validation": [[task.problem.graph.fingerprint, task.problem.cluster.fingerprint] for task in validation],
-        "from": provenance.origin,
-    }
+    arguments = {"training": asdict(config), "tasks": tasks.to_document(), "from": provenance.origin}
     state = TrainingState(policy)
     saved = -1  # number of updates in the file
     if run.resume and out.exists():
         state.restore(out, arguments, config.updates)
         saved = state.updates
 
-    def save(path: Path, *, is_final: bool, **more: Any) -> None:
+    def save() -> None:
         manifest = manifest_of(tasks, provenance, arguments, updates=state.updates, cpu_hours=state.cpu_hours)
-        save_checkpoint(path, policy, manifest | more, None if is_final else state.tensors())
+        is_final = state.updates == config.updates
+        save_checkpoint(out, policy, manifest, None if is_final else state.tensors())
 
-    def check() -> Validation:
-        checked = validate(policy, validation, config, run.num_threads)
-        if state.is_best(checked.reward):
-            save(best_path(out), is_final=True, validation=asdict(checked))
-        return checked
-
-    def progress(statistics: Statistics | None, checked: Validation | None) -> TrainingProgress:
+    def progress(statistics: Statistics | None) -> TrainingProgress:
         elapsed = time.monotonic() - started
         left = None if run.seconds is None else max(run.seconds - elapsed, 0.0)
-        return TrainingProgress(state.updates, config.updates, statistics, checked, elapsed, state.cpu_hours, left)
+        return TrainingProgress(state.updates, config.updates, statistics, elapsed, state.cpu_hours, left)
 
     with one_thread():
-        latest = progress(None, check() if validation and state.updates == 0 else None)
+        latest = progress(None)
         for update in range(state.updates, config.updates):
             before = time.process_time()
             trials = list[Trials]()
@@ -279,48 +242,21 @@ def train(
                 group["lr"] = config.learning_rate_at(update)
             statistics = improve(policy, state.optimizer, trials, config.ppo)
             state.count_update(time.process_time() - before)
-            is_due = bool(validation) and state.updates % config.validate_every == 0
-            latest = progress(statistics, check() if is_due else latest.validation)
+            latest = progress(statistics)
             if run.on_update is not None:
                 run.on_update(latest)
             if state.updates % run.save_every == 0:
-                save(out, is_final=state.updates == config.updates)
+                save()
                 saved = state.updates
         if state.updates != saved:
-            save(out, is_final=state.updates == config.updates)
+            save()
     return latest
-
-
-def best_path(out: Path) -> Path:
-    """Returns the file for the parameters that did best on the validation problems: `name.best.safetensors`."""
-    return out.with_name(f"{out.stem}.best{out.suffix}")
 
 
 def instance_of(policy: Policy, task: TrainingTask, rng: np.random.Generator) -> Instance:
     """Returns the policy's view of the task; InputError names the task."""
     with prefixed(f"{task.problem.graph.name} on {task.problem.cluster.name}"):
         return policy.instance(task.problem, rng)
-
-
-def validate(
-    policy: Policy, problems: Sequence[TrainingTask], config: TrainingConfig, num_threads: int | None = None
-) -> Validation:
-    """Returns the best of each problem's likeliest placement and `validation_samples` drawn ones, always the same."""
-    total = np.zeros(3)
-    for number, task in enumerate(problems):
-        rng = np.random.default_rng(np.random.SeedSequence([config.seed, _VALIDATION, number]))
-        instance = instance_of(policy, task, rng)
-        draw = partial(draw_trials, policy, instance, config=config.ppo, reference_ns=task.reference_ns)
-        outcomes = [
-            draw(num_samples, rng, temperature=temperature, num_threads=num_threads)
-            for num_samples, temperature in ((1, 0.0), (config.validation_samples, 1.0))
-        ]
-        fitting_ns = [int(trials.step_time_ns[trials.best]) for trials in outcomes if trials.best is not None]
-        log_ratio = log(max(min(fitting_ns), 1) / max(task.reference_ns, 1)) if fitting_ns else 0.0
-        reward = max(float(trials.rewards.max()) for trials in outcomes)
-        total += reward, log_ratio, bool(fitting_ns)
-    reward, log_ratio, solved = total.tolist()
-    return Validation(reward / len(problems), exp(log_ratio / solved) if solved else nan, solved / len(problems))
 
 
 def manifest_of(
