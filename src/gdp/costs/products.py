@@ -22,7 +22,9 @@ _SIDES = ((256, 128), (256, 64), (128, 128), (128, 64), (128, 32), (64, 64), (64
 _TILES = tuple(dict.fromkeys([*_SIDES, *((columns, rows) for rows, columns in _SIDES)]))
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)  # of k
 _LEAST_SPLIT, _K_STEP = 64, 32  # of k: what a split has, and what is read at a time
-_ALIGNED_BYTES = 16  # of a row, which is padded to them: tensor cores and asynchronous copies take no less
+# Rows of halves that are no multiple of 16 bytes are read element by element: an RTX 4090 reaches 107-116 TFLOP/s then,
+# in place of 156 (github.com/pytorch/pytorch/issues/181718).
+_ALIGNED, _UNALIGNED_PACE = 8, 0.7
 _SUM_BYTES = 4  # of a partial sum
 # Fitted on the tables of all three cards (benchmarks/data/measured/gemm-*.csv): the steps of k that a tile reads until
 # it multiplies, and takes to write its sums; and the norm by which reading memory and multiplying overlap.
@@ -89,22 +91,23 @@ def multiprocessors_of(device: Device, flops_per_second: F64) -> Multiprocessors
 def tiled_ns(size: F64, element_bytes: F64, processors: Multiprocessors) -> F64:
     """Returns the ns [K] in which products of `size` [K, 4] are done, if memory is quick enough."""
     parts, m, n, k = size.T
-    step = np.where(element_bytes == 2, _ALIGNED_BYTES // 2, 1)
-    n, k = np.where(n == 1, 1, np.ceil(n / step) * step), np.ceil(k / step) * step
+    is_aligned = (element_bytes != 2) | (((n % _ALIGNED == 0) | (n == 1)) & (k % _ALIGNED == 0))
+    pace = np.where(is_aligned, 1, _UNALIGNED_PACE)
+    rows, columns = np.array(_TILES, np.float64).T[:, :, None]  # [T, 1] tiles
+    tiles = parts * np.ceil(m / rows) * np.ceil(n / columns)
+    height, width = np.where(m == 1, 1, rows), np.where(n == 1, 1, columns)  # kernels for vectors have no tiles
+    read_ns = (height + width) * element_bytes / processors.bytes_per_ns
+    step_ns = np.maximum(2 * height * width / processors.flops_per_ns, read_ns) / pace
     best = np.full(len(size), np.inf)
-    for rows, columns in _TILES:
-        tiles = parts * np.ceil(m / rows) * np.ceil(n / columns)
-        height, width = np.where(m == 1, 1, rows), np.where(n == 1, 1, columns)  # kernels for vectors have no tiles
-        read_ns = (height + width) * element_bytes / processors.bytes_per_ns
-        step_ns = np.maximum(2 * height * width / processors.flops_per_ns, read_ns)
-        for splits in _SPLITS:
-            steps = np.ceil(k / splits / _K_STEP) * _K_STEP
-            spent_ns = np.ceil(tiles * splits / processors.count) * (steps * step_ns + _FILL * read_ns)
-            if splits > 1:
-                summed_bytes = 2 * _SUM_BYTES * splits * parts * m * n  # written and read
-                spent_ns += processors.next_kernel_ns + summed_bytes / (processors.bytes_per_ns * processors.count)
-                spent_ns = np.where(k < splits * _LEAST_SPLIT, np.inf, spent_ns)
-            best = np.minimum(best, spent_ns)
+    for splits in _SPLITS:
+        steps = np.ceil(k / splits / _K_STEP) * _K_STEP
+        waves = np.ceil(tiles * splits / processors.count)
+        spent_ns = (waves * (steps * step_ns + _FILL * read_ns)).min(axis=0)
+        if splits > 1:
+            summed_bytes = 2 * _SUM_BYTES * splits * parts * m * n  # written and read
+            spent_ns += processors.next_kernel_ns + summed_bytes / (processors.bytes_per_ns * processors.count)
+            spent_ns[k < splits * _LEAST_SPLIT] = np.inf
+        best = np.minimum(best, spent_ns)
     return np.asarray(best)
 
 
