@@ -39,7 +39,6 @@ def measure(model: str, budget: str, steps: int, out: Path, say: Callable[[str],
     ]
     return {
         "model": model,
-        "fit_errors": measured["fit_errors"],
         "routes": routes,
         "num_ops": placed["graph"]["num_ops"],
         "results": found["results"],

@@ -543,7 +543,6 @@ class Measure(TypedDict):
     fingerprint: str
     alone: Annotated[dict[str, dict[str, float]], d("by device: factors of its figures while no other works")]
     notes: list[str]
-    fit_errors: list[float]
     path: str
 
 

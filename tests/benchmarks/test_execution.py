@@ -33,7 +33,6 @@ PROCESSES: dict[str, Any] = {
     "step_time_ns": 2_000_000,
     "predicted_ns": 1_000_000,
     "results": {"bit_equal_tensors": 5, "tensors": 5, "reference": "that"},
-    "fit_errors": [0.1, 0.2, 0.9],
     "routes": [{"from": "cpu0", "to": "cpu1", "latency_ns": 200_000, "bytes_per_second": 10**9}],
     "transfers": [
         {"from": "cpu0", "to": "cpu1", "num_tensors": 3, "predicted_ns": 1, "measured_ns": 2, "median_error": 0.25}

@@ -173,7 +173,7 @@ def test_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"gdp: measuring float32 on {name} alone\n" in err
     assert out.count("\n") == 1
     answer = json.loads(out)
-    assert list(answer) == ["cluster", "fingerprint", "alone", "notes", "fit_errors", "path"]
+    assert list(answer) == ["cluster", "fingerprint", "alone", "notes", "path"]
     assert answer["path"] == str(path)
     assert answer["cluster"] == Cluster.parse(str(path)).to_document()
     assert answer["fingerprint"] == Cluster.parse(str(path)).fingerprint

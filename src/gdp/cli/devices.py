@@ -186,7 +186,6 @@ def devices_measure(
                 "fingerprint": cluster.fingerprint,
                 "alone": dict(calibration.alone),
                 "notes": calibration.notes,
-                "fit_errors": calibration.fit_errors,
                 "path": str(out),
             }
         )

@@ -60,14 +60,12 @@ class Calibration:
 
     `alone` has for each device the factors by which its figures change when no other is at work: `float32` and
     `memory_bandwidth` of 1.5 are rates of 1.5 times the cluster's, `launch` of 0.9 is a time of 0.9 times its. For a
-    single device they show how well figures repeat. `fit_errors` are the relative errors, without sign, of transfers
-    between processes of sizes that the routes were not fitted to.
+    single device they show how well figures repeat.
     """
 
     cluster: Cluster
     alone: Mapping[str, Mapping[str, float]]
     notes: tuple[str, ...]
-    fit_errors: tuple[float, ...] = ()
 
 
 def calibrate(devices: Sequence[Detected], *, quick: bool = False, on_progress: Log | None = None) -> Calibration:

@@ -1,6 +1,5 @@
 """Routes between the devices of this machine: latency, bandwidth, and the channels that they share."""
 
-import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import combinations, permutations
@@ -13,7 +12,6 @@ from gdp.cluster.catalogue import BY_REFERENCE_BYTES_PER_SECOND
 from gdp.execute.backends import backend_of
 from gdp.execute.calibrate.work import (
     MIB,
-    Chains,
     Extent,
     Job,
     Log,
@@ -27,13 +25,11 @@ from gdp.execute.calibrate.work import (
     job_of,
     line_through,
     time_alone,
-    timed_steps,
     together,
     whole,
 )
 from gdp.execute.forked.forked_executor import may_fork
 from gdp.execute.targets import Target
-from gdp.models.pytorch import capture
 
 COPY_BYTES = (1024, MIB, 16 * MIB, 64 * MIB)
 _HOP_BYTES = (1024, 64 * 1024, MIB, 8 * MIB)
@@ -74,7 +70,8 @@ def _between_cpus(targets: Sequence[Target], pairs: Sequence[Pair], effort: Exte
         return BY_REFERENCE_BYTES_PER_SECOND, []
     first, second = pair = [targets[end] for end in pairs[0]]
     if not may_fork(targets):
-        return BY_REFERENCE_BYTES_PER_SECOND, [_by_reference_note(pair, effort.num_steps)]
+        note = f"{first.name} hands tensors to {second.name} by reference, however large, within one memory"
+        return BY_REFERENCE_BYTES_PER_SECOND, [note]
     log(f"tensors that {first.name} hands {second.name}")
     hops = _rate({num_bytes: max(_hop_ns(pair, num_bytes, effort), _LEAST_NS) for num_bytes in _HOP_BYTES})
     copies = _rate(
@@ -88,26 +85,6 @@ def _hop_ns(pair: Sequence[Target], num_bytes: int, effort: Extent) -> float:
     """Measures the time of a hand-over of tensors that together do not stay in the caches."""
     num_ops = min(max(_HOPPED_BYTES, 2 * cache_bytes()) // num_bytes, effort.num_ops)
     return hop_ns(chain_program(1, max(num_ops, 8), num_bytes), pair, effort.num_steps)
-
-
-def _by_reference_note(pair: Sequence[Target], num_steps: int) -> str:
-    """Measures the time from the end of a small or large tensor's op to the start of its reader on another device.
-
-    first    make the other -> make it -> ...      the reader has waited equally long for both, since threads wake up
-    second   (waits)                   -> read it  the later the longer they have slept
-    """
-    small_bytes, large_bytes = COPY_BYTES[0], COPY_BYTES[-1]
-    inputs = [torch.zeros(num_bytes // 4) for num_bytes in (small_bytes, large_bytes)]
-    program = capture(Chains(1), inputs, name="two sizes", training=False).program
-    small_us, large_us = (
-        statistics.median(record.devices[1].start_ns[0] - record.devices[0].finish_ns[1] for record in records) / 1000
-        for it, other in ((0, 1), (1, 0))
-        for records in [timed_steps(program, [[other, it, 2 + other], [2 + it]], pair, num_steps)]
-    )
-    return (
-        f"{pair[0].name} hands {pair[1].name} 1 KiB in {small_us:.0f} us and 64 MiB in {large_us:.0f} us: "
-        "within one memory tensors are handed over by reference, however large"
-    )
 
 
 def _copy_rate(source: Target, target: Target, effort: Extent) -> int:
@@ -167,26 +144,15 @@ def _rivals(targets: Sequence[Target], routes: Sequence[Pair], effort: Extent, l
 def _channels(
     names: Sequence[str], routes: Sequence[Pair], rivals: Collection[frozenset[Pair]]
 ) -> dict[Pair, tuple[str, ...]]:
-    """Names the channels of each route, so that any two rivals share one; all routes of a channel are rivals."""
-    groups: list[list[Pair]] = []
-    for rival in sorted(map(sorted, rivals)):
-        if not any(set(rival) <= set(group) for group in groups):
-            group = list(rival)
-            for route in routes:
-                if all(frozenset((route, member)) in rivals for member in group):  # false for a member itself
-                    group.append(route)
-            groups.append(group)
-    groups += [[route] for route in routes if not any(route in group for group in groups)]
-    channels: dict[Pair, tuple[str, ...]] = dict.fromkeys(routes, ())
-    taken: set[str] = set()
-    for group in groups:
-        sources, ends = ({names[route[side]] for route in group} for side in (0, 1))
-        if len(group) == 1:
-            name = f"{min(sources)}->{min(ends)}"
-        else:
-            name = f"{min(sources)}.out" if len(sources) == 1 else f"{min(ends)}.in" if len(ends) == 1 else "shared"
-        name = name if name not in taken else f"{name}.{len(taken)}"
-        taken.add(name)
-        for route in group:
-            channels[route] += (name,)
-    return channels
+    """Names the channels of each route, so that any two rivals share one: that of their common end, or their own."""
+    channels: dict[Pair, dict[str, None]] = {route: {} for route in routes}
+    for pair in sorted(map(sorted, rivals)):
+        (source, end), (other_source, other_end) = pair
+        name = " | ".join("->".join(names[device] for device in route) for route in pair)
+        if source == other_source:
+            name = f"{names[source]}.out"
+        elif end == other_end:
+            name = f"{names[end]}.in"
+        for route in pair:
+            channels[route][name] = None
+    return {route: tuple(own) or (f"{names[route[0]]}->{names[route[1]]}",) for route, own in channels.items()}

@@ -4,13 +4,11 @@
     each pair    a   add     add     add         for each size the time by which a hand-over lengthens a chain of
                  b       add     add             tensors, the mean of both directions
 
-A line through the times of the sizes gives a route's latency and bandwidth; others that lie between them, also sent but
-not used for the line, tell how well it fits.
+A line through the times of the sizes gives a route's latency and bandwidth.
 """
 
 import json
 import os
-import statistics
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -26,9 +24,7 @@ from gdp.execute.ranks.rank_executor import ProcessExecutor
 from gdp.execute.ranks.ranks import Ranks
 from gdp.models.pytorch import capture
 
-_KIB = 1024
-_FITTED_BYTES = (4 * _KIB, 64 * _KIB, 256 * _KIB, 1024 * _KIB, 4096 * _KIB, 16384 * _KIB)
-_CHECKED_BYTES = (16 * _KIB, 128 * _KIB, 512 * _KIB, 2048 * _KIB, 8192 * _KIB)
+_SIZES_BYTES = tuple(1024 * kib for kib in (4, 64, 256, 1024, 4096, 16384))
 _STEPS, _QUICK_STEPS = 15, 5
 _CHAIN_OPS = 3  # an odd number: one rank's clock has both ends
 
@@ -56,7 +52,7 @@ def calibrate_ranks(ranks: Ranks, device: Detected, *, quick: bool, on_progress:
     ranks.store.set(f"device/{ranks.rank}", json.dumps(own.cluster.to_document()["devices"][0]))
     documents = [json.loads(ranks.store.get(f"device/{rank}")) for rank in range(len(ranks.names))]
     rates = [item["memory_bandwidth"] for item in documents]
-    routes, errors = _routes(ranks, rates, _QUICK_STEPS if quick else _STEPS, on_progress)
+    routes = _routes(ranks, rates, _QUICK_STEPS if quick else _STEPS, on_progress)
     if not ranks.is_first:
         return None
     devices = [
@@ -64,33 +60,24 @@ def calibrate_ranks(ranks: Ranks, device: Detected, *, quick: bool, on_progress:
         for name, item in zip(ranks.names, documents, strict=True)
     ]
     cluster = Cluster.build("processes", devices, routes)
-    if not errors:  # of a single device
-        return Calibration(cluster, {}, ())
-    note = (
-        "transfers of sizes between those that the routes were fitted to, with nothing else at work: "
-        f"median error {statistics.median(errors):.0%}, largest {max(errors):.0%}"
-    )
-    return Calibration(cluster, {}, (note,), tuple(errors))
+    return Calibration(cluster, {}, ())
 
 
-def _routes(
-    ranks: Ranks, memory_rates: Sequence[int], num_steps: int, log: Log
-) -> tuple[dict[tuple[int, int], Route], list[float]]:
-    """Returns on the first rank the route of each ordered pair, and the relative errors of the fits.
+def _routes(ranks: Ranks, memory_rates: Sequence[int], num_steps: int, log: Log) -> dict[tuple[int, int], Route]:
+    """Returns on the first rank the route of each ordered pair.
 
     No route is faster than the memory at its ends, `memory_rates` in bytes per second: on a busy machine large tensors
     may seem to take no longer than small ones.
     """
-    sizes = sorted((*_FITTED_BYTES, *_CHECKED_BYTES))
-    inputs = [torch.zeros(size // 4) for size in sizes]
+    inputs = [torch.zeros(size // 4) for size in _SIZES_BYTES]
     program = capture(Chains(_CHAIN_OPS), inputs, name="chains", training=False).program
     bound = program.bind_inputs(inputs, {})
-    chains = np.arange(len(sizes), program.graph.num_ops).reshape(len(sizes), _CHAIN_OPS)
-    routes, errors = {}, []
+    chains = np.arange(len(inputs), program.graph.num_ops).reshape(len(inputs), _CHAIN_OPS)
+    routes = {}
     for a, b in combinations(range(len(ranks.names)), 2):
         log(f"transfers between {ranks.names[a]} and {ranks.names[b]}")
         order: list[list[int]] = [[] for _ in ranks.names]
-        order[a] = [*range(len(sizes)), *chains[:, ::2].ravel().tolist()]
+        order[a] = [*range(len(inputs)), *chains[:, ::2].ravel().tolist()]
         order[b] = chains[:, 1::2].ravel().tolist()
         hops_ns: list[npt.NDArray[np.float64]] = []
         with ProcessExecutor(program, order, ranks) as executor:
@@ -99,11 +86,10 @@ def _routes(
                 spans = finish[chains[:, -1]] - start[chains[:, 0]] - (finish - start)[chains].sum(axis=1)
                 hops_ns.append(spans / (_CHAIN_OPS - 1))
         if ranks.is_first:
-            medians = dict(zip(sizes, np.maximum(np.median(hops_ns[2:], axis=0), 1.0).tolist(), strict=True))
-            fit = line_through({size: medians[size] for size in _FITTED_BYTES})
+            medians = np.maximum(np.median(hops_ns[2:], axis=0), 1.0).tolist()
+            fit = line_through(dict(zip(_SIZES_BYTES, medians, strict=True)))
             latency_ns, ns_per_byte = max(fit[0], 0.0), max(fit[1], 1e9 / min(memory_rates[a], memory_rates[b]))
             for pair in ((a, b), (b, a)):
                 channel = "->".join(ranks.names[rank] for rank in pair)
                 routes[pair] = Route(round(latency_ns), whole(1e9 / ns_per_byte), (channel,))
-            errors += [abs((latency_ns + ns_per_byte * size) / medians[size] - 1.0) for size in _CHECKED_BYTES]
-    return routes, errors
+    return routes

@@ -111,8 +111,7 @@ class Ranks:
             signal.signal(signal.SIGTERM, signal.SIG_IGN if self._has_failed else signal.SIG_DFL)
             self._handles_sigterm = False
         if self._has_failed:  # the connections are cut; what is left of them ends with the process
-            with contextlib.suppress(RuntimeError):
-                within(3 * CAUSE_SECONDS, partial(self._wait_for_readers, "readers"))
+            self._await_readers()
         elif dist.is_initialized():
             dist.destroy_process_group(self.group)
 
@@ -159,7 +158,7 @@ class Ranks:
             digests = [self.store.get(each) for each in keys]
         others = [name for name, own in zip(self.names, digests, strict=True) if own != digests[0]]
         if others:
-            self._note_reader(f"{key}/readers")
+            self._await_readers()
             raise InputError(f"device {others[0]!r}: {what}")
 
     def act_once(self, act: Callable[[], None]) -> None:
@@ -177,7 +176,7 @@ class Ranks:
         except RuntimeError:
             raise self.error_of(self.store_lost()) from None
         if text:
-            self._note_reader(f"{key}/readers")
+            self._await_readers()
             raise InputError(text)
 
     def _await(self, keys: Sequence[str], patience_seconds: float = math.inf) -> None:
@@ -211,7 +210,6 @@ class Ranks:
             while not self.has_cause() and time.monotonic() < until:
                 time.sleep(_POLL_SECONDS)
             first: dict[str, Any] = json.loads(self.store.compare_set("cause", "", json.dumps(mine)))
-            self.store.add("readers", 1)
             return first
 
         try:
@@ -222,19 +220,10 @@ class Ranks:
         is_reporter = first["by"] == self.rank
         return RankError(self.names[first["rank"]], first["what"], cause, first["note"], is_reporter=is_reporter)
 
-    def _note_reader(self, key: str) -> None:
-        """Notes that this rank has read the cause of the end, and waits until the others have."""
-        with contextlib.suppress(RuntimeError):
-            within(CAUSE_SECONDS, partial(self.store.add, key, 1))
-            within(3 * CAUSE_SECONDS, partial(self._wait_for_readers, key))
-
-    def _wait_for_readers(self, key: str) -> None:
-        """Waits, for two seconds at most, until all have counted themselves, if the store ends with this process."""
-        until = time.monotonic() + 2 * CAUSE_SECONDS
+    def _await_readers(self) -> None:
+        """Waits until the others have read the cause of the end, if the store ends with this process."""
         if self.is_first and not _is_store_torchruns():
-            while self.store.add(key, 0) < len(self.names) and time.monotonic() < until:
-                time.sleep(_POLL_SECONDS)
-            time.sleep(10 * _POLL_SECONDS)  # the last reader has its answer, too
+            time.sleep(2 * CAUSE_SECONDS)
 
 
 def is_rank() -> bool:
