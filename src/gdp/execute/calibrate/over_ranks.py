@@ -47,10 +47,9 @@ def calibrate_ranks(ranks: Ranks, device: Detected, *, quick: bool, on_progress:
     Figures are those of all devices at work at once; none was alone. A route has a channel of its own. None on all
     ranks but the first.
     """
-    ranks.check_alike("begin", "", "")  # waits for all
+    ranks.share("")  # waits for all
     own = calibrate([device], quick=quick, on_progress=on_progress)
-    ranks.store.set(f"device/{ranks.rank}", json.dumps(own.cluster.to_document()["devices"][0]))
-    documents = [json.loads(ranks.store.get(f"device/{rank}")) for rank in range(len(ranks.names))]
+    documents = [json.loads(text) for text in ranks.share(json.dumps(own.cluster.to_document()["devices"][0]))]
     rates = [item["memory_bandwidth"] for item in documents]
     routes = _routes(ranks, rates, _QUICK_STEPS if quick else _STEPS, on_progress)
     if not ranks.is_first:

@@ -57,7 +57,7 @@ class ProcessExecutor(PlanExecutor):
         self.error: RankError | None = None  # that closed it
         self._check_same()
         backend, traffic = backend_of(ranks.target, program.memory_for), traffic_of(self._scripts)
-        self._monitor = HeartbeatMonitor(ranks, f"heartbeats/{ranks.num_executors}")
+        self._monitor = HeartbeatMonitor(ranks, f"heartbeats/{ranks.num_shared}")
         self._messages = Messages(ranks, self._monitor, timeout_seconds)
         script = self._scripts[ranks.rank]
         self._transport = RankTransport(program, script, traffic, self._messages, backend, window_bytes)
@@ -167,9 +167,7 @@ class ProcessExecutor(PlanExecutor):
         content = repr((self._scripts, program.tensor_layouts, sorted(program.layouts.items())))
         digest = hashlib.sha256(content.encode()).hexdigest()
         what = "its process has another model or plan than others have; give all the same"
-        number = self.ranks.num_executors
-        self.ranks.num_executors += 1
-        self.ranks.check_alike(f"plan/{number}", digest, what)
+        self.ranks.check_alike(digest, what)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

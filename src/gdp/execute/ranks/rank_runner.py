@@ -54,7 +54,7 @@ class RankRunner:
             "its process has other parameters, options or another batch than others have; call torch.manual_seed alike "
             "on all ranks before the model is made, and give each the whole batch"
         )
-        self._ranks.check_alike(f"start/{self._ranks.num_executors}", digest.hexdigest(), what)
+        self._ranks.check_alike(digest.hexdigest(), what)
         timeout_seconds = dist.default_pg_timeout.total_seconds()  # a rank may evaluate, or write, for long
         self._executor = ProcessExecutor(program, order, self._ranks, timeout_seconds=timeout_seconds)
         return self._executor

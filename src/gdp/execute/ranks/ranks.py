@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import math
 import os
 import signal
 import socket
@@ -91,8 +90,7 @@ class Ranks:
     ) -> None:
         self.targets, self.rank, self.hosts = tuple(targets), rank, tuple(hosts)
         self.store, self.is_nccl, self.group = store, nccl, group
-        self.num_executors = 0
-        self._num_acts = 0
+        self.num_shared = 0  # texts
         self._has_failed = self._handles_sigterm = False
 
     def __enter__(self) -> Self:
@@ -146,40 +144,39 @@ class Ranks:
         key = f"said/{hashlib.sha256(text.encode()).hexdigest()}"
         return bool(within(SILENT_SECONDS, partial(self.store.add, key, 1)) == 1)
 
-    def check_alike(self, key: str, digest: str, what: str) -> None:
-        """Waits for all ranks, and raises InputError on all unless their digests are those of the first rank.
+    def share(self, text: str) -> list[str]:
+        """[D] Returns the texts of all ranks, which make this call together.
 
-        RankError where a rank is gone, ExecutionError if one does not come.
+        RankError where a rank, or the store, is gone, ExecutionError if one does not come.
         """
-        keys = [f"{key}/{rank}" for rank in range(len(self.targets))]
-        with reaching_others(self.target.name):
-            self.store.set(keys[self.rank], digest)
+        self.num_shared += 1
+        keys = [f"shared/{self.num_shared}/{rank}" for rank in range(len(self.targets))]
+        try:
+            self.store.set(keys[self.rank], text)
             self._await(keys, self.store.timeout.total_seconds())  # type: ignore[attr-defined]
-            digests = [self.store.get(each) for each in keys]
-        others = [name for name, own in zip(self.names, digests, strict=True) if own != digests[0]]
-        if others:
-            self._await_readers()
-            raise InputError(f"device {others[0]!r}: {what}")
+            return [self.store.get(key).decode() for key in keys]
+        except RuntimeError:
+            raise self.error_of(self.store_lost()) from None
+
+    def check_alike(self, digest: str, what: str) -> None:
+        """Waits for all ranks, and raises InputError on all unless their digests are those of the first rank."""
+        digests = self.share(digest)
+        for name, own in zip(self.names, digests, strict=True):
+            if own != digests[0]:
+                self._await_readers()
+                raise InputError(f"device {name!r}: {what}")
 
     def act_once(self, act: Callable[[], None]) -> None:
         """Acts on the first rank, while the others wait; an InputError of the act is raised on all.
 
-        RankError where a rank, or the store, is gone. With an executor use `ProcessExecutor.act_once`.
+        With an executor use `ProcessExecutor.act_once`.
         """
-        self._num_acts += 1
-        key, text = f"acts/{self._num_acts}", message_of(act) if self.is_first else ""
-        try:
-            if self.is_first:
-                self.store.set(key, text)
-            self._await([key])
-            text = self.store.get(key).decode()
-        except RuntimeError:
-            raise self.error_of(self.store_lost()) from None
+        text, *_ = self.share(message_of(act) if self.is_first else "")
         if text:
             self._await_readers()
             raise InputError(text)
 
-    def _await(self, keys: Sequence[str], patience_seconds: float = math.inf) -> None:
+    def _await(self, keys: Sequence[str], patience_seconds: float) -> None:
         """Waits until the store has all keys. RankError after a failure, ExecutionError if they do not come."""
         until = time.monotonic() + patience_seconds
         while not within(SILENT_SECONDS, partial(self.store.check, list(keys))):
