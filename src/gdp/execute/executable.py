@@ -164,13 +164,13 @@ class PlannedCut:
         is not executed.
         """
         num_parts, batch = Layout.of_document(self.layout).num_parts, self.layout.get("batch")
+        shape = next((list(tensor.shape) for _, tensor in named_inputs(args, kwargs) if tensor.dim()), [])
         found = part_sizes(args, kwargs, num_parts, batch) if sizes is None else sizes(num_parts)
         try:
             part = captured(*first_part(args, kwargs, num_parts, found))
         except InputError as error:
-            if sizes is not None or found is None:
+            if sizes is not None or batch not in shape[1:] or batch == shape[0]:
                 raise
-            shape = next(list(tensor.shape) for _, tensor in named_inputs(args, kwargs) if tensor.dim())
             raise InputError(
                 f"the plan is of batches of {batch} samples, and the first input is {shape}; give a whole batch "
                 f"(drop_last=True with a DataLoader). Cut along another dimension than the first: {error}"

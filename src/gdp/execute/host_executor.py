@@ -15,11 +15,11 @@ from gdp.execute.backends import Backend, Content, SentTensor, backend_of
 from gdp.execute.forked.forked_executor import ForkedExecutor, may_fork
 from gdp.execute.plan_executor import PlanExecutor, StepRecord, held_tensors
 from gdp.execute.targets import Target, find_targets
-from gdp.execute.worker import DeviceRecord, ExecutionError, StepRequest, Stopped, Worker, WorkerThread
+from gdp.execute.worker import DeviceRecord, ExecutionError, StepRequest, Stopped, Transport, Worker, WorkerThread
 from gdp.models.pytorch import Program
 
 
-class QueueTransport:
+class QueueTransport(Transport):
     """The transport of worker `number`: a queue that all others put their tensors into."""
 
     def __init__(
@@ -42,9 +42,6 @@ class QueueTransport:
                 raise Stopped
             self._here[sent.tensor] = sent
         return self._backend.unpack(self._here.pop(tensor))
-
-    def finish(self) -> None:
-        pass
 
 
 class ThreadExecutor(PlanExecutor):

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from gdp.execute.backends import Content, ExchangedRows
 from gdp.execute.script import Traffic
+from gdp.execute.worker import Transport
 from gdp.models.pytorch.strides import fill
 
 _SPINS = 3000  # looks at a semaphore before the process sleeps, about 1 ms: to wake it up again takes 0.1 ms
 _POLL_SECONDS = 0.5  # for which it sleeps at most between looks at its parent
 
 
-class SharedSlots:
+class SharedSlots(Transport):
     """The transport of device `number`.
 
     `slots` has a tensor in shared memory for each tensor of `traffic` with content, `semaphores` one for each pair.
@@ -69,9 +70,6 @@ class SharedSlots:
             self._await(self._from[source])
             self._num_arrived[source] += 1
         return self._slots.get(tensor)
-
-    def finish(self) -> None:
-        pass
 
     def _await(self, semaphore: Semaphore) -> None:
         for _ in range(_SPINS):

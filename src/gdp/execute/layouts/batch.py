@@ -19,11 +19,11 @@ def split_inputs(
     """Yields the inputs of each of `num_parts` equal parts of the batch; tensors are views.
 
     `sizes` are those of a part: a tensor is cut along the dimension that is larger, and all parts share one that is
-    not. Without `sizes` the batch is the first dimension of the first tensor, and others that begin with it are cut.
+    not. Without `sizes` they are those of `part_sizes`.
     InputError where a tensor cannot be cut so.
     """
     tensors = dict(named_inputs(args, kwargs))
-    dims = _first_dims(tensors, num_parts) if sizes is None else _larger_dims(tensors, sizes, num_parts)
+    dims = _larger_dims(tensors, sizes or part_sizes(args, kwargs, num_parts), num_parts)
     by_identity = {id(tensor): dims[name] for name, tensor in tensors.items()}
     for part in range(num_parts):
 
@@ -52,32 +52,31 @@ def first_part(
     return part
 
 
-def part_sizes(args: Sequence[Any], kwargs: Mapping[str, Any], num_parts: int, batch_size: int | None) -> Sizes | None:
-    """Returns the sizes of a part where the batch is not the first dimension of the first input; None where it is."""
+def part_sizes(args: Sequence[Any], kwargs: Mapping[str, Any], num_parts: int, batch_size: int | None = None) -> Sizes:
+    """Returns the sizes of inputs with 1 / `num_parts` of the batch.
+
+    It is the first dimension of the first tensor, and of others that begin with it; or, where `batch_size` is that of
+    another dimension, the first one of this size in each tensor.
+    """
     shapes = {name: tuple(tensor.shape) for name, tensor in named_inputs(args, kwargs)}
-    first = next((shape for shape in shapes.values() if shape), ())
-    if batch_size is None or first[:1] == (batch_size,) or batch_size not in first or batch_size % num_parts:
-        return None
-
-    def of_part(shape: tuple[int, ...]) -> tuple[int, ...]:
-        if batch_size not in shape:
-            return shape
-        dim = shape.index(batch_size)
-        return (*shape[:dim], batch_size // num_parts, *shape[dim + 1 :])
-
-    return {name: of_part(shape) for name, shape in shapes.items()}
-
-
-def _first_dims(tensors: Mapping[str, Tensor], num_parts: int) -> dict[str, int | None]:
-    batch = next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), None)
-    if batch is None:
+    first = next((shape for shape in shapes.values() if shape), None)
+    if first is None:
         raise InputError("no input is a tensor with a batch dimension; place with --parallel none")
+    is_first = batch_size is None or batch_size == first[0] or batch_size not in first
+    batch = first[0] if is_first or batch_size is None else batch_size
     if batch % num_parts:
         raise InputError(
             f"the batch of {batch} samples has no {num_parts} equal parts, as the plan has it; give a batch of the "
             "size that was placed (drop_last=True with a DataLoader)"
         )
-    return {name: 0 if tensor.dim() and tensor.shape[0] == batch else None for name, tensor in tensors.items()}
+
+    def of_part(shape: tuple[int, ...]) -> tuple[int, ...]:
+        if batch not in (shape[:1] if is_first else shape):
+            return shape
+        dim = shape.index(batch)
+        return (*shape[:dim], batch // num_parts, *shape[dim + 1 :])
+
+    return {name: of_part(shape) for name, shape in shapes.items()}
 
 
 def _larger_dims(tensors: Mapping[str, Tensor], sizes: Sizes, num_parts: int) -> dict[str, int | None]:
