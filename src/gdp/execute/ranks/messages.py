@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gdp.execute.backends import Backend, Content, CpuBackend, SentTensor, as_tensor
-from gdp.execute.ranks.ranks import Failure, HeartbeatMonitor, Ranks
+from gdp.execute.ranks.ranks import Failure, Ranks
 from gdp.execute.script import Script, Traffic
 from gdp.execute.targets import CPU
 from gdp.execute.worker import Stopped
@@ -42,10 +42,10 @@ _NUM_PINGS = 16
 
 
 class Messages:
-    """What all ranks exchange. A rank that is gone, or keeps this one waiting, is a failure of `monitor`."""
+    """What all ranks exchange. A rank that is gone, or keeps this one waiting, is a failure of the run."""
 
-    def __init__(self, ranks: Ranks, monitor: HeartbeatMonitor, timeout_seconds: float) -> None:
-        self.ranks, self.monitor, self._timeout_seconds = ranks, monitor, timeout_seconds
+    def __init__(self, ranks: Ranks, timeout_seconds: float) -> None:
+        self.ranks, self._timeout_seconds = ranks, timeout_seconds
         self.group, self._nccl_groups = ranks.group, dict[tuple[int, int], Any]()
         self._peers = [peer for peer in range(len(ranks.names)) if peer != ranks.rank]
 
@@ -80,7 +80,7 @@ class Messages:
 
     def fail(self, failure: Failure) -> NoReturn:
         """Ends the run of this rank for a failure, unless there is one."""
-        self.monitor.fail(failure)
+        self.ranks.monitor.fail(failure)
         raise Stopped
 
     def cut(self) -> None:
@@ -227,7 +227,7 @@ class RankTransport:
             self._messages.wait(work, peer, "take what was sent to it")
         self._sent_by_nccl.clear()
         self.sent.join()
-        if self._messages.monitor.failure is not None:
+        if self._messages.ranks.monitor.failure is not None:
             raise Stopped
 
     def _post_ahead(self) -> None:

@@ -7,7 +7,6 @@ noticed by its closed connections; one that hangs, or a host that is lost, by it
 
 import contextlib
 import hashlib
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,15 +22,13 @@ from gdp.errors import InputError
 from gdp.execute.backends import backend_of
 from gdp.execute.plan_executor import POLL_SECONDS, PlanExecutor, StepRecord
 from gdp.execute.ranks.messages import Messages, RankTransport
-from gdp.execute.ranks.ranks import CAUSE_SECONDS, INTERRUPTED, Failure, HeartbeatMonitor, RankError, Ranks, message_of
+from gdp.execute.ranks.ranks import CAUSE_SECONDS, Ranks, message_of
 from gdp.execute.script import traffic_of
 from gdp.execute.worker import DeviceRecord, ExecutionError, StepRequest, Stopped, Worker, WorkerThread
 from gdp.models.pytorch import Program
 
 WINDOW_BYTES = 256 << 20  # enough to keep any link busy while an op runs
 CONNECT, CLOSE, COLLECT, ACT, STEP = range(5)  # what ranks do together; to STEP add 1 if it is timed, 2 if it retains
-
-_NOTICE_SECONDS = 0.5  # for a failure to be noticed that led to an interrupt
 
 
 class ProcessExecutor(PlanExecutor):
@@ -54,20 +51,19 @@ class ProcessExecutor(PlanExecutor):
     ) -> None:
         super().__init__(program, order, ranks.targets)
         self.ranks, self._rank, self.is_first = ranks, ranks.rank, ranks.is_first
-        self.error: RankError | None = None  # that closed it
         self._check_same()
         backend, traffic = backend_of(ranks.target, program.memory_for), traffic_of(self._scripts)
-        self._monitor = HeartbeatMonitor(ranks, f"heartbeats/{ranks.num_shared}")
-        self._messages = Messages(ranks, self._monitor, timeout_seconds)
+        self._messages = Messages(ranks, timeout_seconds)
         script = self._scripts[ranks.rank]
         self._transport = RankTransport(program, script, traffic, self._messages, backend, window_bytes)
-        self._stop = threading.Event()
-        self._worker = Worker(program, backend, self._transport, self._stop)
+        self._worker = Worker(program, backend, self._transport, ranks.monitor.failed)
         self.workers = {ranks.rank: self._worker}
         self._answers: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._thread = WorkerThread(backend, self._answers, ranks.rank)
-        for thread in (self._thread, self._monitor):
-            thread.start()
+        self._thread.start()
+        ranks.ends.append(self._cut)
+        if not ranks.monitor.is_alive():
+            ranks.monitor.start()
         self._together(CONNECT, partial(self._messages.connect, traffic), "connecting")
 
     def _together(self, kind: int, act: Callable[[], Any], doing: str) -> Any:
@@ -85,7 +81,7 @@ class ProcessExecutor(PlanExecutor):
                     if isinstance(answer, BaseException):
                         raise answer
                     return answer
-                if self._monitor.failure is not None:
+                if self.ranks.monitor.failure is not None:
                     raise Stopped
 
     def _step(self, inputs: Mapping[int, Tensor], *, is_timed: bool, retain: bool, seed: int) -> StepRecord:
@@ -158,7 +154,6 @@ class ProcessExecutor(PlanExecutor):
         if self.is_closed:
             return
         self._together(CLOSE, lambda: None, "closing")
-        self.is_closed = True
         self._end_threads()
 
     def _check_same(self) -> None:
@@ -169,57 +164,31 @@ class ProcessExecutor(PlanExecutor):
         what = "its process has another model or plan than others have; give all the same"
         self.ranks.check_alike(digest, what)
 
-    # -- the end ---------------------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def _ending(self, doing: str) -> Iterator[None]:
-        """Tells the others of a failure or an interrupt here, or learns of one there, and raises it."""
-        if self.error is not None:
-            raise self.error
-        if self.is_closed:
-            raise ExecutionError("all", "the executor is closed")
-        try:
+        """Ends the run of all ranks after a failure or an interrupt on one."""
+        with self.ranks.ending(doing):
+            if self.is_closed:
+                raise ExecutionError("all", "the executor is closed")
             yield
-        except KeyboardInterrupt as interrupt:
-            self.leave(interrupt)
-            raise
-        except Stopped:
-            raise self._end() from None
-        except BaseException as error:
-            failure = Failure(self._rank, doing, error, is_own=True)
-            if isinstance(error, ExecutionError):
-                failure = Failure(self._rank, error.what, error.cause, error.note, is_own=True)
-            self._monitor.fail(failure)
-            raise self._end() from error
 
     def leave(self, error: BaseException) -> None:
         """Tells the others that `error` ends this rank, or raises the failure elsewhere that led to an interrupt."""
-        if error is self.error or self.is_closed:
-            return
-        is_interrupt = isinstance(error, KeyboardInterrupt)
-        if not (is_interrupt and self._monitor.failed.wait(_NOTICE_SECONDS)):
-            self._monitor.fail(Failure.left(self._rank, error))
-        end = self._end()
-        if is_interrupt and end.what != INTERRUPTED:
-            raise end from None
+        if not self.is_closed:
+            self.ranks.leave(error)
 
-    def _end(self) -> RankError:
-        """Stops, agrees with the others on the cause, and makes the error of it."""
-        if self.error is None:
-            assert self._monitor.failure is not None
-            self._stop.set()
-            error = self.ranks.error_of(self._monitor.failure)
+    def _cut(self) -> None:
+        """Ends the threads, and the others' wait for this rank, after a failure."""
+        if not self.is_closed:
             self._messages.cut()
             self._end_threads()
-            self.error, self.is_closed = error, True
-        return self.error
 
     def _end_threads(self) -> None:
         """Ends the threads; after a failure, one may be in an op that does not end."""
-        self._monitor.stop.set()
+        self.is_closed = True
         self._thread.requests.put(None)
         self._transport.sent.put(None)
         until = time.monotonic() + CAUSE_SECONDS
-        for thread in (self._thread, self._transport.thread, self._monitor):
+        for thread in (self._thread, self._transport.thread):
             thread.join(max(until - time.monotonic(), 0))
         torch.set_num_threads(self._threads_before)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gdp.errors import InputError
 from gdp.execute.ranks.rank_executor import ProcessExecutor
-from gdp.execute.ranks.ranks import INTERRUPTED, Failure, RankError, join_or_leave
+from gdp.execute.ranks.ranks import RankError, join_or_leave
 from gdp.execute.worker import ExecutionError
 from gdp.models.pytorch import Program
 from gdp.models.pytorch.strides import bytes_of
@@ -36,7 +36,6 @@ class RankRunner:
         self._ranks.__enter__()
         self.is_first = self._ranks.is_first
         self._executor: ProcessExecutor | None = None
-        self._error: RankError | None = None  # before there was an executor
         self._has_left = False
         self._previous_hook = sys.excepthook
         sys.excepthook = self._tell
@@ -79,9 +78,9 @@ class RankRunner:
             return
         try:
             try:
-                self._end(error)
+                self._ranks.leave(error)
             except KeyboardInterrupt:  # by torchrun, while it ends
-                self._end(error)
+                self._ranks.leave(error)
         finally:
             self._has_left = True
             self._ranks.close()
@@ -97,22 +96,8 @@ class RankRunner:
         finally:
             self._ranks.close()
             atexit.unregister(self._close_at_exit)
-            if self._failure is None and sys.excepthook == self._tell:
+            if self._ranks.error is None and sys.excepthook == self._tell:
                 sys.excepthook = self._previous_hook
-
-    def _end(self, error: BaseException) -> None:
-        if self._executor is not None:
-            self._executor.leave(error)
-            return
-        is_interrupt = isinstance(error, KeyboardInterrupt)  # by torchrun, perhaps: the others may know why
-        failure = Failure.left(self._ranks.rank, error)._replace(is_own=not is_interrupt)
-        self._error = self._ranks.error_of(failure)
-        if is_interrupt and self._error.what != INTERRUPTED:
-            raise self._error from None
-
-    @property
-    def _failure(self) -> RankError | None:
-        return self._error if self._executor is None else self._executor.error
 
     def _tell(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Prints an error that nobody has caught, on one rank, and ends all."""
@@ -125,8 +110,8 @@ class RankRunner:
             self.leave(error)
         except RankError as failure:
             error = failure
-        if isinstance(error, KeyboardInterrupt) and self._failure is not None:
-            error = self._failure
+        if isinstance(error, KeyboardInterrupt) and self._ranks.error is not None:
+            error = self._ranks.error
         if isinstance(error, RankError):
             _print_line(error)
         elif isinstance(error, InputError | ExecutionError):
@@ -134,8 +119,8 @@ class RankRunner:
                 print(f"gdp: error: {error}", file=sys.stderr, flush=True)
         else:
             self._previous_hook(kind, error, trace)
-            if self._failure is not None:
-                _print_line(self._failure)
+            if self._ranks.error is not None:
+                _print_line(self._ranks.error)
 
     def _close_at_exit(self) -> None:
         """Closes it for a script that has not."""

@@ -23,13 +23,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from gdp.errors import InputError
 from gdp.execute.targets import Target, find_targets, places_of
-from gdp.execute.worker import REMEDIED, ExecutionError
+from gdp.execute.worker import REMEDIED, ExecutionError, Stopped
 
 INTERRUPTED = "was interrupted"
 CAUSE_SECONDS = 1.0  # for a rank that knows more of a failure to write it down
 SILENT_SECONDS = 10.0  # without a heartbeat; a kernel or a compiler that holds Python's lock can take some
 
 _HEARTBEAT_SECONDS = 0.5
+_NOTICE_SECONDS = 0.5  # for a failure to be noticed that led to an interrupt
 _POLL_SECONDS = 0.02  # between looks at the store
 _START_SECONDS = 5.0  # for the first rank to start and print its error
 _VARIABLES = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})  # that torchrun sets
@@ -90,8 +91,11 @@ class Ranks:
     ) -> None:
         self.targets, self.rank, self.hosts = tuple(targets), rank, tuple(hosts)
         self.store, self.is_nccl, self.group = store, nccl, group
-        self.num_shared = 0  # texts
-        self._has_failed = self._handles_sigterm = False
+        self.error: RankError | None = None  # that ended the run
+        self.monitor = HeartbeatMonitor(self)
+        self.ends: list[Callable[[], None]] = []  # what the error ends
+        self._num_shared = 0  # texts
+        self._handles_sigterm = False
 
     def __enter__(self) -> Self:
         is_default = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -105,10 +109,11 @@ class Ranks:
 
     def close(self) -> None:
         """Leaves the group of processes."""
+        self.monitor.stop.set()
         if self._handles_sigterm:  # a failure is told before torchrun's signal ends the process
-            signal.signal(signal.SIGTERM, signal.SIG_IGN if self._has_failed else signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if self.error else signal.SIG_DFL)
             self._handles_sigterm = False
-        if self._has_failed:  # the connections are cut; what is left of them ends with the process
+        if self.error:  # the connections are cut; what is left of them ends with the process
             self._await_readers()
         elif dist.is_initialized():
             dist.destroy_process_group(self.group)
@@ -149,14 +154,15 @@ class Ranks:
 
         RankError where a rank, or the store, is gone, ExecutionError if one does not come.
         """
-        self.num_shared += 1
-        keys = [f"shared/{self.num_shared}/{rank}" for rank in range(len(self.targets))]
+        self._num_shared += 1
+        keys = [f"shared/{self._num_shared}/{rank}" for rank in range(len(self.targets))]
         try:
             self.store.set(keys[self.rank], text)
             self._await(keys, self.store.timeout.total_seconds())  # type: ignore[attr-defined]
             return [self.store.get(key).decode() for key in keys]
         except RuntimeError:
-            raise self.error_of(self.store_lost()) from None
+            self.monitor.fail(self.store_lost())
+            raise self.end() from None
 
     def check_alike(self, digest: str, what: str) -> None:
         """Waits for all ranks, and raises InputError on all unless their digests are those of the first rank."""
@@ -181,7 +187,8 @@ class Ranks:
         until = time.monotonic() + patience_seconds
         while not within(SILENT_SECONDS, partial(self.store.check, list(keys))):
             if self.has_cause():
-                raise self.error_of(Failure(self.rank, "was told to end"))
+                self.monitor.fail(Failure(self.rank, "was told to end"))
+                raise self.end()
             if time.monotonic() > until:
                 raise ExecutionError(self.target.name, "could not join the others")
             time.sleep(_POLL_SECONDS)
@@ -196,10 +203,48 @@ class Ranks:
         """Returns whether a rank wrote down the cause of the run's end."""
         return bool(self.store.check(["cause"]))
 
-    def error_of(self, failure: Failure) -> RankError:
+    @contextlib.contextmanager
+    def ending(self, doing: str) -> Iterator[None]:
+        """Tells the others of a failure or an interrupt here, or learns of one there, and raises it."""
+        if self.error is not None:
+            raise self.error
+        try:
+            yield
+        except KeyboardInterrupt as interrupt:
+            self.leave(interrupt)
+            raise
+        except Stopped:
+            raise self.end() from None
+        except BaseException as error:
+            failure = Failure(self.rank, doing, error, is_own=True)
+            if isinstance(error, ExecutionError):
+                failure = Failure(self.rank, error.what, error.cause, error.note, is_own=True)
+            self.monitor.fail(failure)
+            raise self.end() from error
+
+    def leave(self, error: BaseException) -> None:
+        """Tells the others that `error` ends this rank, or raises the failure elsewhere that led to an interrupt."""
+        if error is self.error:
+            return
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        if not (is_interrupt and self.monitor.failed.wait(_NOTICE_SECONDS)):
+            self.monitor.fail(Failure.left(self.rank, error))
+        end = self.end()
+        if is_interrupt and end.what != INTERRUPTED:
+            raise end from None
+
+    def end(self) -> RankError:
+        """Ends the run of this rank after a failure, and makes the error of it."""
+        if self.error is None:
+            assert self.monitor.failure is not None
+            self.error = self._error_of(self.monitor.failure)
+            for act in self.ends:
+                act()
+        return self.error
+
+    def _error_of(self, failure: Failure) -> RankError:
         """Agrees with the others on the cause of the run's end, and makes the error of it."""
         mine = failure.document(self.rank)
-        self._has_failed = True
 
         def settle() -> dict[str, Any]:
             """Writes down the cause, unless a rank has, and returns the first."""
@@ -297,9 +342,9 @@ def join_or_leave(names: Sequence[str], on: Sequence[str] | None = None, **optio
 class HeartbeatMonitor(threading.Thread):
     """Writes this rank's heartbeats to the store, looks there for the others' and for a cause to end, and keeps it."""
 
-    def __init__(self, ranks: Ranks, key: str) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         super().__init__(name="gdp-heartbeats", daemon=True)
-        self._ranks, self._key = ranks, key
+        self._ranks = ranks
         self.failure: Failure | None = None  # the first one that any thread has noticed
         self.failed, self.stop = threading.Event(), threading.Event()
 
@@ -330,8 +375,8 @@ class HeartbeatMonitor(threading.Thread):
 
     def _beat(self, store: Store, peers: Sequence[int]) -> tuple[bool, list[int]]:
         """Returns whether there is a cause to end, and the number of heartbeats of each peer."""
-        store.add(f"{self._key}/{self._ranks.rank}", 1)
-        return store.check(["cause"]), [store.add(f"{self._key}/{peer}", 0) for peer in peers]
+        store.add(f"heartbeats/{self._ranks.rank}", 1)
+        return store.check(["cause"]), [store.add(f"heartbeats/{peer}", 0) for peer in peers]
 
 
 def message_of(act: Callable[[], None]) -> str:
