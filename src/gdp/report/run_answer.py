@@ -85,15 +85,8 @@ def run_document(run: RunResult) -> dict[str, Any]:
             "kinds": list(map(asdict, prediction.kinds)),
             "ops": list(map(asdict, prediction.ops)),
             "transfers": [
-                {
-                    "from": row.source,
-                    "to": row.destination,
-                    "num_tensors": row.num_tensors,
-                    "predicted_ns": row.predicted_ns,
-                    "measured_ns": row.measured_ns,
-                    "median_error": row.median_error,
-                }
-                for row in prediction.hand_overs
+                {"from": row.pop("source"), "to": row.pop("destination"), **row}
+                for row in map(asdict, prediction.hand_overs)
             ],
         }
     return document
