@@ -459,6 +459,16 @@ COSTS: list[tuple[Callable[..., Tensor], tuple[int, ...], str, int, int]] = [
 ]
 
 
+def test_negative_log_likelihood_reads_a_score_of_each_row() -> None:
+    """Of scores [3, 5] three are read, as many written into a gradient of 15 zeros; targets have 8 bytes each.
+
+    Forward makes the loss and the sum of weights, backward reads both.
+    """
+    found = capture(Functions(lambda w, x: functional.nll_loss(w, x[:, 0].long()), 3, 5), (torch.zeros(3, 4),)).graph
+    forward, backward = (found.kinds.index(f"aten.nll_loss_{way}") for way in ("forward", "backward"))
+    assert found.bytes_accessed[[forward, backward]].tolist() == [12 + 24 + 8, 60 + 12 + 24 + 8]
+
+
 @pytest.mark.parametrize(("function", "shape", "kind", "flops", "num_bytes"), COSTS, ids=[case[2] for case in COSTS])
 def test_costs_by_hand(
     function: Callable[..., Tensor], shape: tuple[int, ...], kind: str, flops: int, num_bytes: int

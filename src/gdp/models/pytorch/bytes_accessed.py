@@ -34,6 +34,8 @@ _TABLES = by_name(
         "embedding_renorm_": (0, 1),
     }
 )
+# losses read one score of each row; their backward passes write it into a gradient of zeros, and read no scores
+_GATHERERS = names("nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward")
 _OVERWRITERS = frozenset({"copy_", "fill_", "zero_"})
 _GROUPED = names(
     """
@@ -83,6 +85,9 @@ def bytes_accessed(
     if name in _ROW_READERS and read:
         rows = -(-bytes_made * stored_bytes(read[0]) // max(1, num_bytes(read[0])))
         return bytes_read - stored_bytes(read[0]) + rows + bytes_made
+    if name in _GATHERERS:
+        scores, target = args[1:3] if name.endswith("backward") else args[:2]
+        return int(bytes_read - stored_bytes(scores) + target.numel() * scores.element_size() + bytes_made)
     if name in _TABLES:
         table, indices = (args[position] for position in _TABLES[name])
         rows = -(-stored_bytes(table) * int(indices.numel()) // max(1, int(table.shape[0])))
