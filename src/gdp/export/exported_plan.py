@@ -82,7 +82,7 @@ def exported(problem: Problem, plan: Plan, target: ExportTarget | LayoutTarget) 
 def check_takes_layout(plan: Plan, target: ExportTarget) -> None:
     """Raises InputError if the plan has a layout that a tool for one copy of the model does not take."""
     layout = plan.layout
-    if in_flight(layout) and layout["data"] > 1:
+    if layout is not None and in_flight(layout) and layout["data"] > 1:
         if not target.takes_replicas:
             raise InputError(
                 f"has {layout['data']} replicas in flight, which {target.name} does not take; export to vllm, or place "

@@ -4,7 +4,7 @@
     other machine: a CPU beside it | more such devices | one larger card      smaller step: fewer samples
 
 Each is tried by a search that ends at the first step that fits. Of changes that differ in size the smallest
-one that was found in time is told.
+one that was found in time is told; if none was, the smallest one that bytes held leave room for.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class _Try(NamedTuple):
     change: str
     option: str
     question: Callable[[], PlaceQuestion]  # InputError where there is none
-    has_room: bool = True  # it likely fits, which is known soon
+    is_roomy: bool = False  # by the bytes that it holds; without the time to try it, it is told
 
 
 def held_bytes(question: PlaceQuestion) -> tuple[int, int]:
@@ -94,17 +94,17 @@ class RemedySearch:
     def run(self) -> list[Remedy]:
         """Returns remedies, those first that need no other machine, as far as the clock lets them be tried."""
         asked, clock = self.question, self.clock
-        if clock.is_up:
+        if clock.stop.is_set():
             return []
         began = clock.seconds
-        if (parts := asked.parts) is None:
+        if (parts := asked.parts) is None and not clock.is_up:
             Problem.build(asked.graph, asked.cluster, asked.constraints)
-        else:  # tries interpolate what is not read yet
+        elif parts is not None:  # tries interpolate what is not read yet
             asked = replace(asked, parts=Parts(parts.within(clock).rough, parts.batch_size, parts.exact(1)))
         least_s = _PREPARED * (clock.seconds - began)
         rows: list[Sequence[_Try | Remedy]] = [list(self._split()), *([each] for each in self._updated())]
         rows += [[each] for each in self._adapted()]
-        rows += [list(row) for row in (self._with_host(asked), _with_more(asked, self.devices), _on_one_card(asked))]
+        rows += [list(row) for row in (self._with_host(asked), self._with_more(asked), self._on_one_card(asked))]
         rows += [list(self._of_fewer_samples(asked))]
         remedies: list[Remedy] = []
         for turn, row in enumerate(rows):
@@ -155,8 +155,19 @@ class RemedySearch:
                 was = source.reading
                 reading = replace(was, optimizer=optimizer or was.optimizer, precision=precision or was.precision)
                 yield _Try(option, option, partial(self._captured, ModelSource(source.text, reading)))
-            elif self.missing_bytes <= saved // asked.cluster.num_devices:
+            elif self._is_enough(held - saved):
                 yield Remedy(option, option)
+
+    def _is_enough(self, held_after: int, limits_after: int | None = None) -> bool:
+        """Returns whether a step that holds so much fits in so much memory, by default that of now, by arithmetic."""
+        held, limits = held_bytes(self.question)
+        limits_after = limits if limits_after is None else limits_after
+        gained = limits_after - held_after - (limits - held)
+        return held_after <= limits_after and 0 < gained >= self.missing_bytes * self.question.cluster.num_devices
+
+    def _is_roomy(self, question: PlaceQuestion) -> bool:
+        held, limits = held_bytes(question)
+        return held < _ROOMY * limits and self._is_enough(held, limits)
 
     def _adapted(self) -> Iterator[_Try]:
         """Yields QLoRA and LoRA; that they are captured anew comes on top of the time."""
@@ -170,8 +181,10 @@ class RemedySearch:
                 return self._captured(own)
 
         for adapters in _ADAPTERS:
-            own = ModelSource(source.text, replace(source.reading, lora=Lora.parse(adapters)))
-            yield _Try(f"--lora {adapters}", f"--lora {adapters}", partial(question, own))
+            lora = Lora.parse(adapters)
+            assert lora is not None
+            own, option = ModelSource(source.text, replace(source.reading, lora=lora)), f"--lora {adapters}"
+            yield _Try(option, option, partial(question, own), self._is_enough(lora.held_bytes(asked.graph)))
 
     def _captured(self, source: ModelSource) -> PlaceQuestion:
         asked = self.question
@@ -184,7 +197,7 @@ class RemedySearch:
         if self.devices and not any(device.is_cpu for device in asked.cluster.devices):
             with contextlib.suppress(InputError):  # a file
                 larger = replace(asked, cluster=Cluster.parse(text))
-                yield _Try(f"a {_HOST} beside it", f"--devices {text}", lambda: larger)
+                yield _Try(f"a {_HOST} beside it", f"--devices {text}", lambda: larger, self._is_roomy(larger))
 
     def _of_fewer_samples(self, asked: PlaceQuestion) -> Iterator[_Try]:
         parts, source = asked.parts, self.source
@@ -198,54 +211,55 @@ class RemedySearch:
         if _can_hold(asked) and (parts is not None or source is not None):
             yield from (_Try(f"1/{factor} of the samples", "", partial(smaller, factor)) for factor in _FACTORS)
 
-
-def _with_more(asked: PlaceQuestion, devices: str) -> Iterator[_Try]:
-    """Yields the machine with further devices as the one with the most memory."""
-    cluster, constraints = asked.cluster, asked.constraints
-    like = int(np.argmax(memory_limits(cluster, constraints)))
-    name, kind = cluster.devices[like].name, cluster.devices[like].kind
-    for count in range(1, _MOST_DEVICES - asked.cluster.num_devices + 1):
-        larger = changes.with_another(cluster, like)
-        if larger is None:
-            return
-        cluster, constraints = larger, constraints.also_for(larger.devices[-1].name, name)
-        is_plain = re.fullmatch(rf"(\d+x)?{re.escape(kind)}", devices)
-        option = f"--devices {cluster.num_devices}x{kind}" if is_plain else ""
-        question = replace(asked, cluster=cluster, constraints=constraints)
-        held, limits = held_bytes(question)
-        if held <= limits:
-            yield _Try(f"{count} more {kind}", option, partial(replace, question), held < _ROOMY * limits)
-
-
-def _on_one_card(asked: PlaceQuestion) -> Iterator[_Try]:
-    """Yields cards of the catalogue with more memory than any here, ascending."""
-    most = max(device.memory_bytes for device in asked.cluster.devices)
-    for name, kind in sorted(KINDS.items(), key=lambda item: (item[1].memory_bytes, item[0])):
-        if kind.memory_bytes > most and not kind.is_cpu and not kind.port.startswith("thunderbolt"):
-            free = replace(asked.constraints, max_memory_bytes=None)  # limits are those of devices here
-            question = replace(asked, cluster=Cluster.parse(name), constraints=free)
+    def _with_more(self, asked: PlaceQuestion) -> Iterator[_Try]:
+        """Yields the machine with further devices as the one with the most memory."""
+        cluster, constraints = asked.cluster, asked.constraints
+        like = int(np.argmax(memory_limits(cluster, constraints)))
+        name, kind = cluster.devices[like].name, cluster.devices[like].kind
+        for count in range(1, _MOST_DEVICES - asked.cluster.num_devices + 1):
+            larger = changes.with_another(cluster, like)
+            if larger is None:
+                return
+            cluster, constraints = larger, constraints.also_for(larger.devices[-1].name, name)
+            is_plain = re.fullmatch(rf"(\d+x)?{re.escape(kind)}", self.devices)
+            option = f"--devices {cluster.num_devices}x{kind}" if is_plain else ""
+            question = replace(asked, cluster=cluster, constraints=constraints)
             if _can_hold(question):
-                yield _Try(f"one {name}", f"--devices {name}", partial(replace, question))
+                yield _Try(f"{count} more {kind}", option, partial(replace, question), self._is_roomy(question))
+
+    def _on_one_card(self, asked: PlaceQuestion) -> Iterator[_Try]:
+        """Yields cards of the catalogue with more memory than any here, ascending."""
+        most = max(device.memory_bytes for device in asked.cluster.devices)
+        for name, kind in sorted(KINDS.items(), key=lambda item: (item[1].memory_bytes, item[0])):
+            if kind.memory_bytes > most and not kind.is_cpu and not kind.port.startswith("thunderbolt"):
+                free = replace(asked.constraints, max_memory_bytes=None)  # limits are those of devices here
+                question = replace(asked, cluster=Cluster.parse(name), constraints=free)
+                if _can_hold(question):
+                    yield _Try(f"one {name}", f"--devices {name}", partial(replace, question), self._is_roomy(question))
 
 
 def _smallest(row: Sequence[_Try | Remedy], clock: Clock, least_s: float) -> list[Remedy]:
     """Returns the first change of `row` with which a step fits, if any does.
 
-    From the first that has room the row is doubled until one fits, then halved.
+    From the first that is roomy the row is doubled until one fits, then halved. Where no try fits, as without the time
+    for any, the first that is roomy by its bytes is told, so that no answer depends on how busy the machine is.
     """
-    roomy = (place for place, each in enumerate(row) if isinstance(each, Remedy) or each.has_room)
-    low, turn, high, remedies = -1, next(roomy, 0), len(row), list[Remedy]()
+    first = next((place for place, each in enumerate(row) if isinstance(each, Remedy) or each.is_roomy), None)
+    low, turn, high, remedies = -1, first or 0, len(row), list[Remedy]()
     while low < turn < high and not clock.is_up:
         each, fitting = row[turn], None
         if isinstance(each, Remedy):
             return [each]
+        own = clock.part(_TRY_SHARE if len(row) > 1 else 1.0)
         with contextlib.suppress(InputError):
-            fitting = _first_that_fits(each.question(), clock.part(_TRY_SHARE if len(row) > 1 else 1.0), least_s)
+            fitting = _first_that_fits(each.question(), own, least_s)
         if fitting is None:
             low = turn
         else:
             high, remedies = turn, [Remedy(each.change, each.option, fitting.step_time_ns)]
         turn = (low + high) // 2 if remedies else min(2 * turn + 1, len(row) - 1)
+    if not remedies and first is not None and not clock.stop.is_set():
+        return [Remedy(row[first].change, row[first].option)]
     return remedies
 
 

@@ -71,7 +71,7 @@ def export_report(answer: Exported, path: Path) -> Iterator[RenderableType]:
 
 def loss_sentence(answer: Exported) -> str:
     """Returns `module level: 341.2 ms a step instead of 320.1 ms (6.6 % slower)`; of batches in flight for each."""
-    what = _OF_PHASES.get(answer.plan.question.options.get("phase"), "a step")
+    what = _OF_PHASES.get(str(answer.plan.question.options.get("phase")), "a step")
     times_ns, among = (answer.step_time_ns, answer.step.plan_step_time_ns), ""
     if answer.throughputs is not None:
         figures = answer.throughputs[0]
