@@ -283,6 +283,19 @@ COSTS: dict[str, tuple[onnx.NodeProto, list[tuple[Any, ...]], int]] = {
 }
 
 
+def test_shapes_of_convolutions(read: Callable[..., OnnxModel]) -> None:
+    """A convolution has the shapes of PyTorch's call of it, with whether it is transposed and its groups."""
+    made = read(
+        model(
+            [COSTS["grouped convolution"][0]],
+            [value("a", [2, 4, 6, 6]), value("b", [8, 2, 3, 3]), value("c", [8])],
+            ["y"],
+        )
+    )
+    (shapes,) = filter(None, made.graph.shapes)
+    assert shapes == "aten.convolution float32[2,4,6,6] float32[8,2,3,3] - - - - 0 - 2 > float32[2,8,6,6]"
+
+
 @pytest.mark.parametrize("case", COSTS)
 def test_costs_by_hand(case: str, read: Callable[..., OnnxModel]) -> None:
     """FLOPs and bytes are those counted by hand."""

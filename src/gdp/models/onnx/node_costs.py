@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gdp.arrays import Content
-from gdp.graph.shapes import product_text
+from gdp.graph.shapes import Array, call_text, product_text
 from gdp.models.experts import share_hit
 from gdp.models.names import by_name, names
 from gdp.models.onnx.onnx_file import DEFAULT_DOMAINS, TensorInfo
@@ -142,8 +142,15 @@ def _product(call: OnnxCall) -> int:
 
 
 def product_shapes(call: OnnxCall, flops: int, dtype: str) -> str:
-    """Returns the shapes of a product of matrices, as graphs carry them; "" for other operators."""
+    """Returns the shapes of a product of matrices or a convolution, as graphs carry them, by PyTorch's call of it.
+
+    "" for other operators. ONNX Runtime adds the bias in the kernel.
+    """
     name = table_name(call.kind)
+    if name in ("Conv", "ConvTranspose", "FusedConv"):
+        image, weight, result = (Array(dtype, one.shape) for one in (call.input(0), call.input(1), call.out))
+        options = None, None, None, None, int(name == "ConvTranspose"), None, int(call.attributes.get("group", 1))
+        return call_text("aten.convolution", (image, weight, *options), (result,))
     if name not in _PRODUCTS or not call.out.numel:
         return ""
     parts = math.prod(call.input(1).shape[:-2]) if name in _BATCHED else 1

@@ -17,7 +17,7 @@ from gdp.models.onnx.node_costs import OnnxCall, count_bytes, count_flops, dtype
 from gdp.models.onnx.onnx_file import BOOL, DEFAULT_DOMAINS, INT32, INT64, SMALL, TensorInfo, captured, reads, subgraphs
 from gdp.models.onnx.runtime_shapes import RUNTIME_KINDS
 from gdp.models.onnx.shapes import Dims, NodeOutputs, checked, fold, infer, is_constant
-from gdp.models.pytorch.flops import UNKNOWN
+from gdp.models.pytorch.flops import FORMULA, UNKNOWN
 
 _CONTENT_CODES = (1, 2, 3, INT32, INT64, BOOL, 10, 11)  # types whose small tensors NumPy can hold
 _NOT_TENSORS = {"Resize": (1, 2, 3), "Upsample": (1,)}  # inputs with options, small floats: no parameters
@@ -225,6 +225,7 @@ class GraphScope:
             names += [name for name in captured(graph) if name in self.values]
         distinct = list(dict.fromkeys(names))
         whole = OnnxCall(call.kind, call.inputs, results.values, call.attributes, call.contents)
+        shapes = ""
         if cost is None:
             flops, how = count_flops(whole)
             if how == UNKNOWN:
@@ -232,6 +233,7 @@ class GraphScope:
             read = list(dict.fromkeys(name for name in node.input if name))
             num_bytes = count_bytes(whole, [self.values[name] for name in read])
             cost = ExecutionCost(flops, num_bytes, 0, dtype_of(whole))
+            shapes = product_shapes(whole, flops, cost.dtype) if how == FORMULA else ""
         outputs = {name: value for name, value in zip(node.output, results.values, strict=True) if value is not None}
         inputs = list(dict.fromkeys(self.root(name) for name in distinct if not self.is_constant(name)))
         first = call.inputs[0] if call.inputs else None
@@ -247,7 +249,7 @@ class GraphScope:
                 cost.resident_bytes,
                 tuple(self.root(name) if name else "" for name in node.input),
                 "" if first is None else first.dtype,
-                product_shapes(whole, cost.flops, cost.dtype),
+                shapes,
             )
         )
 
