@@ -11,7 +11,7 @@ from gdp.costs.attention import attention_ns
 from gdp.costs.kernels import CLASSES, Kernel, Kernels, PricedOp
 from gdp.costs.products import Multiprocessors, tiled_ns, together_ns
 from gdp.costs.rates import kernel_times
-from gdp.costs.table import rule_of
+from gdp.costs.table import class_of, rule_of
 from gdp.graph.shapes import parsed_calls
 
 
@@ -54,6 +54,15 @@ def times_ns(sizes, kind="product", card="a100-sxm-80g", dtype="bfloat16", num_b
 def test_sizes(text, flops, size):
     """Every kind of product is one kernel of parts, m, n and k, whatever the strides of its operands."""
     assert kernels(text, flops) == [Kernel("product", flops, 1000, size)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("aten.addmm", "product"), ("MatMul", "product"), ("aten.lgamma", "pointwise"), ("upsample_bilinear2d", "pool")],
+)
+def test_classes(kind, expected):
+    """Names of products are told from others that have parts of theirs."""
+    assert class_of(kind) == expected
 
 
 def test_summand():

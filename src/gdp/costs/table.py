@@ -15,10 +15,10 @@ from gdp.costs.products import PRODUCTS, product
 _CLASS_OF_NAME = (  # the first that a kind's name has decides
     ("attention|sdpa", "attention"),
     ("conv", "convolution"),
-    ("mm|matmul|linear|gemm|dot|einsum|baddbmm|addmv|bilinear|_mv$", "product"),
+    ("pool|upsample|interpolate|resize", "pool"),
+    ("(?<!ga)mm|matmul|linear|gemm|dot|einsum|baddbmm|addmv|bilinear|_mv$", "product"),
     ("norm", "norm"),
     ("softmax|logsumexp|nll|cross_entropy", "softmax"),
-    ("pool|upsample|interpolate|resize", "pool"),
     ("embedding|gather|index|scatter|take|select|sort|topk|unique|nonzero", "gather"),
     ("sum|mean|var|std|amax|amin|argmax|argmin|prod|cumsum|any|all_|reduce", "reduction"),
     ("transpose|permute|contiguous|clone|copy|cat|stack|roll|flip|im2col|col2im", "transpose"),
