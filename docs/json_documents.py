@@ -408,6 +408,36 @@ class Capture(Graph):
     path: str
 
 
+class CostRow(TypedDict):
+    """Kernels of one class, or of equal ops."""
+
+    name: Annotated[str, d("the class, or the kind of the ops with their shapes")]
+    count: Annotated[int, d("of kernels, or of ops")]
+    time_ns: Ns
+    flops: int
+    bytes: Annotated[int, d("that the kernels move")]
+    limit: Annotated[Literal["arithmetic", "memory", "launch"], d("what bounds most of the time")]
+    rule: NotRequired[Annotated[str, d("of ops: what says of which kernels they are")]]
+
+
+class KindCosts(TypedDict):
+    """A step on a device of one kind."""
+
+    kind: str
+    runtime: Literal["eager", "compile", "cuda-graphs"]
+    kernels_ns: Annotated[Ns, d("of all kernels, one after the other")]
+    host_ns: Annotated[Ns, d("to issue them")]
+    classes: list[CostRow]
+    ops: Annotated[list[CostRow], d("the `--top` sets of equal ops")]
+
+
+class Costs(TypedDict):
+    """`gdp costs --json`."""
+
+    graph: str
+    devices: list[KindCosts]
+
+
 class Train(TypedDict):
     """`gdp train --json`."""
 
@@ -510,6 +540,8 @@ class ClusterDevice(TypedDict):
     memory_bandwidth: NotRequired[Quantity]
     launch: NotRequired[Quantity]
     issue: NotRequired[Annotated[Quantity, d("of its host, for each kernel")]]
+    achieved: NotRequired[Annotated[dict[str, float], d("shares of the sheet by class of kernel, and numbers")]]
+    runtime: NotRequired[Literal["eager", "compile", "cuda-graphs"]]
 
 
 ClusterLink = TypedDict(
@@ -619,6 +651,7 @@ ANSWERS: Mapping[str, Any] = {
     "report": Report,
     "export": Export,
     "capture": Capture,
+    "costs": Costs,
     "train": Train,
     "workloads": Workloads,
     "devices-detect": Detect,

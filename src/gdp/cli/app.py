@@ -16,6 +16,7 @@ import typer
 
 from gdp.cli.capture import capture
 from gdp.cli.compare import compare
+from gdp.cli.costs import costs
 from gdp.cli.devices import devices_app
 from gdp.cli.export import export
 from gdp.cli.options import GroupedCommand
@@ -40,7 +41,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(devices_app, name="devices")
-for command in (place, run, export, report, compare, simulate, capture, train, workloads):
+for command in (place, run, export, report, compare, simulate, costs, capture, train, workloads):
     app.command(cls=GroupedCommand if command in (place, compare) else None)(command)
 
 

@@ -55,7 +55,7 @@ NUMBERS: Mapping[str, str] = MappingProxyType(
 
 
 class CardFigures(NamedTuple):
-    """What a kind of card does with kernels."""
+    """Figures of a kind of card."""
 
     launch_ns: int  # between kernels, on the device
     issue_ns: int  # of the host, for a kernel

@@ -75,7 +75,7 @@ class LinkKind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExchangeFigures:
-    """What exchanges over a kind of link take; `network`, between hosts, has a share of the rate of a route."""
+    """Figures of exchanges over a kind of link; `network`, between hosts, has a share of the rate of a route."""
 
     rates: Mapping[int, float]  # bytes per second of a card in each direction, by the number of cards
     share: float  # of the rate of a route, in place of `rates`

@@ -221,7 +221,7 @@ class Cluster:
         )
 
     def exchange(self, source: int, target: int) -> str:
-        """What is known of exchanges over a route, a name in `catalogue.EXCHANGES`; "" for nothing."""
+        """Returns the figures of exchanges over a route: a name in `catalogue.EXCHANGES`; "" for nothing."""
         return str(self.exchanges[source, target]) if self.exchanges.size else ""
 
     def device_number(self, name: str) -> int:

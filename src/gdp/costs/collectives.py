@@ -41,7 +41,7 @@ Line = tuple[int, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Cards:
+class AlikeCards:
     """R alike cards: as many on each of H hosts."""
 
     num_cards: int
@@ -156,7 +156,9 @@ def exchange_times(
     return order, ExchangeTimes({kind: cards.lines(kind) for kind in KINDS[:3]}, legs)
 
 
-def _of_place(cluster: Cluster, devices: I64, num_used: int) -> tuple[tuple[int, ...], tuple[Leg, ...], Cards] | None:
+def _of_place(
+    cluster: Cluster, devices: I64, num_used: int
+) -> tuple[tuple[int, ...], tuple[Leg, ...], AlikeCards] | None:
     """Returns the order, the legs and the cards of one place of all replicas; `num_used` cards exchange at once.
 
     None where they are not alike.
@@ -195,7 +197,7 @@ def _of_place(cluster: Cluster, devices: I64, num_used: int) -> tuple[tuple[int,
         sender = (place - distance) % len(order) if leads else host * size + leaders[host][rank]
         pair = order[sender], replica
         legs.append((sender, int(latency_ns[pair]), int(rates[pair]) if leads else 0))
-    cards = Cards(len(devices), link, rate, len(first), network_rate)
+    cards = AlikeCards(len(devices), link, rate, len(first), network_rate)
     return (tuple(order.tolist()), tuple(legs), cards) if len(set(map(tuple, leaders))) == 1 else None
 
 

@@ -101,6 +101,7 @@ def kernels_of(
             name, rule = rule_of(priced := PricedOp(kind, phase, dtype, flops, num_bytes, calls, fusion is not None))
             own = rule(priced)
             if part[op]:
+                name = "fused"
                 own = [Kernel(own[0].kind, flops, num_bytes, launches=float(part[op] - 1))]
             rows += own
             names += [name] * len(own)

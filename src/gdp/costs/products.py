@@ -69,7 +69,7 @@ def product_size(call: ShapedCall, flops: int) -> tuple[int, int, int, int]:
 
 @dataclass(frozen=True)
 class Multiprocessors:
-    """Those of a card."""
+    """The multiprocessors of a card."""
 
     count: float
     flops_per_ns: F64  # [K] of one, achieved, in the types of K kernels

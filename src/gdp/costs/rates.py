@@ -22,11 +22,10 @@ _ATTENTION = [CLASSES.index(name) for name in ("attention", "attention_backward"
 def kernel_times(kernels: Kernels, device: Device) -> F64:
     """Returns the ns [K] that kernels take on `device`, each by itself."""
     of_flops = np.array([share(device.achieved, name if name in OF_FLOPS else "product") for name in CLASSES])
-    of_bytes = np.array([share(device.achieved, name if name in OF_BYTES else "product_bytes") for name in CLASSES])
     rates = np.array([peak_rate(device.flops_per_second, dtype) for dtype in kernels.dtypes] or [1], np.float64)
     achieved = rates[kernels.dtype_codes] * of_flops[kernels.kinds]
     work_ns = kernels.flops * 1e9 / achieved
-    bytes_ns = kernels.bytes * 1e9 / (device.memory_bytes_per_second * of_bytes[kernels.kinds])
+    bytes_ns = memory_times(kernels, device)
     is_sized = (kernels.sizes > 0).any(axis=1) & (kernels.flops > 0)
     is_attention = np.isin(kernels.kinds, _ATTENTION)
     cut = np.flatnonzero(is_sized & ~is_attention & (kernels.kinds < len(OF_FLOPS)))
@@ -43,6 +42,12 @@ def kernel_times(kernels: Kernels, device: Device) -> F64:
     times_ns[cut] += floors_ns[0]
     times_ns[fused] += np.where(sizes[fused, 2] == 1, *floors_ns[1:])
     return np.asarray(times_ns + device.launch_ns * kernels.launches)
+
+
+def memory_times(kernels: Kernels, device: Device) -> F64:
+    """Returns the ns [K] that kernels take to read and write memory alone."""
+    shares = np.array([share(device.achieved, name if name in OF_BYTES else "product_bytes") for name in CLASSES])
+    return np.asarray(kernels.bytes * 1e9 / (device.memory_bytes_per_second * shares[kernels.kinds]))
 
 
 def peak_rate(rates: Mapping[str, int], dtype: str) -> int:

@@ -217,7 +217,7 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """What may go otherwise than predicted, the worst first: devices, ZeRO, more work, transfers, parts."""
+        """Risks of a prediction, the worst first: devices, ZeRO, more work, transfers, parts."""
         layout = self.layout
         more_work = (layout.recompute != NONE) + (layout.offload != NONE)
         num_devices, num_transfers = len(np.unique(self.placement)), len(self.replay.transfer_tensors)

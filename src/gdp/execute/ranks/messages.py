@@ -42,7 +42,7 @@ _NUM_PINGS = 16
 
 
 class Messages:
-    """What all ranks exchange. A rank that is gone, or keeps this one waiting, is a failure of the run."""
+    """Exchanges of all ranks. A rank that is gone, or keeps this one waiting, is a failure of the run."""
 
     def __init__(self, ranks: Ranks, timeout_seconds: float) -> None:
         self.ranks, self._timeout_seconds = ranks, timeout_seconds

@@ -1,0 +1,65 @@
+"""`gdp costs`: where the time of a step goes."""
+
+import json
+
+import pytest
+
+from gdp.cli import main
+from gdp.graph import Graph, Op, Tensor
+
+
+@pytest.fixture
+def graph_file(tmp_path):
+    """A product of 2 x 4096^3 FLOPs, twice, and a sum of 3 x 32 MiB."""
+    product = "aten.mm bfloat16[4096,4096] bfloat16[4096,4096] > bfloat16[4096,4096]"
+    added = "aten.add bfloat16[4096,4096] bfloat16[4096,4096] > bfloat16[4096,4096]"
+    size = 2 * 4096 * 4096
+    ops = [
+        Op("a", "aten.mm", 2 * 4096**3, 3 * size, "bfloat16", shapes=product),
+        Op("b", "aten.mm", 2 * 4096**3, 3 * size, "bfloat16", shapes=product),
+        Op("sum", "aten.add", 4096 * 4096, 3 * size, "bfloat16", shapes=added),
+    ]
+    path = tmp_path / "graph.json"
+    Graph.build("block", ops, [Tensor(0, (2,), size), Tensor(1, (2,), size)]).save(path)
+    return str(path)
+
+
+def test_kernels_are_told_by_class_with_what_bounds_them(graph_file, capsys):
+    """Products are bound by arithmetic and equal ones are one row, the sum by memory; shares are of all kernels."""
+    assert main(["costs", graph_file, "--devices", "2xa100-sxm-80g", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["devices"]
+    product, pointwise = found["classes"]
+    assert (product["name"], product["count"], product["limit"]) == ("product", 2, "arithmetic")
+    assert (pointwise["name"], pointwise["count"], pointwise["limit"]) == ("pointwise", 1, "memory")
+    assert found["kernels_ns"] == pytest.approx(product["time_ns"] + pointwise["time_ns"], abs=2)
+    assert [row["count"] for row in found["ops"]] == [2, 1]
+    # 274.9 GFLOP at 312 TFLOP/s are 881 us; 100.7 MB at 2,039 GB/s are 49 us: neither is reached in full
+    assert 881e3 < product["time_ns"] < 2 * 881e3
+    assert 49e3 < pointwise["time_ns"] < 2 * 49e3
+    # three kernels are issued one by one
+    assert found["host_ns"] > 0
+
+
+def test_the_table_names_the_rule_of_each_op(graph_file, capsys):
+    """People see kernels by class, and equal ops with their shapes."""
+    assert main(["costs", graph_file, "--devices", "a100-sxm-80g:cuda-graphs", "--top", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "block on a100-sxm-80g, cuda-graphs" in printed
+    assert "aten.mm bfloat16[4096,4096] bfloat16[4096,4096] > bfloat16[4096,4096]" in printed
+    assert "aten.add" not in printed
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ([], "--devices: name the devices"),
+        (["--devices", "cpu-16core"], "tells nothing of kernels"),
+        (["--devices", "l4-24g", "--runtime", "fast"], "--runtime is 'fast'"),
+    ],
+)
+def test_what_cannot_be_priced_is_refused(args, reason, graph_file, capsys):
+    """One line says what is missing."""
+    assert main(["costs", graph_file, *args]) == 2
+    error = capsys.readouterr().err
+    assert reason in error
+    assert error.count("\n") == 1
