@@ -12,18 +12,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster, changes
 from gdp.cluster.changes import MOST_CHANGED
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.planning.carried import carried, plan_on
 from gdp.search.candidate import Candidate
+from gdp.search.noise import step_times_under_noise
 from gdp.search.place import place
+from gdp.search.question import plan_of
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan
-from gdp.simulator.problem import Problem
-from gdp.simulator.simulate import Simulation
+from gdp.simulator.problem import Placement, Problem
+from gdp.simulator.simulate import Simulation, simulate
 
 MEMORY_MATTERS = 0.5  # of its limit filled somewhere: below, twice the memory is not asked for
 AS_FAST = 1.01  # what is called as fast
@@ -211,3 +213,34 @@ def _share(budget: Budget, clock: Clock, num_changes: int, turn: int, least_s: f
         return budget.part(1 / num_changes)
     left_s = clock.seconds_left or 0.0
     return Budget(seconds=max(left_s / (num_changes + 1 - turn), min(least_s, left_s)))
+
+
+def carried(
+    plan: Plan, cluster: Cluster, constraints: Constraints, numbers: Sequence[int] | None = None
+) -> Simulation | None:
+    """Returns the step of `plan` on `cluster`, where its devices are those with these `numbers`.
+
+    Without numbers each is the first free one with its figures. None where there is none, or constraints forbid it.
+    """
+    problem = plan.problem
+    assert problem is not None
+    numbers = changes.same_devices(problem.cluster, cluster) if numbers is None else numbers
+    if numbers is None:
+        return None
+    larger = Problem.build(problem.graph, cluster, constraints)
+    placement = np.asarray(numbers)[plan.placement]
+    if larger.broken_constraints(placement):
+        return None
+    order: list[Placement] = [np.zeros(0, np.int64) for _ in range(cluster.num_devices)]
+    for number, ops in zip(numbers, plan.order, strict=True):
+        order[number] = ops
+    return simulate(larger, placement, order=order)
+
+
+def plan_on(step: Simulation, plan: Plan, noise_share: float = 0.0) -> Plan:
+    """Returns `plan`, which `step` is on another machine, as a plan for that; with its times under noise, if any."""
+    assert plan.search is not None
+    noisy = step_times_under_noise(step, noise_share, plan.seed + 1) if noise_share else plan.search.under_noise
+    search = replace(plan.search, busy_fraction=step.busy_fraction, missing_bytes=step.missing_bytes, under_noise=noisy)
+    bound_ns = min(lower_bound(step.problem), step.step_time_ns)
+    return replace(plan_of(step, bound_ns, plan.placer, plan.seed, search), layout=plan.layout)

@@ -15,7 +15,7 @@ from gdp.cluster.prices import UNKNOWN, Price
 from gdp.errors import InputError
 from gdp.graph.microbatches import MAX_MICROBATCHES
 from gdp.parallel.layout import Layout
-from gdp.planning.carried import carried, plan_on
+from gdp.planning.advice import carried, plan_on
 from gdp.search.place import answer
 from gdp.search.place_question import PlaceQuestion
 from gdp.search.question import Solution

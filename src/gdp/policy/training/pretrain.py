@@ -6,7 +6,6 @@ No random state outlives an update. Parameters, optimizer state and the number o
 are all that a run needs to go on exactly as if it had never stopped. G tasks an update.
 """
 
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -268,24 +267,8 @@ def manifest_of(
         "seed": arguments["training"]["seed"],
         "command": provenance.command,
         "gdp_version": version("gdp-placement"),
-        "commit": _commit(),
         "updates": updates,
         "cpu_hours": cpu_hours,
         "arguments": arguments,
         "held_out": list(provenance.held_out),
     }
-
-
-def _commit() -> str | None:
-    """Returns the commit of the checkout that gdp runs from, with "-dirty" if files differ; None without a checkout."""
-    here = Path(__file__)
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(here.parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", here.name)  # the checkout may be of a project that gdp is installed in
-        return git("describe", "--always", "--dirty", "--abbrev=40")
-    except (OSError, subprocess.SubprocessError):
-        return None

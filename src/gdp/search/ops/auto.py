@@ -11,20 +11,26 @@ for the search.
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
+from gdp.arrays import I64
 from gdp.budget import PREPARED, REPLAYED, Clock
+from gdp.cluster import WORD_DEVICES
+from gdp.placers.base import devices_by_speed
 from gdp.placers.exact import exact
 from gdp.placers.starts import call_grids, interleaved_stages
 from gdp.search.candidate import Candidate
 from gdp.search.ops.alike_replicas import placed_by_replicas
+from gdp.search.ops.annealing import is_too_wide
 from gdp.search.ops.classical import ClassicalRuns
 from gdp.search.ops.fewer import Few, best_of_few, search_without
 from gdp.search.ops.local_search import LocalSearch
-from gdp.search.ops.over_64_devices import search_on_many
 from gdp.search.ops.zero_shot import zero_shot
 from gdp.search.question import Question, Solution
 from gdp.search.streaming.stream_weights import stream_weights
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER, Simulation, simulate
+from gdp.units.reduction import reduce
 from gdp.units.units import Units
 
 FEWEST = ("single", "contiguous")  # classical placers that `local-search` starts from
@@ -61,14 +67,50 @@ def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = Non
 
 
 def _placed_on_many(question: Question, clock: Clock, classical: ClassicalRuns | None) -> Solution:
-    """Returns the best of quick placers, stages of replicas, a search on 64 of the devices, and one on all."""
+    """Returns the best of quick placers, stages of replicas, a search on 64 of the devices, and one on all of them.
+
+    The ops of one step seldom use so many devices, but graphs with replicas do: with these none is left out.
+    """
     replicated = placed_by_replicas(question, clock, auto)
     classical = classical or run_classical(question, clock)
-    constructed = [*classical.candidates, *replicated, *replayed_starts(question)]
-    if not constructed:
+    answers = [*classical.candidates, *replicated, *replayed_starts(question)]
+    if not answers:
         return Solution(None, classical.baselines)
-    found = search_on_many(question, clock, constructed, auto, has_replicas=bool(replicated))
-    return Solution(best_of([*constructed, *found], None), classical.baselines)
+    clock = clock.before(REPLAYED * question.simulation_s)
+    near, settings = near_devices(question.problem), question.settings.ops
+    is_wide = is_too_wide(question.reduction.problem)
+    if not (replicated or clock.is_up) and question.problem.allowed[:, near].any(axis=1).all():
+        answers += _placed_near(question, clock.part(1.0 if is_wide else settings.near_devices_share), near)
+    if not (clock.is_up or is_wide):
+        search = LocalSearch.of(question, clock)
+        starts = sorted(answers)[: settings.num_starts_on_many]
+        search.start([Candidate(question.reduction.restrict(start.placement)) for start in starts], num_more=0)
+        search.run()
+        answers.append(question.replay(search.best))
+    return Solution(best_of(answers, None), classical.baselines)
+
+
+def near_devices(problem: Problem) -> I64:
+    """Returns the fastest device and those with the quickest routes from it, 64 in all, in ascending order."""
+    start = int(devices_by_speed(problem)[0])
+    rates = problem.cluster.bytes_per_second[start].astype(np.float64)
+    rates[start] = np.inf
+    far = np.abs(np.arange(problem.num_devices) - start)  # of equally quick ones those of its own pod
+    return np.sort(np.lexsort((far, -rates))[:WORD_DEVICES])
+
+
+def _placed_near(question: Question, clock: Clock, near: I64) -> list[Candidate]:
+    """Returns what `auto` finds on the devices `near`, as a placement on all of them."""
+    problem = question.problem
+    part = problem.on_devices(near.tolist())
+    asked = replace(question, problem=part, reduction=reduce(part), noise=None, starts=(), known=())
+    best = auto(asked, clock).best
+    if best is None:
+        return []
+    order: list[I64] = [np.zeros(0, np.int64) for _ in range(problem.num_devices)]
+    for device, ops in zip(near.tolist(), best.replay.order, strict=True):
+        order[device] = ops
+    return [question.judge(simulate(problem, near[best.replay.placement], order=order), best.order)]
 
 
 def hurries(question: Question, clock: Clock) -> bool:
