@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from gdp.arrays import I64
 from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
@@ -29,8 +28,7 @@ from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
 
 _ORDINARY_SHARE = 0.4  # of the budget, for the plan of ops that is adapted
-_ROUND = 300  # simulations of a descent at most
-_PATIENCE = 20  # descents in a row without an improvement
+_STARTS, _SIMULATIONS = 12, 3000  # of descents, at most
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +72,7 @@ def place_for(
     if clock.stop.is_set():  # a search that has no time for any placement has no answer
         pass
     elif units.is_chain:
-        best = _best_stages(problem, adapted, clock, seed)
+        best = _best_stages(problem, adapted, clock)
         baselines = {name: each for name, each in baselines.items() if name == "single"}  # others cut layers
     else:
         coarse = replace(problem.graph, groups=units.index.copy())
@@ -125,45 +123,10 @@ def answer_for(target: ExportTarget, question: PlaceQuestion, clock: Clock) -> S
     return Solution(None, plan=placed.plan)
 
 
-def _best_stages(problem: Problem, adapted: AdaptedPlan, clock: Clock, seed: int) -> Simulation:
-    """Repeats descents from perturbed stages until the budget or the patience ends; returns the best step."""
-    units, rng = adapted.units, np.random.default_rng(seed)
-    search = StageSearch(problem.in_order(order_of(problem, adapted.simulation.placement)), units)
-
-    def descend(starts: list[I64]) -> I64:
-        before = search.num_simulations
-        stages = search.run(starts, before + clock.at_most(_ROUND))
-        clock.spend(search.num_simulations - before)
-        return stages
-
-    best = descend([adapted.devices, *balanced_stages(units)])
-    failures = 0
-    while failures < _PATIENCE and not clock.is_up:
-        failures += 1
-        start = _perturbed(best, problem.num_devices, rng)
-        if units.may_be_on(start):
-            candidate = descend([start])
-            if search.key(candidate) < search.key(best):
-                best, failures = candidate, 0
-    return simulated(problem, units.place(best))
-
-
-def _perturbed(devices: I64, num_devices: int, rng: np.random.Generator) -> I64:
-    """[U] Returns stages at other cuts, on devices in another order; sometimes one stage more."""
-    num_units = len(devices)
-    used = list(dict.fromkeys(devices.tolist()))
-    free = [device for device in range(num_devices) if device not in used]
-    for _ in range(int(rng.integers(1, 3))):
-        pool = used + free
-        first, second = rng.integers(len(used)), rng.integers(len(pool))
-        pool[first], pool[second] = pool[second], pool[first]
-        used, free = pool[: len(used)], pool[len(used) :]
-    if free and rng.random() < 0.3:
-        used.insert(int(rng.integers(len(used) + 1)), free.pop())
-    used = used[:num_units]
-    cuts = np.sort(rng.choice(np.arange(1, num_units), len(used) - 1, replace=False))
-    if len(used) == len(set(devices.tolist())) and rng.random() < 0.6:  # near the cuts that there were
-        shifted = np.flatnonzero(np.diff(devices)) + 1 + rng.integers(-3, 4, len(used) - 1)
-        if (np.diff(shifted) > 0).all() and len(shifted) and shifted[0] > 0 and shifted[-1] < num_units:
-            cuts = shifted
-    return np.repeat(np.array(used, np.int64), np.diff([0, *cuts.tolist(), num_units]))
+def _best_stages(problem: Problem, adapted: AdaptedPlan, clock: Clock) -> Simulation:
+    """Returns the best step that descents from the adapted stages, and from balanced ones, find."""
+    search = StageSearch(problem.in_order(order_of(problem, adapted.simulation.placement)), adapted.units)
+    starts = [adapted.devices, *balanced_stages(adapted.units)]
+    stages = search.run(starts, clock.at_most(_SIMULATIONS), num_starts=_STARTS)
+    clock.spend(search.num_simulations)
+    return simulated(problem, adapted.units.place(stages))

@@ -103,14 +103,16 @@ class StageSearch:
         self.known: dict[bytes, tuple[int, int]] = {}
         self.num_simulations = 0
 
-    def run(self, starts: list[I64], max_simulations: int) -> I64:
-        """[U] Returns the best stages found from the starts; InputError if no start is allowed."""
+    def run(self, starts: list[I64], max_simulations: int, *, num_starts: int = 3) -> I64:
+        """[U] Returns the best stages found from so many of the best starts; InputError if no start is allowed."""
         allowed = [start for start in starts if self.units.may_be_on(start)]
         if not allowed:
             raise InputError(
                 f"graph {self.problem.graph.name!r}: no contiguous stages go where ops may; relax --pin or --forbid"
             )
-        return self._sorted([self._descended(start, max_simulations) for start in self._sorted(allowed)[:3]])[0]
+        return self._sorted([self._descended(start, max_simulations) for start in self._sorted(allowed)[:num_starts]])[
+            0
+        ]
 
     def _descended(self, devices: I64, max_simulations: int) -> I64:
         reach = max(self.units.num_units // 4, 1)
