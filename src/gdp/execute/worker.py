@@ -37,6 +37,7 @@ class Transport(Protocol):
 
     def finish(self) -> None:
         """Returns when all sent tensors have left, so that they need not be held any longer."""
+        return
 
 
 @dataclass(frozen=True, slots=True)
