@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +24,7 @@ from gdp.planning.plan_directory import files_beside
 from gdp.planning.plan_source import PlanSource
 from gdp.report.progress import live
 from gdp.search.batch_parts import Parts
-from gdp.search.question import BatchQuestion, Solution
+from gdp.search.question import BatchQuestion
 from gdp.search.rivals.rivals import RIVALS
 from gdp.search.solvers import SOLVERS, solver_of
 from gdp.simulator.constraints import Constraints
@@ -129,12 +129,7 @@ def _parallel_steps(
 ) -> dict[str, Rival]:
     parts = Parts(lambda num_parts: source.part(num_parts).graph, source.batch_size or 1)
     question = BatchQuestion(parts, cluster, constraints)
-    return {name: partial(_ask, RIVALS[name], question) for name in names}
-
-
-def _ask(rival: Callable[[BatchQuestion], Solution], question: BatchQuestion, problem: Problem) -> Solution:
-    """Returns the rival's step of the batch that `problem` is the graph of."""
-    return rival(question)
+    return {name: partial(lambda rival, problem: rival(question), RIVALS[name]) for name in names}
 
 
 def _accelerate_modes(names: Sequence[str], source: ModelSource) -> dict[str, Rival]:

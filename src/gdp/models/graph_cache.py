@@ -60,7 +60,8 @@ def onnx_entry(path: Path, dims: Mapping[str, int]) -> Path | None:
 def read(path: Path | None) -> Model | None:
     """Returns the model kept in `path`; None if there is none, or a damaged one."""
     content = cache.read(path, FORMAT, VERSION)
-    if content is None or not _is_counts(content.get("unknown")):
+    unknown = {} if content is None else content.get("unknown")
+    if content is None or type(unknown) is not dict or not all(map(files.is_size, unknown.values())):
         return None
     with contextlib.suppress(InputError, KeyError, TypeError, ValueError):
         graph = Graph.from_columns(content["graph"])
@@ -99,8 +100,3 @@ def _installed(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-def _is_counts(value: object) -> bool:
-    """a mapping from kinds to numbers"""
-    return type(value) is dict and all(files.is_size(count) for count in value.values())

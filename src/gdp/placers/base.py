@@ -90,7 +90,7 @@ class TriedPlacements:
         size = max(TRIED.ops_at_once // self.problem.num_ops, default_threads())
         while not self._figures or has_time(self.clock, self._slowest_s):
             began = time.perf_counter()
-            keys = [_key(placement) for placement in islice(iterator, size)]
+            keys = [np.asarray(each).astype(np.uint16).tobytes() for each in islice(iterator, size)]
             if not keys:
                 break
             new = [key for key in dict.fromkeys(keys) if key not in self._figures]
@@ -138,10 +138,6 @@ def best_of(
     if smaller is not None and not tried.fits:
         tried.run(smaller())
     return tried.best()
-
-
-def _key(placement: Placement) -> bytes:
-    return np.asarray(placement).astype(np.uint16).tobytes()
 
 
 def _placement(key: bytes) -> Placement:

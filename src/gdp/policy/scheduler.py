@@ -78,7 +78,10 @@ class SchedulerPolicy(Policy):
         self.config = config
         self.base = nn.Parameter(torch.tensor(INITIAL_WEIGHTS, dtype=torch.float32))  # [2, K]
         self.styles = StyleNetwork(config.style_scorer) if config.style_scorer else None
-        self.constructor = Constructor(self._weights, self._style_scorer)
+        self.constructor = Constructor(
+            lambda: np.ascontiguousarray(self.base.detach().cpu().numpy()),
+            lambda: None if self.styles is None else self.styles.in_numpy(),
+        )
 
     def check(self) -> None:
         """See `Policy.check`."""
@@ -145,9 +148,3 @@ class SchedulerPolicy(Policy):
     def _training_style(self, instance: UnitInstance, rng: np.random.Generator) -> Style:
         style = draw_refinement(rng) if instance.refines else draw_style(rng)
         return replace(style, passes=min(style.passes, PRACTICE.passes))
-
-    def _weights(self) -> F32:
-        return np.ascontiguousarray(self.base.detach().cpu().numpy())
-
-    def _style_scorer(self) -> StyleScorer | None:
-        return None if self.styles is None else self.styles.in_numpy()

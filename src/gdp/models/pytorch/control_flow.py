@@ -111,11 +111,7 @@ def _scan(
         made = list(body(*carried, *(item[number] for item in slices), *additional_inputs))
         carried, row = made[: len(carried)], made[len(carried) :]
         rows.append(row)
-    return (*carried, *map(_stacked, zip(*rows, strict=True)))
-
-
-def _stacked(items: Sequence[Any]) -> Any:
-    return torch.stack(tuple(items)) if isinstance(items[0], Tensor) else items[0]
+    return (*carried, *(torch.stack(row) if isinstance(row[0], Tensor) else row[0] for row in zip(*rows, strict=True)))
 
 
 def _associative_scan(body: Callable[..., Any], slices: Sequence[Tensor], additional_inputs: Sequence[Any] = ()) -> Any:

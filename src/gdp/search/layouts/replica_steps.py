@@ -118,7 +118,8 @@ class ReplicaSteps:
         few = self.num_seen(layout, layout.microbatches[replica], len(own))
         devices = own if cpu is None else (*own, cpu)
         kinds = tuple(int(self.machine.kinds[device]) for device in devices)
-        share = _gradient_share(layout, layout.microbatches[replica])
+        is_cut = layout.zero == 3 or (layout.zero == 2 and layout.microbatches[replica] == 1)
+        share = layout.data if is_cut else 1  # replicas that share gradients when the last micro-batch is done
 
         def make() -> tuple[Simulation, I64]:
             with self.effort.estimate.measured(few * self.parts.rough(layout.num_parts).num_ops, self.clock):
@@ -206,8 +207,3 @@ def _best_alone(problem: Problem, step: Step, placement: Placement) -> Simulatio
         if is_one_device and not found[-1].missing_bytes.any():
             return found[-1]
     return min(found, key=Figures.of)
-
-
-def _gradient_share(layout: Layout, count: int) -> int:
-    """Returns the number of replicas that share gradients when the last of `count` micro-batches is done."""
-    return layout.data if layout.zero == 3 or (layout.zero == 2 and count == 1) else 1

@@ -158,7 +158,9 @@ class LocalSearch:
                         break
                 parents = self.elites
                 mates = [candidate.placement for candidate in (*self._elites, *self._queue)]
-                begins = [self._queue.pop(0) if self._queue else self._choose(parents) for _ in self._islands]
+                # without starts each of the elites is half as likely as the one before it
+                turns = (min(int(self._rng.geometric(0.5)), len(parents)) - 1 for _ in self._islands)
+                begins = [self._queue.pop(0) if self._queue else parents[next(turns)] for _ in self._islands]
                 cycles = [
                     pool.submit(island.cycle, begin, mates, num_moves, self.clock)
                     for island, begin in zip(self._islands, begins, strict=True)
@@ -191,10 +193,6 @@ class LocalSearch:
         total = sum(island.num_simulations for island in self._islands)
         self.clock.spend(total - self._num_counted)
         self._num_counted = total
-
-    def _choose(self, parents: Sequence[Candidate]) -> Candidate:
-        """Returns one of `parents`, each half as likely as the one before it."""
-        return parents[min(int(self._rng.geometric(0.5)) - 1, len(parents) - 1)]
 
     def _tell(self) -> None:
         if self.on_progress:
