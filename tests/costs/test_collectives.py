@@ -7,7 +7,7 @@ import pytest
 
 from gdp.cluster import Cluster
 from gdp.cluster.catalogue import EXCHANGES, ExchangeFigures
-from gdp.costs.collectives import KINDS, Cards, ExchangeTimes, exchange_times
+from gdp.costs.collectives import KINDS, AlikeCards, ExchangeTimes, exchange_times
 from gdp.errors import InputError
 
 PLAIN = ExchangeFigures({2: 100e9}, 1.0, 50e9, {"ll": (5000, 1000, 0.25), "simple": (20_000, 2000, 1.0)}, None, {})
@@ -18,7 +18,7 @@ def test_a_ring_by_hand() -> None:
     # 4 cards at 100 GB/s, the pass over the own quarter at 50 GB/s
     #   LL      5,000 + 6 x 1,000 + 1.5 B / 25 + B / 4 / 50    = 11,000 + 0.065 B
     #   Simple 20,000 + 6 x 2,000 + 1.5 B / 100 + B / 4 / 50   = 32,000 + 0.020 B     equal at B = 466,667
-    cards = Cards(4, PLAIN, 100e9)
+    cards = AlikeCards(4, PLAIN, 100e9)
     assert cards.time_ns("all_reduce", 1000) == 11_065
     assert cards.time_ns("all_reduce", 10**8) == 2_032_000
     # a gather: half the steps and bytes                Simple 20,000 + 3 x 2,000 + 0.75 B / 100 + B / 4 / 50
@@ -33,7 +33,7 @@ def test_two_hosts_by_hand() -> None:
     """Between hosts the network's protocols begin, and its rate bounds all; a tree has fewer steps than a ring."""
     # 8 cards on each of 2 hosts: ring, LL: 6.6 us + 26 steps of 1 us (LL: the link's) + 4 of 2.7 us = 43.4 us
     # tree, LL: 6.6 us + 2 x (7 x 1 us + log2(2) x 5 us) = 30.6 us
-    cards = Cards(16, PLAIN, 100e9, 2, 20e9)
+    cards = AlikeCards(16, PLAIN, 100e9, 2, 20e9)
     assert min(begin_ns for begin_ns, _ in cards.lines("all_reduce")) == 30_600
     assert sorted(begin_ns for begin_ns, _ in cards.lines("all_reduce"))[1] == 43_400
     # Simple, ring: 8.4 us + 26 x 2 us + 4 x 14 us, 2 x 15 / 16 of the bytes at 20 GB/s, the own 16th at 50 GB/s
@@ -46,11 +46,11 @@ def test_times_grow_with_bytes_and_cards() -> None:
     for figures in EXCHANGES.values():
         if figures.rates:
             for kind in KINDS:
-                times = [[Cards(r, figures, figures.rate(r)).time_ns(kind, b) for b in sizes] for r in range(2, 8)]
+                times = [[AlikeCards(r, figures, figures.rate(r)).time_ns(kind, b) for b in sizes] for r in range(2, 8)]
                 assert (np.diff(times, axis=0) >= 0).all()
                 assert (np.diff(times, axis=1) >= 0).all()
     h100 = EXCHANGES["nvlink4"]
-    seven, eight = (Cards(r, h100, h100.rate(r)).time_ns("all_reduce", 2**30) for r in (7, 8))
+    seven, eight = (AlikeCards(r, h100, h100.rate(r)).time_ns("all_reduce", 2**30) for r in (7, 8))
     assert eight < seven
 
 

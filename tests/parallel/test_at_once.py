@@ -8,7 +8,7 @@ import pytest
 import reference_simulator as reference
 from gdp.cluster import Cluster
 from gdp.cluster.catalogue import ExchangeFigures
-from gdp.costs.collectives import KINDS, Cards, ExchangeTimes
+from gdp.costs.collectives import KINDS, AlikeCards, ExchangeTimes
 from gdp.graph import Graph
 from gdp.parallel.layout import Layout
 from gdp.parallel.rings import rings_over
@@ -33,7 +33,7 @@ def cards(count: int, memory: str = "1GB") -> Cluster:
 def textbook(count: int) -> ExchangeTimes:
     """Exchanges that take what the hops of a ring do: nothing to begin, a latency a step, the rate of the link."""
     link = ExchangeFigures({2: RATE}, 1.0, float("inf"), {"simple": (0, LATENCY_NS, 1.0)}, None, {})
-    lines = {kind: Cards(count, link, RATE).lines(kind) for kind in KINDS[:3]}
+    lines = {kind: AlikeCards(count, link, RATE).lines(kind) for kind in KINDS[:3]}
     return ExchangeTimes(lines, tuple(((place - 1) % count, LATENCY_NS, RATE) for place in range(count)))
 
 
