@@ -19,6 +19,7 @@ from gdp.execute.worker import ExecutionError
 from gdp.models.pytorch import capture
 from gdp.models.pytorch.cards import as_if_on_a_card
 from gdp.parallel.layout import Layout
+from gdp.parallel.rings import rings_over
 from gdp.parallel.step import Step
 from gdp.search.question import plan_of
 
@@ -112,12 +113,13 @@ def built(build: Build) -> nn.Module:
     return build()
 
 
-def planned(model: nn.Module, batch: Batch, text: str, **options: Any) -> Plan:
+def planned(model: nn.Module, batch: Batch, text: str, kind: str = "p100-pcie-16g", **options: Any) -> Plan:
     """A plan of the step of `model` in a layout: a replica on each device, or ops of one replica on two at random."""
     layout = Layout.parse(text)
     args, _ = next(split_inputs(batch, {}, layout.num_parts))
     found = capture(model, [tensor.clone() for tensor in args], name="step", **options)
-    step = Step.of(found.graph, layout)
+    cluster = Cluster.parse(f"{max(layout.data, 2)}x{kind}")
+    step = Step.of(found.graph, layout, **rings_over(cluster, np.arange(layout.data)[:, None], layout))
     groups, random = step.graph.groups, np.random.default_rng(0)
     if layout.data > 1:
         placement = step.placement(np.zeros(found.graph.num_ops, np.int64), np.arange(layout.data)[:, None])
@@ -125,7 +127,7 @@ def planned(model: nn.Module, batch: Batch, text: str, **options: Any) -> Plan:
         placement = random.integers(0, 2, step.graph.num_ops)
         for group in set(groups[groups >= 0].tolist()):
             placement[groups == group] = random.integers(0, 2)
-    problem = Problem.build(step.graph, Cluster.parse(f"{max(layout.data, 2)}xp100-pcie-16g"))
+    problem = Problem.build(step.graph, cluster)
     return replace(plan_of(simulate(problem, placement), 0, "given", 0), layout=step.document())
 
 
@@ -510,3 +512,17 @@ def test_batches_along_the_second_dimension() -> None:
     plan = replace(plan_of(simulate(problem, placement), 0, "given", 0), layout=step.document() | {"batch": 8})
     with gdp.placed(model, plan, on=["cpu"] * 2) as trained:
         torch.testing.assert_close(trained(x, x), alone(x, x).detach())
+
+
+@pytest.mark.parametrize("text", ["data=3", "data=4,microbatches=2,zero=1", "data=4,zero=2", "data=2,zero=3"])
+def test_exchanges_at_once_are_run_in_hops(text: str) -> None:
+    """A plan whose replicas exchange at once computes what PyTorch does, hop by hop, in its order."""
+    layout = Layout.parse(text)
+    model, batch = built(Encoder), batches(sequences, 1, 24)[0]
+    plan = planned(model, batch, text, "a100-sxm-80g:eager", optimizer="adam")
+    assert plan.layout is not None
+    assert "exchanges" in plan.layout
+    result = gdp.run(model, batch, plan=plan, on=["cpu"] * layout.data, optimizer="adam", steps=1)
+    assert result.is_equal
+    assert result.whole_batch is not None
+    assert result.whole_batch.is_close(1e-4)

@@ -79,7 +79,7 @@ def run(
     if times is not None:
         _check_times(times, cluster)
     with _live("loading PyTorch"):
-        from gdp.execute.executable import read_executable
+        from gdp.execute.executable import graph_in_plans, read_executable
         from gdp.execute.worker import ExecutionError
         from gdp.models.user_function import printing_to_stderr
 
@@ -87,7 +87,7 @@ def run(
         with _live(f"building {source.text}"):
             executable = read_executable(source, plan=read, placed=graph, seed=seed)
         with prefixed(path):
-            planned.check_executes(executable.program.graph)
+            planned.check_executes(graph_in_plans(executable.program))
         return executable
 
     places = None if on is None else on.split(",")

@@ -4,15 +4,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.execute.layouts.batch import Sizes, first_part, part_sizes
 from gdp.execute.layouts.step_program import StepProgram, step_program, stream_program
+from gdp.execute.measurement import Order
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
 from gdp.graph.accumulation import accumulated
+from gdp.graph.builder import topological_order
+from gdp.graph.copies import EXCHANGE_START, exchange_of
 from gdp.graph.difference import difference
 from gdp.models.op_costs import without_costs
 from gdp.models.pytorch import Capture, Program, capture
@@ -175,10 +180,52 @@ class PlannedCut:
                 f"the plan is of batches of {batch} samples, and the first input is {shape}; give a whole batch "
                 f"(drop_last=True with a DataLoader). Cut along another dimension than the first: {error}"
             ) from error
-        step = Step.of_document(lambda _parts: part.graph, self.layout)
+        step = Step.of_document(lambda _parts: part.graph, self.layout, in_hops=True)
         if self.free_replicas:
             step = replace(step, graph=accumulated(part.graph, num_parts, free_replicas=True))
-        return step_program(part.program, step)
+        program = step_program(part.program, step)
+        if step.times is None:
+            return program
+        return replace(program, placed=Step.of_document(lambda _parts: part.graph, self.layout).graph)
+
+
+def graph_in_plans(program: Program) -> Graph:
+    """Returns the graph that a plan of `program` is of."""
+    placed = program.placed if isinstance(program, StepProgram) else None
+    return program.graph if placed is None else placed
+
+
+def order_of(program: Program, plan: Plan) -> Order:
+    """Returns the ops of `program` on each device in the order of `plan`; hops come when all replicas are ready."""
+    placed, step = graph_in_plans(program), program.graph
+    if placed is step:
+        return plan.order
+    own = np.array([step.op_numbers[name] for name in placed.op_names])
+    turn, device = np.full((2, step.num_ops), -1)
+    turn[own[_in_turn(placed, np.arange(placed.num_ops), plan.order)]] = np.arange(placed.num_ops)
+    device[own] = plan.placement
+    exchange = np.unique(np.stack((exchange_of(step), step.microbatches)), axis=1, return_inverse=True)[1].reshape(-1)
+    starts, hops = np.flatnonzero(step.is_in_role(EXCHANGE_START)), np.flatnonzero(turn < 0)
+    ready, where = np.zeros(exchange.max() + 1, np.int64), np.zeros((exchange.max() + 1, step.replicas.max() + 1), int)
+    np.maximum.at(ready, exchange[starts], turn[starts])
+    where[exchange[starts], step.replicas[starts]] = device[starts]
+    turn[hops], device[hops] = ready[exchange[hops]], where[exchange[hops], step.replicas[hops]]
+    order = _in_turn(step, turn)
+    return [order[device[order] == number] for number in range(len(plan.order))]
+
+
+def _in_turn(graph: Graph, turn: I64, chains: Order = ()) -> I64:
+    """Returns all ops, each after what it consumes and after those before it in `chains`, else by `turn` [N]."""
+    by_turn = np.argsort(turn, kind="stable")
+    number = np.empty(graph.num_ops, np.int64)
+    number[by_turn] = np.arange(graph.num_ops)
+    rows = [np.asarray(chain, np.int64) for chain in chains]
+    sources = np.concatenate([graph.producers[graph.edge_tensors], *(row[:-1] for row in rows)])
+    targets = np.concatenate([graph.consumers, *(row[1:] for row in rows)])
+    makers: list[set[int]] = [set() for _ in number]
+    for source, target in zip(number[sources].tolist(), number[targets].tolist(), strict=True):
+        makers[target].add(source)
+    return np.asarray(by_turn[topological_order(makers)], np.int64)
 
 
 def check_executable(program: Program) -> None:
@@ -241,7 +288,7 @@ def placed_program(
 
     cut = PlannedCut.of(plan, graph)
     program = captured(args, kwargs).program if cut is None else cut.program(captured, args, kwargs)
-    check_belongs(plan, graph, program.graph)
+    check_belongs(plan, graph, graph_in_plans(program))
     return program
 
 

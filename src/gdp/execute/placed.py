@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 
 from gdp.errors import InputError
 from gdp.execute.clipping import LossScaler
-from gdp.execute.executable import CaptureOptions, bound_inputs, check_choice, placed_program
+from gdp.execute.executable import CaptureOptions, bound_inputs, check_choice, order_of, placed_program
 from gdp.execute.host_executor import HostRunner
 from gdp.execute.plan_executor import PlanExecutor
 from gdp.execute.ranks.rank_runner import RankRunner
@@ -227,7 +227,7 @@ class Placed:
             learning_rate=self._training.learning_rate,
             options=self._options,
         )
-        program, order = self._scaler.built(program, self.plan.order, self._training.clip_norm)
+        program, order = self._scaler.built(program, order_of(program, self.plan), self._training.clip_norm)
         optimizer_state = OptimizerState(program)
         hyperparameters = self._current_hyperparameters()
         state = {**dict(named_state(self.model)), **loaded.state}

@@ -27,7 +27,16 @@ from gdp.execute.equality import (
     updated_outputs,
     without_parameters,
 )
-from gdp.execute.executable import CaptureOptions, Executable, PlannedCut, as_planned, check_belongs, check_executable
+from gdp.execute.executable import (
+    CaptureOptions,
+    Executable,
+    PlannedCut,
+    as_planned,
+    check_belongs,
+    check_executable,
+    graph_in_plans,
+    order_of,
+)
 from gdp.execute.host_executor import host_executor
 from gdp.execute.layouts.step_program import StepProgram
 from gdp.execute.measurement import Measurement, Order, PlacedProgram, measure_programs, one_device_order
@@ -162,10 +171,11 @@ def run_on_host(
     fastest = _fastest_device(simulation)
     whole = executable.capture.program
     alone = one_device_order(whole.graph.num_ops, fastest, len(targets))
-    results = first_step(program, plan.order, targets, content)
-    check = check_results(executable, content, results, plan.order, targets)
+    order = order_of(program, plan)
+    results = first_step(program, order, targets, content)
+    check = check_results(executable, content, results, order, targets)
     programs = {
-        PLACED: PlacedProgram(program, content, plan.order),
+        PLACED: PlacedProgram(program, content, order),
         ONE_DEVICE: PlacedProgram(whole, content if whole is program else executable.content(whole), alone),
     }
     measured: dict[str, Measurement] = {}
@@ -198,8 +208,9 @@ def run_on_ranks(
     """
     program, simulation = executable.program, _simulation(executable, plan, graph, cluster)
     content = executable.content()
-    measurement = Measurement(plan.order, program.graph.num_ops)
-    with ProcessExecutor(program, plan.order, ranks) as executor:
+    order = order_of(program, plan)
+    measurement = Measurement(order, program.graph.num_ops)
+    with ProcessExecutor(program, order, ranks) as executor:
         executor.load(content)
         with full_precision():
             results = executor.results(executor.step(content, retain=True))
@@ -211,7 +222,7 @@ def run_on_ranks(
         return None
     gpu = next((target.device for target in (ranks.target, *ranks.targets) if target.device.type == "cuda"), CPU)
     here = [replace(target, device=gpu if target.device.type == "cuda" else CPU, cores=()) for target in ranks.targets]
-    check = check_results(executable, content, results, plan.order, here)
+    check = check_results(executable, content, results, order, here)
     return _result(executable, plan, ranks.targets, results, check, simulation, measurement)
 
 
@@ -286,7 +297,8 @@ def _result(
 ) -> RunResult:
     """Returns the result of measured steps, with what there is to tell of a step that is cut, or of a stream."""
     program, cut, (equality, reference) = executable.program, executable.cut, check
-    prediction = None if simulation is None else predict(program, simulation, placed)
+    is_as_placed = simulation is not None and simulation.problem.num_ops == program.graph.num_ops
+    prediction = predict(program, simulation, placed) if simulation is not None and is_as_placed else None
     result = RunResult(plan, program.graph.name, tuple(targets), placed, equality, reference, prediction)
     if cut is None:
         return result
@@ -328,7 +340,7 @@ def drawing_alike(program: Program, order: Order, targets: Sequence[Target]) -> 
 
 
 def _simulation(executable: Executable, plan: Plan, graph: Graph | None, cluster: Cluster | None) -> Simulation | None:
-    captured = executable.program.graph
+    captured = graph_in_plans(executable.program)
     check_belongs(plan, graph, captured)
     return None if cluster is None else replay(Problem.build(graph or captured, cluster), plan)
 

@@ -241,7 +241,7 @@ class _ReplicaBuilder:
         own = sorted({op for parameter in gather.parameters for op in self.writers.get(parameter, ())})
         copied = copy_times(graph, own, -(-size // self.count)), copy_times(graph, own, size)
         start, done = ends = self.add(collective, gather.parameters[0], copied)
-        self._read_gathered(gather, (ends[at_once], done))
+        self._read_gathered(gather, ends, at_once)
         if (released := _released_by(self.gathers, index)) is not None:
             builder.control(self.number[[released]], np.array([start]))
         if gather.place in self.last_done:
@@ -249,17 +249,18 @@ class _ReplicaBuilder:
         self.last_done[gather.place] = done
         return start
 
-    def _read_gathered(self, gather: _Gather, ends: tuple[int, int]) -> None:
+    def _read_gathered(self, gather: _Gather, ends: tuple[int, int], at_once: bool) -> None:
         """Makes the users read the gathered parameters, and wait for the last chunk.
 
-        A user at another place is sent what the last op of the gather makes: before, not all of it is there.
+        A user at another place, or any `at_once`, reads what the last op of the gather makes: before, not all of it is
+        there.
         """
         graph, builder, number, places = self.graph, self.builder, self.number, self.places
         start, done = ends
         edges = np.array(gather.edges)
         tensors, users = graph.edge_tensors[edges], graph.consumers[edges]
         is_near = places[graph.producers[tensors]] == places[users]
-        for end, chosen in ((start, is_near), (done, ~is_near)):
+        for end, chosen in ((ends[at_once], is_near), (done, ~is_near)):
             read = np.unique(tensors[chosen])
             bases = graph.view_of[read]
             read = np.union1d(read, bases[bases >= 0])

@@ -76,6 +76,7 @@ class Step(CutGraph):
         ring: Sequence[int] | None = None,
         hosts: Sequence[int] | None = None,
         times: ExchangeTimes | None = None,
+        in_hops: bool = False,
         bucket_bytes: int | None = None,
         part: Graph | None = None,
     ) -> "Step":
@@ -83,14 +84,14 @@ class Step(CutGraph):
 
         `places` [N] are equal for ops of a replica that are sure to share a device, by default for all; `ring` [R] is
         the order of replicas in rings, and `hosts` [R] where they are, for rings inside hosts and rings over hosts;
-        `times`, where replicas are alike, make each exchange one transfer from replica to replica.
+        `times`, where replicas are alike, make each exchange one transfer to each replica, or hops `in_hops`.
         `part` is `graph` with blocks recomputed and activations sent away, where it is known. InputError where the
         layout does not suit the graph.
         """
         if layout.data > 1 and graph.replicas.any():
             raise InputError(f"graph {graph.name!r}: has replicas already; leave out data={layout.data}")
         times = times if layout.is_even else None
-        rings = Rings.of(layout.data, ring, hosts, times)
+        rings = Rings.of(layout.data, ring, hosts, times, in_hops)
         if part is None:
             part = offloaded(recomputed(graph, layout.recompute, places=places), layout.offload)
         of_part = None if places is None else places[_origins(graph, part)]
@@ -112,7 +113,9 @@ class Step(CutGraph):
         return self.layout.document() | rings | exchanges
 
     @classmethod
-    def of_document(cls, read_part: Callable[[int], Graph], document: Mapping[str, Any]) -> "Step":
+    def of_document(
+        cls, read_part: Callable[[int], Graph], document: Mapping[str, Any], *, in_hops: bool = False
+    ) -> "Step":
         """Returns the step that `document` describes; `read_part(K)` returns that of 1/K of the batch.
 
         InputError where it describes none of this model.
@@ -124,7 +127,7 @@ class Step(CutGraph):
         known = document.get("exchanges")
         times = None if known is None else ExchangeTimes.of_document(known, layout.data)
         where = None if places is None else np.array(places)
-        return cls.of(graph, layout, places=where, ring=ring, hosts=hosts, times=times)
+        return cls.of(graph, layout, places=where, ring=ring, hosts=hosts, times=times, in_hops=in_hops)
 
 
 def _listed(numbers: tuple[int, ...] | None) -> list[int] | None:

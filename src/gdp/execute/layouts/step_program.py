@@ -54,6 +54,7 @@ class StepProgram(Program):
     origin: Sequence[int]  # [M] the op of `part`; -1: the layout makes it
     microbatches: Sequence[int]  # [R] of each replica; of a stream of batches, all that it takes in turn
     is_stream: bool  # each part is a whole batch
+    placed: Graph | None = None  # the graph that a plan is of, where exchanges are at once there, and in hops here
     made: Mapping[int, Make]  # of ops that the layout adds or changes
     gradient_tensors: Mapping[str, int]  # by parameter: what the update of the first replica reads
     gradient_pieces: Mapping[str, Pieces]  # by parameter, where each replica has a piece
@@ -214,8 +215,6 @@ def step_program(program: Program, step: Step) -> StepProgram:
     InputError for a layout that is placed, but not executed.
     """
     layout = step.layout
-    if step.times is not None:
-        raise InputError("replicas exchange at once in this plan, and gdp runs hops; place without `exchange` of links")
     part = program
     if layout.recompute != NONE:
         part = with_copies(part, Recomputation.of(Blocks.of(part.graph, layout.recompute), step.places))
