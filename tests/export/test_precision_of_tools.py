@@ -178,13 +178,13 @@ def llama() -> tuple[nn.Module, tuple[Tensor]]:
 
 
 def test_memory_of_llama_8b_in_torchtitan() -> None:
-    """8 H100 with FSDP and selective checkpoints, a local batch of 2 x 8,192 tokens: 61.8 GiB each by hand.
+    """8 H100 with FSDP and selective checkpoints, a local batch of 2 x 8,192 tokens: 65.8 GiB each by hand.
 
     8.03 billion parameters of 12 bytes over 8 cards are 11.2 GiB, gradients are not there yet. Of a token each layer
-    keeps its input, q and attention of 2 x 4,096 bytes, v of 2 x 1,024, gate of 2 x 14,336, and 4 x 32 of attention:
-    55,424 bytes, with 2 x 8,192 tokens and 32 layers 27.1 GiB. Softmax of the logits and two gradients are 23.5 GiB in
-    float32. torchtitan (benchmarks/llama3_h100_202412_torchtitan.md) publishes 82.4 GiB: what the allocator reserves,
-    4 GiB of it outputs of the feed-forward part that its checkpoints keep and nothing reads.
+    keeps its input, q, attention and, though nothing reads it, down of 2 x 4,096 bytes, v of 2 x 1,024, gate of
+    2 x 14,336, and 4 x 32 of attention: 63,616 bytes, with 2 x 8,192 tokens and 32 layers 31.1 GiB. Softmax of the
+    logits and two gradients are 23.5 GiB in float32. torchtitan (benchmarks/llama3_h100_202412_torchtitan.md) publishes
+    82.4 GiB: what the allocator reserves.
     """
     graph = capture_fn(llama, name="llama", optimizer="adamw", precision="mixed").graph
     layout = Layout.parse("data=8,zero=3")
@@ -193,13 +193,13 @@ def test_memory_of_llama_8b_in_torchtitan() -> None:
     problem = Problem.build(held.step(step.graph), "8xh100-sxm-80g")
     placement = step.placement(np.zeros(graph.num_ops, np.int64), np.arange(8).reshape(-1, 1))
     peak_gib = simulate(problem, placement).peak_memory_bytes.max() / 2**30
-    assert peak_gib == pytest.approx(61.8, rel=0.01)
+    assert peak_gib == pytest.approx(65.8, rel=0.01)
 
 
 def test_selective_layouts_are_torchtitans_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layout with recompute=selective takes the memory and the work of the captured checkpoints, on one card.
 
-    A layer keeps 55,424 bytes of each of 16,384 tokens: its input, q, attention with its 128, v and gate.
+    A layer keeps 63,616 bytes of each of 16,384 tokens: its input, q, attention with its 128, v, gate and down.
     """
     monkeypatch.setattr(f"{__name__}.LAYERS", 2)
     theirs = capture_fn(llama, name="llama").graph

@@ -101,6 +101,21 @@ class Blocks:
         return np.asarray(saved & self.is_forward & self.is_selective, np.bool_)
 
     @cached_property
+    def kept_unread(self) -> tuple[I64, I64]:
+        """Returns (tensors, ops): what is kept of each block though nothing late reads it, and its last backward op.
+
+        A selective checkpoint of PyTorch frees what its copies did not ask for at the end of its backward pass.
+        """
+        graph, tensors, readers = self.graph, self.graph.edge_tensors, self.graph.consumers
+        read = np.zeros(graph.num_tensors, np.bool_)
+        read[graph.base[tensors[self.is_backward[readers] | self.is_repeated[readers]]]] = True
+        kept = self.is_saved[graph.producers] & self.is_activation & (graph.view_of < 0) & ~read
+        last = np.full(len(self.paths) + 1, -1)
+        np.maximum.at(last, self.of_op[self.is_backward], np.flatnonzero(self.is_backward))
+        found, ends = np.flatnonzero(kept), last[self.of_op[graph.producers[kept]]]
+        return found[ends >= 0], ends[ends >= 0]
+
+    @cached_property
     def is_backward(self) -> Bool:
         """[N] the backward ops of the whole model."""
         return self.graph.is_in_phase("backward")
@@ -246,7 +261,9 @@ class Blocks:
             runs_again[makers] & self.is_activation[tensors] & (self.of_op[makers] == self.of_op[graph.consumers])
         )
         is_late |= runs_again[graph.consumers] & ~is_inner
-        held = np.unique(self.graph.base[tensors[is_late & ~self.is_backward[makers]]])
+        kept = self.kept_unread[0]
+        kept = kept[in_chosen[graph.producers[kept]]]
+        held = np.unique(np.append(self.graph.base[tensors[is_late & ~self.is_backward[makers]]], kept))
         return int(graph.tensor_bytes[held[~graph.is_resident[held]]].sum())
 
     @cached_property

@@ -179,8 +179,11 @@ class _Rewrite:
         moved = np.where(self.redirected, self.tensor_copy[all_tensors], all_tensors)
         to_copy = self.blocks.is_repeated[self.readers] & ~self._is_own_state()
         source = np.where(self.between_copies, self.tensor_copy[all_tensors], all_tensors)
-        tensors = np.concatenate((moved, source[to_copy]))
-        return tensors, np.concatenate((self.number[graph.consumers], self.copy_number[self.readers[to_copy]]))
+        kept, ends = self.blocks.kept_unread
+        alike = self.places[graph.producers[kept]] == self.places[ends]
+        tensors = np.concatenate((moved, source[to_copy], kept[alike]))
+        readers = self.number[graph.consumers], self.copy_number[self.readers[to_copy]], self.number[ends[alike]]
+        return tensors, np.concatenate(readers)
 
     def _is_own_state(self) -> Bool:
         """[E] where an op reads a buffer that it writes: running statistics, which a copy neither needs nor changes."""

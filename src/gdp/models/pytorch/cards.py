@@ -7,6 +7,7 @@ depend on the place where it was captured. Once the code has named a card, `torc
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -86,6 +87,7 @@ def as_if_on_a_card(*, has_card: bool = False) -> Iterator["OnCpu"]:
         (autocast, "__init__", init_autocast_as_on_a_card),
         (DeviceContext, "__init__", init_device_context_on_cpu),
         (checkpoint, "_get_autocast_kwargs", autocast_options_of_checkpoint),
+        (checkpoint, "_VersionWrapper", _Kept),
         (checkpoint, "check_backward_validity", partial(_check_and_note, checkpoint.check_backward_validity)),
         (checkpoint.DefaultDeviceType, "_default_device_type", "cuda"),
         (torch.utils, "swap_tensors", _swap_tensors),
@@ -109,6 +111,22 @@ def as_if_on_a_card(*, has_card: bool = False) -> Iterator["OnCpu"]:
         torch.set_default_device(_CPU)
         undo.enter_context(mode)
         yield mode
+
+
+class _Kept(checkpoint._VersionWrapper):
+    """A result that a selective checkpoint keeps; where it does not ask for it, to the end of its backward pass."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)  # type: ignore[no-untyped-call]
+        self._ends = [
+            weakref.finalize(self, recorder.memories.release, recorder.memories.value_of(value))
+            for recorder in (recorders() if isinstance(value, Tensor) else ())
+        ]
+
+    def get_val(self, *args: Any) -> Any:
+        for end in self._ends:
+            end.detach()
+        return super().get_val(*args)  # type: ignore[no-untyped-call]
 
 
 class OnCpu(TorchFunctionMode):

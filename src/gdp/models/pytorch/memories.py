@@ -185,6 +185,13 @@ class Memories:
             self._adopt(fake, item)
         return self._fakes[id(item)][1]
 
+    def release(self, value: int | None) -> None:
+        """Notes that a value is there until now, since a checkpoint has kept it: the last op is to read it."""
+        last = self.records[-1]
+        if value is not None and last.phase == "backward" and self.values[value].producer is not last:
+            last.reads.setdefault(value, {})[None] = None
+            self.values[value].readers.append(last)
+
     # -- values ------------------------------------------------------------------------------------------------------
 
     def new_value(self, storage: torch.UntypedStorage, value: ValueRecord) -> _Memory:
