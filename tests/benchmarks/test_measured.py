@@ -29,10 +29,10 @@ RECORDED = {  # error of the fixed part in percent: median, 90th percentile; a f
     "products": (7.0, 22.3),
     "attention": (10.9, 42.7),
     "exchanges": (4.7, 24.6),
-    "gpt": (13.2, 18.6),
-    "mpt": (28.2, 28.3),
-    "timm-training": (28.9, 35.4),
-    "timm-inference": (23.0, 27.5),
+    "gpt": (11.1, 13.0),
+    "mpt": (24.0, 24.2),
+    "timm-training": (1.7, 2.2),
+    "timm-inference": (15.5, 35.1),
 }
 FIXED_ROWS: dict[str, tuple[MeasuredSource, Callable[[int, MeasuredRow], bool]]] = {  # few captures, of small models
     "products": (ProductTable(), lambda number, _: number % 25 == 0),

@@ -20,23 +20,23 @@ OF_FLOPS: Mapping[str, str] = MappingProxyType(
         "convolution": "product",
         "first_convolution": "convolution",  # of few input channels
         "grouped_convolution": "convolution",
-        "grouped_convolution_backward": "grouped_convolution",
+        "grouped_convolution_backward": "grouped_convolution",  # in channels_last
+        "depthwise_convolution": "product",  # of the rate of float32
+        "depthwise_weight_gradient": "depthwise_convolution",
     }
 )
 OF_BYTES: Mapping[str, str] = MappingProxyType(
     {
         "pointwise": "",
         "product_bytes": "pointwise",  # of kernels whose share of the peak rate counts too
-        "transpose": "pointwise",
+        "copy": "pointwise",  # to another type, or into a part: element by element
+        "transpose": "copy",
         "gather": "pointwise",
         "reduction": "pointwise",
         "norm": "pointwise",
         "softmax": "pointwise",
         "pool": "pointwise",
         "optimizer": "pointwise",
-        "depthwise_convolution": "pointwise",
-        "depthwise_convolution_backward": "depthwise_convolution",
-        "depthwise_weight_gradient": "depthwise_convolution_backward",
     }
 )
 """Classes of kernels by what bounds them, and the class whose share one takes that a device tells nothing of: shares of

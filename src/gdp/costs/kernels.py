@@ -32,6 +32,7 @@ class Kernel(NamedTuple):
     bytes: int  # read and written in device memory
     size: tuple[int, ...] = ()  # of products: parts, m, n, k; of attention: see `gdp.costs.attention`; (): not known
     launches: float = 1.0  # less than 1: the op is a part of a kernel that other ops are in
+    dtype: str = ""  # of its arithmetic; "": the op's
 
 
 class PricedOp(NamedTuple):
@@ -92,7 +93,7 @@ def kernels_of(
         bytes_accessed = np.where(fusion.is_fused, fusion.bytes, bytes_accessed)
     first, ops = _distinct(np.stack([*codes, graph.flops, bytes_accessed, part]))
     offsets, rows, names = [0], list[Kernel](), list[str]()
-    dtypes = list[int]()
+    dtypes = list[str]()
     for op in first.tolist():
         shapes, kind, dtype, phase = (texts[code[op]] for texts, code in columns)
         flops, num_bytes = int(graph.flops[op]), int(bytes_accessed[op])
@@ -105,9 +106,9 @@ def kernels_of(
                 own = [Kernel(own[0].kind, flops, num_bytes, launches=float(part[op] - 1))]
             rows += own
             names += [name] * len(own)
-            dtypes += [int(codes[2][op])] * len(own)
+            dtypes += [kernel.dtype or dtype for kernel in own]
         offsets.append(len(rows))
-    rules, rule_codes = numbered(names)
+    (rules, rule_codes), (types, dtype_codes) = numbered(names), numbered(dtypes)
     place = {name: number for number, name in enumerate(CLASSES)}
     sizes = np.zeros((len(rows), SIZES))
     for number, kernel in enumerate(rows):
@@ -120,8 +121,8 @@ def kernels_of(
         np.array([kernel.bytes for kernel in rows], np.float64),
         sizes,
         np.array([kernel.launches for kernel in rows], np.float64),
-        tuple(columns[2][0]),
-        np.array(dtypes, np.int64),
+        tuple(types),
+        dtype_codes,
         tuple(rules),
         rule_codes,
     )

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from gdp.costs import convolutions, passes
 from gdp.costs.attention import ATTENTION, attention
 from gdp.costs.kernels import Kernel, PricedOp, Rule
 from gdp.costs.products import PRODUCTS, product
@@ -24,6 +25,13 @@ _CLASS_OF_NAME = (  # the first that a kind's name has decides
     ("transpose|permute|contiguous|clone|copy|cat|stack|roll|flip|im2col|col2im", "transpose"),
     ("adam|sgd|optimizer|lamb|adagrad|rmsprop|update", "optimizer"),
 )
+_BATCH_NORMS = (
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit_no_training",
+    "cudnn_batch_norm",
+)
+_SOFTMAXES = "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"
 _PATTERNS = tuple((re.compile(pattern), kind) for pattern, kind in _CLASS_OF_NAME)
 
 
@@ -39,11 +47,43 @@ def one_kernel(op: PricedOp) -> list[Kernel]:
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
-    {**dict.fromkeys(PRODUCTS, product), **dict.fromkeys(ATTENTION, attention)}
+    {
+        **dict.fromkeys(PRODUCTS, product),
+        **dict.fromkeys(ATTENTION, attention),
+        "convolution": convolutions.convolution,
+        "convolution_backward": convolutions.convolution_backward,
+        **dict.fromkeys(_BATCH_NORMS, passes.batch_norm),
+        "native_batch_norm_backward": passes.batch_norm_backward,
+        "native_layer_norm": passes.row_norm,
+        "native_layer_norm_backward": passes.row_norm_backward,
+        "_fused_rms_norm": passes.row_norm,
+        "_fused_rms_norm_backward": passes.row_norm_backward,
+        "native_group_norm": passes.group_norm,
+        "native_group_norm_backward": passes.row_norm_backward,
+        **dict.fromkeys(_SOFTMAXES, passes.softmax),
+        **dict.fromkeys(("select_backward", "slice_backward", "constant_pad_nd"), passes.filled_and_copied),
+    }
 )
 
 
 def rule_of(op: PricedOp) -> tuple[str, Rule]:
     """Returns the rule of an op and its name."""
-    rule = RULES.get(op.calls[0].kind.removeprefix("aten."), one_kernel) if op.calls else one_kernel
+    if len(op.calls) > 1:
+        return "calls", _call_by_call
+    rule = _rule_of_call(op) if op.calls else one_kernel
     return rule.__name__, rule
+
+
+def _rule_of_call(op: PricedOp) -> Rule:
+    is_plain = class_of(op.kind) in ("pointwise", "transpose")
+    return RULES.get(op.calls[0].kind.removeprefix("aten."), passes.pointwise if is_plain else one_kernel)
+
+
+def _call_by_call(op: PricedOp) -> list[Kernel]:
+    """Kernels of each call, as of an op that others in its memory have joined; the first has its FLOPs."""
+    kernels: list[Kernel] = []
+    for number, call in enumerate(op.calls):
+        flops = 0 if number else op.flops
+        one = PricedOp(call.kind, op.phase, op.dtype, flops, passes.call_bytes(call), (call,), op.is_compiled)
+        kernels += _rule_of_call(one)(one)
+    return kernels

@@ -1,0 +1,153 @@
+"""Kernels of ops: hand cases of each kind of rule, and rules or classes for all that small models do."""
+
+import numpy as np
+import pytest
+import torch
+
+from gdp.costs.kernels import CLASSES, Kernel, PricedOp, kernels_of
+from gdp.costs.passes import call_bytes, is_channels_last, transposes
+from gdp.costs.table import rule_of
+from gdp.graph.shapes import Array, parsed_calls
+from gdp.models.pytorch import capture
+from tests.models.test_flop_counter import MODELS
+
+
+def kernels(text: str, flops: int = 0) -> list[Kernel]:
+    """Returns the kernels of an op whose calls are `text`, without its empty sizes."""
+    calls = parsed_calls(text)
+    dtype = calls[0].results[0].dtype
+    op = PricedOp(calls[0].kind, "", dtype, flops, sum(map(call_bytes, calls)), calls)
+    return rule_of(op)[1](op)
+
+
+def moved(text: str) -> list[tuple[str, int]]:
+    """Returns the class and the bytes of each kernel of `text`."""
+    return [(kernel.kind, kernel.bytes) for kernel in kernels(text)]
+
+
+IMAGE, LAST = "float16[2,8,4,4]", "float16[2,8,4,4]{128,1,32,8}"  # 512 bytes
+FORM = "(1,1) (1,1) (1,1) 0 (0,0) 1"
+
+
+def test_convolution_is_a_product() -> None:
+    """A convolution of 8 to 16 channels, 3 by 3, on 2 images of 4 by 4, in channels_last is one product."""
+    (kernel,) = kernels(f"aten.convolution {LAST} float16[16,8,3,3]{{72,1,24,8}} - {FORM} > float16[2,16,4,4]")
+    # 2 * 16 pixels by 8 * 9 by 16; bytes: input 512, weights 2,304, result 1,024
+    assert kernel == ("convolution", 2 * 32 * 16 * 72, 512 + 2304 + 1024, (1, 32, 16, 72), 1.0, "")
+
+
+def test_convolution_of_planes_is_transposed() -> None:
+    """In NCHW, input and result are transposed; the bias is added by a kernel that reads and writes the result."""
+    found = moved(f"aten.convolution {IMAGE} float16[16,8,3,3] float16[16] {FORM} > float16[2,16,4,4]")
+    assert found == [("convolution", 3840), ("transpose", 2 * 1024), ("transpose", 2 * 512), ("pointwise", 2 * 1024)]
+
+
+def test_gradients_of_a_convolution() -> None:
+    """Input and weights have a kernel each, a strided one a fourth of the window for each pixel of the input."""
+    gradient, weight = "float16[2,16,2,2]{64,1,32,16}", "float16[16,8,3,3]{72,1,24,8}"
+    form = "(16) (2,2) (1,1) (1,1) 0 (0,0) 1 (1,1,1)"
+    text = f"aten.convolution_backward {gradient} {LAST} {weight} {form} > {LAST} {weight} float16[16]"
+    of_input, of_weight, of_bias = kernels(text)
+    assert of_input.size == (1, 32, 8, 16 * 9 // 4)
+    assert of_weight.size == (1, 16, 8 * 9, 8)  # 2 images of 2 by 2 are summed
+    assert of_input.bytes == of_weight.bytes == 256 + 512 + 2304
+    assert of_bias == Kernel("reduction", 0, 256)
+
+
+def test_transposed_convolution_is_a_gradient() -> None:
+    """The forward pass of a transposed convolution is the product of an input's gradient."""
+    weight = "float16[8,16,2,2]{64,1,32,16}"
+    text = f"aten.convolution {LAST} {weight} - (2,2) (0,0) (1,1) 1 (0,0) 1 > float16[2,16,8,8]{{1024,1,128,16}}"
+    (kernel,) = kernels(text)
+    assert kernel.size == (1, 2 * 64, 16, 8 * 4 // 4)
+
+
+@pytest.mark.parametrize(
+    ("image", "weight", "groups", "kind"),
+    [
+        ("float16[2,3,4,4]{48,1,12,3}", "float16[16,3,3,3]{27,1,9,3}", 1, "first_convolution"),
+        (LAST, "float16[16,4,3,3]{36,1,12,4}", 2, "grouped_convolution"),
+        (LAST, "float16[8,1,3,3]", 8, "depthwise_convolution"),
+        ("float32[2,8,16]", "float32[16,8,3]", 1, "convolution"),
+    ],
+)
+def test_classes_of_convolutions(image: str, weight: str, groups: int, kind: str) -> None:
+    """Convolutions of few channels and of groups are classes; so are signals and volumes convolutions."""
+    text = f"aten.convolution {image} {weight} - (1,1) (1,1) (1,1) 0 (0,0) {groups} > {image}"
+    assert kernels(text)[0].kind == kind
+
+
+def test_odd_channels_are_padded() -> None:
+    """12 channels in channels_last are copied to 16, and multiplied so."""
+    image = "float16[1,12,2,2]{48,1,24,12}"
+    product, *copies = kernels(f"aten.convolution {image} float16[8,12,1,1] - {FORM} > float16[1,8,2,2]{{32,1,16,8}}")
+    assert product.size == (1, 4, 8, 16)
+    assert copies == [Kernel("transpose", 0, 2 * 96)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # in training 3 passes of 512 bytes and 4 vectors of 32 bytes; in inference 2
+        (f"native_batch_norm {IMAGE} float32[8] float32[8] - - 1 ~ ~ > {IMAGE}", [("norm", 3 * 512 + 64)]),
+        (f"native_batch_norm {IMAGE} float32[8] float32[8] - - 0 ~ ~ > {IMAGE}", [("norm", 2 * 512 + 64)]),
+        (f"native_batch_norm_backward {IMAGE} {IMAGE} > {IMAGE}", [("norm", 5 * 512)]),
+        ("native_layer_norm float32[4,8] (8) > float32[4,8]", [("norm", 256)]),
+        ("native_layer_norm float32[4,8]{1,4} (8) > float32[4,8]", [("transpose", 256), ("norm", 256)]),
+        (
+            "native_layer_norm_backward float32[4,8] float16[4,8] (8) > float32[4,8]",
+            [("norm", 320), ("reduction", 192)],
+        ),
+        ("native_group_norm float32[4,8] > float32[4,8]", [("norm", 128), ("norm", 256)]),
+        ("_softmax float32[2,1024] -1 0 > float32[2,1024]", [("softmax", 2 * 8192)]),
+        ("_softmax float32[2,2048] -1 0 > float32[2,2048]", [("softmax", 3 * 16384)]),
+        ("slice_backward float32[2,4] (4,4) 0 0 2 1 > float32[4,4]", [("pointwise", 64), ("pointwise", 64)]),
+        ("add float32[4,8] float32[8] > float32[4,8]", [("pointwise", 128 + 32 + 128)]),
+        ("add float32[4,8]{0,1} float32[4,8] > float32[4,8]", [("pointwise", 32 + 128 + 128)]),  # one row, expanded
+        ("_to_copy float32[4,8] > float16[4,8]", [("copy", 192)]),
+        ("clone float32[4,8]{1,4} > float32[4,8]", [("transpose", 256)]),
+        ("clone float32[2,4,8]{8,16,1} > float32[2,4,8]", [("pointwise", 512)]),  # rows of 8 stay together
+        ("cat float32[4,8] float32[4,8] > float32[8,8]", [("copy", 512)]),
+        ("sum float32[4,8] (0) > float32[8]", [("reduction", 160)]),
+        ("embedding float32[100,8] int64[4] > float32[4,8]", [("gather", 3200 + 32 + 128)]),
+        ("max_pool2d_with_indices float16[1,1,4,4] > float16[1,1,2,2] int64[1,1,2,2]", [("pool", 32 + 8 + 32)]),
+    ],
+)
+def test_passes(text: str, expected: list[tuple[str, int]]) -> None:
+    """Kernels that memory bounds read and write their tensors as often as PyTorch's."""
+    assert moved(f"aten.{text}") == expected
+
+
+def test_calls_in_one_memory() -> None:
+    """An activation in place is a kernel of its own behind the norm that it has joined."""
+    text = f"aten.native_batch_norm {IMAGE} - - - - 0 ~ ~ > {IMAGE}; aten.relu_ {IMAGE} > {IMAGE}"
+    assert moved(text) == [("norm", 1024), ("pointwise", 1024)]
+
+
+def test_memory_formats() -> None:
+    """Strides say whether an image is in channels_last; where one pixel leaves it open, it is not, as in PyTorch."""
+    for size in ((2, 3, 4, 5), (2, 3, 4, 5, 6), (2, 1, 4, 4), (8, 4, 1, 1)):
+        tensor = torch.empty(size)
+        last = torch.channels_last if len(size) == 4 else torch.channels_last_3d
+        for each in (tensor, tensor.to(memory_format=last)):
+            is_last = torch._prims_common.suggest_memory_format(each) is last
+            assert is_channels_last(Array("float32", size, each.stride())) == is_last
+
+
+def test_transposing_needs_two_long_dimensions() -> None:
+    """Permuting a dimension of one element moves nothing."""
+    (call,) = parsed_calls("aten.clone float32[4,1,8]{8,1,1} > float32[4,1,8]{8,8,1}")
+    assert not transposes(call)
+
+
+def test_all_ops_of_small_models_have_kernels() -> None:
+    """Each op has a rule, or a class by its name, and moves at least what it must; some gradients read no weights."""
+    for model, size in MODELS.values():
+        graph = capture(model(), torch.randn(size)).graph
+        found = kernels_of(graph, rule_of)
+        is_moving = graph.bytes_accessed > 0
+        assert (found.counts[is_moving] > 0).all()
+        is_moving &= np.array(graph.kinds) != "aten.convolution_backward"
+        assert (found.summed(found.bytes) >= graph.bytes_accessed)[is_moving].all()
+        assert found.kinds.max() < len(CLASSES)
+        assert np.isfinite(found.sizes).all()
