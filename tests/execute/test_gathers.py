@@ -1,5 +1,8 @@
 """Gathered parameters: chunks come in any order, and ops that add parameters are no hops of a ring."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +11,7 @@ from torch import Tensor, nn
 from gdp.execute.backends import Content, CpuBackend, SentTensor, as_tensor
 from gdp.execute.host_executor import ThreadExecutor
 from gdp.execute.layouts.batch import split_inputs
+from gdp.execute.layouts.exchange_routines import ParameterGather, Results
 from gdp.execute.layouts.step_program import step_program
 from gdp.execute.targets import CPU, Target
 from gdp.models.pytorch import Program, capture
@@ -79,3 +83,22 @@ def test_gathered_parameters_are_sent_whole(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(program.completed_by) >= 6
     monkeypatch.setattr(CpuBackend, "pack", copied)
     assert losses(program, [np.flatnonzero(device == number).tolist() for number in range(2)], model, x) == expected
+
+
+def test_gathered_weights_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole parameters begin at multiples of 64 bytes, whatever the sizes of those gathered with them."""
+    torch.manual_seed(0)
+    model, layout, addresses = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), Layout.parse("data=2,zero=3"), []
+    captured = capture(model, (torch.randn(2, 5),))
+    step = Step.of(captured.graph, layout)
+    views = ParameterGather._views
+
+    def noting(self: ParameterGather, wholes: Sequence[Tensor], results: Results) -> dict[int, Any]:
+        addresses.extend(whole.data_ptr() for whole in wholes)
+        return views(self, wholes, results)
+
+    monkeypatch.setattr(ParameterGather, "_views", noting)
+    order = [np.flatnonzero(step.replica == replica).tolist() for replica in range(2)]
+    losses(step_program(captured.program, step), order, model, torch.randn(4, 5))
+    assert addresses
+    assert all(address % 64 == 0 for address in addresses)

@@ -54,13 +54,15 @@ def test_a_chain_by_hand() -> None:
     #   a gather waits for the one before, and for the block before the one in use: never longer, here
     #   backward       w2 44,000 to 46,000, w1 55,000 to 57,000, w0 66,000 to 68,000
     #   then the sum of w0: a hop, an addition of 3,000 bytes (3 ns) and the update (1 ns)
+    #   copies at 1 TB/s: 1,000 bytes into what is sent (2 ns) and 2,000 out of what came (4 ns) for each of 6 gathers
+    #   in a row, 1,000 bytes of the sum (2 ns); and the addition of w1's, 3 ns, comes before the sum of w0 begins
     # Memory is largest from 55,000 to 57,000, when b1 runs:
     #   half of 3 x 4,000 held                                             6,000
     #   gathered w1, w0 and the hop of w0                                  5,000
     #   gradients of w2 (its sum is under way) and w1, the hop of w2       5,000
     #   what b1 reads and writes                                           2,000
     simulation = run(Step.of(chain([2000] * 3), Layout((1, 1), 3)), exchanges_first=True)
-    assert simulation.step_time_ns == 68_000 + 11_000 + 3 + 1
+    assert simulation.step_time_ns == 68_000 + 11_000 + 3 + 1 + 6 * (2 + 4) + 2 + 3
     assert simulation.peak_memory_bytes.tolist() == [18_000] * 2
 
 

@@ -10,7 +10,6 @@ from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.accumulation import accumulated
 from gdp.graph.microbatches import microbatch_of
-from gdp.models.measured_times import with_times
 from gdp.parallel.layout import Layout
 from gdp.parallel.replicas import replicated
 from gdp.parallel.rings import Rings
@@ -77,33 +76,30 @@ def test_zero_1_and_2_by_hand() -> None:
     #   2 sums of 3,000 bytes at 1 TB/s                             2 x 3 = 6 ns
     #   update of 1 byte, rounded up                                        1 ns
     #   all-gather: 2 hops of 1,000 bytes                              22,000 ns
+    #   what came is copied into the weight: 2 x 2,000 bytes at 1 TB/s      4 ns
+    #   zero=2: the chunk of the gradient is copied, 2 x 1,000 bytes        2 ns
     # memory: parameter 3,000, a third of the state 1,000, and at the end of the sum
     #   zero=1: the gradient of 3,000 and the chunk of a hop                1,000
     #   zero=2: as much, as sums are made in the gradient; while the update runs it is a chunk of 1,000 alone
     for zero in (1, 2):
         simulation = run(Step.of(chain([3000]), Layout((1, 1, 1), zero)))
-        assert simulation.step_time_ns == 3000 + 22_000 + 6 + 1 + 22_000
+        assert simulation.step_time_ns == 3000 + 22_000 + 6 + 1 + 22_000 + 4 + 2 * (zero == 2)
         assert simulation.peak_memory_bytes.tolist() == [3000 + 1000 + 3000 + 1000] * 3
 
 
-def test_copies_take_time_where_updates_are_measured() -> None:
-    """Gathered pieces are copied at the pace of the updates; without measured times the model knows no copies."""
-    # an update of 3,000 bytes of parameter moves 21,000 bytes in 42,000 ns: 2 ns a byte, and a copy moves each twice
-    #   zero=1, 2: two thirds are of others                                   2 x 2,000 x 2 = 8,000 ns
-    #   zero=3: one's own third is copied to be sent                          2 x 1,000 x 2 = 4,000 ns
-    #           then all that was gathered, and the piece of the gradient    12,000 ns and 4,000 ns
-    graph = chain([3000])
-    update = graph.op_numbers["w0.update"]
-    bytes_accessed = graph.bytes_accessed.copy()
-    bytes_accessed[update] = 21_000
-    times: list[dict[str, int]] = [{"x": 42_000} if op == update else {} for op in range(graph.num_ops)]
-    measured = with_times(Graph.from_columns(graph.to_columns() | {"bytes_accessed": bytes_accessed}), times)
-    gathered = {"all_gather.ready": 4000, "all_gather.done": 12_000, "reduce_scatter.done": 4000}
-    for zero, expected in enumerate([{}, {"all_gather.done": 8000}, {"all_gather.done": 8000}, gathered]):
-        step = Step.of(measured, Layout((1, 1, 1), zero)).graph
-        rows = zip(step.kinds, step.times_ns, step.is_collective, strict=True)
-        assert {(kind, table["x"]) for kind, table, is_made in rows if is_made and table} == {*expected.items()}
-        assert not any(Step.of(graph, Layout((1, 1, 1), zero)).graph.times_ns)
+def test_exchanges_of_zero_copy() -> None:
+    """The ends of exchanges read and write what they copy, from pieces into weights and the other way."""
+    # 3,000 bytes of parameter on three devices
+    #   zero=1, 2: two thirds are of others                                     2 x 2,000
+    #   zero=2, 3: the piece of the gradient outlives the rest                  2 x 1,000
+    #   zero=3: one's own third is copied to be sent, then all that came        2 x 1,000 and 2 x 3,000
+    of_zero = {"all_gather.done": 4000}
+    gathered = {"all_gather.ready": 2000, "all_gather.done": 6000, "reduce_scatter.done": 2000}
+    for zero, expected in enumerate([{}, of_zero, of_zero | {"reduce_scatter.done": 2000}, gathered]):
+        step = Step.of(chain([3000]), Layout((1, 1, 1), zero)).graph
+        ends = zip(step.kinds, step.bytes_accessed.tolist(), strict=True)
+        copied = {(kind, size) for kind, size in ends if kind.endswith((".ready", ".done")) and size}
+        assert copied == {*expected.items()}
 
 
 def test_zero_2_frees_gradients_when_they_are_sent() -> None:

@@ -106,19 +106,6 @@ class HeldState:
         )
 
 
-def copy_times(graph: Graph, updates: Sequence[int], num_bytes: int) -> dict[str, int]:
-    """Returns the ns by device that copying `num_bytes` takes, at the pace of measured `updates`; {} if none is known.
-
-    Updates stream through memory as copies do, which read and write each byte.
-    """
-    moved = int(graph.bytes_accessed[list(updates)].sum())
-    tables = [graph.times_ns[op] for op in updates if graph.bytes_accessed[op]]
-    if not tables or not moved:
-        return {}
-    devices = [name for name in tables[0] if all(table.get(name, 0) > 0 for table in tables)]
-    return {name: -(-2 * num_bytes * sum(table[name] for table in tables) // moved) for name in devices}
-
-
 def _cut_times(times: Any, count: int) -> Any:
     return (
         MappingProxyType({where: -(-ns // count) if ns > 0 else ns for where, ns in times.items()}) if times else times

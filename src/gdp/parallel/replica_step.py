@@ -29,7 +29,7 @@ from gdp.graph.accumulation import Accumulation
 from gdp.graph.builder import GraphBuilder
 from gdp.graph.layers import LayerPaths
 from gdp.parallel.buckets import Bucket, buckets_of, gradients_of
-from gdp.parallel.held_state import HeldState, copy_times, joined_groups
+from gdp.parallel.held_state import HeldState, joined_groups
 from gdp.parallel.rings import Collective
 
 _WHOLE_BLOCK = 2**62  # bytes of a bucket: a block's gradients are summed together
@@ -185,11 +185,9 @@ class _ReplicaBuilder:
         self.builder.copy_origins(graph, self.number)
         self.builder.copy_tensors(graph, self.number, tensor_bytes=sizes, is_edge=is_edge)
 
-    def add(
-        self, collective: Collective, made_for: int, times_ns: Sequence[Mapping[str, int]] = ({}, {})
-    ) -> tuple[int, int]:
+    def add(self, collective: Collective, made_for: int, copied_bytes: tuple[int, int] = (0, 0)) -> tuple[int, int]:
         """Adds the ends of an exchange for an op of the graph, with which they share a device."""
-        ends = collective.add_ends(self.builder, int(self.groups[made_for]), times_ns)
+        ends = collective.add_ends(self.builder, int(self.groups[made_for]), copied_bytes)
         self.collectives.append(collective)
         self.starts.append((ends[0], made_for))
         return ends
@@ -199,9 +197,8 @@ class _ReplicaBuilder:
         exchange = "reduce_scatter" if self.zero else "all_reduce"
         number = sum(collective.exchange == exchange for collective in self.collectives)
         collective = Collective(exchange, number, bucket.num_bytes, bucket.dtype, "backward")
-        updates, chunk = bucket.updates(self.gradients), -(-bucket.num_bytes // self.count)
-        copied = copy_times(self.graph, updates, chunk) if self.zero == 3 else {}
-        return self.add(collective, updates[0], ({}, copied))
+        chunk = -(-bucket.num_bytes // self.count)  # which outlives the rest of the gradients
+        return self.add(collective, bucket.updates(self.gradients)[0], (0, chunk if self.zero >= 2 else 0))
 
     def connect_sum(self, bucket: Bucket, ends: tuple[int, int]) -> None:
         """Sends gradients into a sum; updates wait for it, or read the chunks that it makes."""
@@ -227,8 +224,7 @@ class _ReplicaBuilder:
             size = int(state.own_bytes[parameters].sum())
             collective = Collective("all_gather", index, size, graph.dtypes[parameters[0]], "update")
             own = sorted({writer for op in parameters for writer in self.writers[op]})
-            copied = copy_times(graph, own, size - size // self.count)  # of other replicas' pieces
-            start, done = self.add(collective, parameters[0], ({}, copied))
+            start, done = self.add(collective, parameters[0], (0, size - size // self.count))  # others' pieces
             self.waits += [(int(self.number[writer]), start) for writer in own]
             self.late_waits += [(done, op) for op in state.followers(graph, own)]
 
@@ -238,9 +234,7 @@ class _ReplicaBuilder:
         size = int(self.state.own_bytes[gather.parameters].sum())
         phase = "backward" if gather.is_backward else "forward"
         collective = Collective("all_gather", index, size, graph.dtypes[gather.parameters[0]], phase)
-        own = sorted({op for parameter in gather.parameters for op in self.writers.get(parameter, ())})
-        copied = copy_times(graph, own, -(-size // self.count)), copy_times(graph, own, size)
-        start, done = ends = self.add(collective, gather.parameters[0], copied)
+        start, done = ends = self.add(collective, gather.parameters[0], (-(-size // self.count), size))
         self._read_gathered(gather, ends, at_once)
         if (released := _released_by(self.gathers, index)) is not None:
             builder.control(self.number[[released]], np.array([start]))

@@ -21,7 +21,7 @@ travelling salesman); the sum of all hops decides second.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
@@ -66,12 +66,10 @@ class Collective:
         """The beginning of the names of its ops: `all_reduce.3`."""
         return f"{self.exchange}.{self.number}"
 
-    def add_ends(
-        self, builder: GraphBuilder, group: int, times_ns: Sequence[Mapping[str, int]] = ({}, {})
-    ) -> tuple[int, int]:
-        """Adds the first and the last op of one replica to `builder`; returns their numbers.
+    def add_ends(self, builder: GraphBuilder, group: int, copied_bytes: tuple[int, int]) -> tuple[int, int]:
+        """Adds the first and the last op of one replica, which copy so many bytes, to `builder`; returns their numbers.
 
-        `times_ns` are measured times of both by device, where there are any.
+        A copy reads and writes each byte.
         """
         first, last = (
             builder.add_ops(
@@ -81,9 +79,9 @@ class Collective:
                 phases=self.phase,
                 roles=role,
                 groups=group,
-                times_ns=times,
+                bytes_accessed=2 * copied,
             )
-            for end, role, times in zip((READY, DONE), (EXCHANGE_START, EXCHANGE_END), times_ns, strict=True)
+            for end, role, copied in zip((READY, DONE), (EXCHANGE_START, EXCHANGE_END), copied_bytes, strict=True)
         )
         builder.set_origins(last, first)
         return int(first[0]), int(last[0])
