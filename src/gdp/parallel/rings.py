@@ -21,7 +21,7 @@ travelling salesman); the sum of all hops decides second.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
