@@ -63,7 +63,6 @@ class TaskSource:
 
     graph: Graph
     cluster: Cluster
-    reference_ns: int | None = None  # of the rewards, for the source as it is; None: the lower bound
 
     def check_memory(self) -> None:
         """Raises InputError for parameters that alone exceed the cluster's memory."""
@@ -81,13 +80,12 @@ class TrainingTask:
     """A problem to place, reduced (`gdp.units.reduction`)."""
 
     problem: Problem
-    given_ns: int | None  # the reference of the source, if it gives one
     source: int  # number of the source
 
     @cached_property
     def reference_ns(self) -> int:
-        """The reference of rewards: a lower bound on the step time unless the source gives another."""
-        return lower_bound(self.problem) if self.given_ns is None else self.given_ns
+        """The reference of rewards: a lower bound on the step time."""
+        return lower_bound(self.problem)
 
 
 class Tasks:
@@ -109,12 +107,7 @@ class Tasks:
             "seed": self.seed,
             "config": asdict(self.config),
             "sources": [
-                {
-                    "graph": source.graph.fingerprint,
-                    "cluster": source.cluster.fingerprint,
-                    "reference_ns": source.reference_ns,
-                }
-                for source in self.sources
+                {"graph": source.graph.fingerprint, "cluster": source.cluster.fingerprint} for source in self.sources
             ],
         }
 
@@ -155,8 +148,7 @@ class Tasks:
     def own(self, number: int) -> TrainingTask:
         """Makes the task of source `number` as it is."""
         source = self.sources[number]
-        problem = reduce(Problem.build(source.graph, source.cluster)).problem
-        return TrainingTask(problem, source.reference_ns, number)
+        return TrainingTask(reduce(Problem.build(source.graph, source.cluster)).problem, number)
 
     def _source_number(self, position: int) -> int:
         turn, position = divmod(position, self.num_sources)
@@ -172,8 +164,7 @@ class Tasks:
                 problem = reduce(Problem.build(self.step(graph, factor, cluster, rng), cluster)).problem
             except InputError:  # an op with measured times that cannot run on any of these
                 continue
-            problem = self._set_memory(problem, rng)
-            return TrainingTask(problem, None, number)
+            return TrainingTask(self._set_memory(problem, rng), number)
         return self.unvaried(number)
 
     def step(self, graph: Graph, factor: float, cluster: Cluster, rng: np.random.Generator) -> Graph:
