@@ -40,7 +40,11 @@ def run_report(run: RunResult) -> Iterator[RenderableType]:
     yield rows
     if run.prediction is None:
         yield ""
-        yield Text("To compare predictions op by op, name the devices of the plan with --devices.")
+        is_at_once = "exchanges" in (run.plan.layout or {})
+        hops = "Exchanges, each at once in the plan, ran hop by hop: predictions are not compared op by op."
+        yield Text(
+            hops if is_at_once else "To compare predictions op by op, name the devices of the plan with --devices."
+        )
     else:
         yield from _prediction(run.prediction)
 
