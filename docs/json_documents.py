@@ -201,6 +201,7 @@ class Figures(TypedDict):
     step_time_ns: Ns
     peak_memory_bytes: Annotated[list[Size], d("by device")]
     busy_fraction: Annotated[list[Share], d("by device: share of the step in which it computes")]
+    host_wait_fraction: Annotated[list[Share], d("by device: share in which an op has started and its host issues it")]
 
 
 # answers

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from gdp.cluster import Cluster, Device, Route
 from gdp.costs.op_times import count_time_sources, op_times, transfer_occupancy_ns, unused_names
 from gdp.errors import InputError
-from gdp.graph import Graph, Op
+from gdp.graph import Graph, Op, Tensor
+from gdp.parallel.recompute import recomputed
 from gdp.simulator.problem import Problem
 
 LARGEST = 2**63 - 1
@@ -146,3 +147,18 @@ def test_times_on_hosts_by_hand() -> None:
         Problem.build(graph_of(Op("o", flops=3, kernels=2**62)), cluster_of(*devices))
     with pytest.raises(InputError, match="host_time_ns holds -1; at least 0 is expected"):
         Problem.build(graph_of(*ops), cluster_of(*devices), host_time_ns=np.full((3, 2), -1))
+
+
+def test_checkpoints_take_their_host_as_long_as_many_kernels() -> None:
+    """A layer that is recomputed costs its host the issue of 130 more kernels in either run; nothing without hosts."""
+    ops = [Op("x", "input")]
+    ops += [Op(f"{name}{i}", "mm", 9, phase="forward", module=f"layers.{i}") for i in (0, 1) for name in "fg"]
+    ops += [Op(f"b{i}", "mm", 9, phase="backward", module=f"layers.{i}") for i in (1, 0)]
+    edges = [(0, (1,)), (1, (2, 6)), (2, (3,)), (3, (4, 5)), (4, (5,)), (5, (6,))]
+    graph = recomputed(Graph.build("g", ops, [Tensor(maker, readers, 8) for maker, readers in edges]), "blocks")
+    eager = replace(device("a", "x", 1), issue_ns=5)
+    devices = eager, replace(eager, name="b", runtime="compile"), replace(eager, name="c", issue_ns=0)
+    times_ns = Problem.build(graph, cluster_of(*devices)).host_time_ns
+    longer = {graph.op_names[op]: int(times_ns[op, 0]) for op in np.flatnonzero(times_ns[:, 0] > 5)}
+    assert longer == dict.fromkeys(("f0", "f1", "f0!", "f1!"), 131 * 5)
+    assert times_ns[:, 1:].max(axis=0).tolist() == [5, 0]

@@ -475,3 +475,32 @@ def test_auto_is_selective_where_that_fits_and_is_quicker(lacks: int, time_ns: i
     found = with_chosen_blocks(Layout(recompute="auto"), ranked, places, lacking, again_ns=again_ns)
     assert found.recompute == chosen
     assert with_chosen_blocks(Layout(recompute="auto"), ranked, places, lacking).recompute == ("a",)
+
+
+def test_estimates_know_hosts() -> None:
+    """Micro-batches that hosts limit are estimated as they are simulated, and auto takes those that are fastest.
+
+    A micro-batch has 8 ops of 400 kernels, which a host issues in 12 us each, 38.4 ms; 16 samples compute for 192 ms.
+    So 8 micro-batches take 8 x 38.4 = 307 ms, and 16 of them 614 ms. All samples at once do not fit in 80 MB.
+    """
+    device = replace(machine_of([1.0], memory="80MB").devices[0], issue_ns=12_000)
+    cluster = Cluster.build("eager", [device], {})
+
+    def part(num_parts: int) -> Graph:
+        graph = layers(num_parts)
+        return replace(graph, kernels=np.where(graph.flops > 0, 400, 1))
+
+    parts = Parts(part, BATCH)
+    estimator, times_ns = Estimator(parts, cluster, Constraints()), {}
+    for count in (1, 2, 4, 8, 16):
+        layout = Layout((count,))
+        step = Step.of(part(count), layout)
+        whole = simulate(Problem.build(step.graph, cluster), np.zeros(step.graph.num_ops, int))
+        estimate = estimator.estimate(Arrangement(layout, ((0,),)))
+        assert estimate.step_time_ns == pytest.approx(whole.step_time_ns, rel=0.05), count
+        assert estimator.least(Arrangement(layout, ((0,),))).step_time_ns <= 1.01 * whole.step_time_ns
+        times_ns[count] = whole.step_time_ns
+    assert times_ns[8] == pytest.approx(8 * 38.4e6, rel=0.02)
+    assert times_ns[16] == pytest.approx(16 * 38.4e6, rel=0.02)
+    (chosen,) = choose(parts, cluster, budget="60sims").best.layout.microbatches
+    assert chosen == min((2, 4, 8, 16), key=lambda count: times_ns[count])

@@ -19,10 +19,10 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64, Bool, narrow, wide
+from gdp.arrays import I64, Bool, wide
 from gdp.cluster import Cluster, Device
 from gdp.cluster.catalogue import KINDS
-from gdp.cluster.device import COMPILE, CUDA_GRAPHS
+from gdp.cluster.device import COMPILE
 from gdp.costs.fusion import fused
 from gdp.costs.kernels import Kernels, kernels_of
 from gdp.costs.rates import HALVES, SMALL_FLOATS, kernel_times, peak_rate
@@ -66,7 +66,7 @@ def op_time_classes(graph: Graph, cluster: Cluster) -> tuple[I64, I64]:
         names = [name for name in (device.kind, device.name) if name in measured]
         rates = tuple(sorted(device.flops_per_second.items()))
         rest = device.memory_bytes_per_second, device.launch_ns, tuple(device.achieved.items()), device.runtime
-        figures = rates, *rest, *names
+        figures = rates, *rest, device.issue_ns, *names
         if figures not in columns:
             times_ns, is_measured = _times_on(device, measured, graph.num_ops)
             modelled_ns = (
@@ -75,34 +75,6 @@ def op_time_classes(graph: Graph, cluster: Cluster) -> tuple[I64, I64]:
             columns[figures] = np.where(is_measured, times_ns, modelled_ns)
         classes.append(list(columns).index(figures))
     return np.stack(list(columns.values()), axis=1), np.array(classes, np.int64)
-
-
-def host_times(graph: Graph, cluster: Cluster, op_time_ns: I64) -> I64:
-    """int64[N, D]: ns of each op on the host of each device: to issue its kernels, none where it takes no time, and its
-    `host_ns`. InputError where that overflows."""
-    hosts = [(device.issue_ns, device.runtime, bool(device.achieved)) for device in cluster.devices]
-    issued = {host: _issue_times(graph, *host) for host in dict.fromkeys(hosts)}
-    if not graph.host_ns.any() and not any(times.any() for times in issued.values()):
-        return np.broadcast_to(np.int64(0), op_time_ns.shape)
-    times_ns = np.stack([issued[host] for host in (hosts[:1] if len(issued) == 1 else hosts)], axis=1)
-    times_ns = np.where(narrow(op_time_ns) > 0, times_ns, 0)
-    return wide(times_ns + graph.host_ns[:, None], cluster.num_devices)
-
-
-def _issue_times(graph: Graph, issue_ns: int, runtime: str, tells_achieved: bool) -> I64:
-    """Returns the ns [N] that a host takes to issue the kernels of each op; those of a CUDA graph are there already."""
-    if not issue_ns or runtime == CUDA_GRAPHS:
-        return np.zeros(graph.num_ops, np.int64)
-    counts = graph.kernels
-    if float(counts.max()) * issue_ns + int(graph.host_ns.max()) >= 2.0**62:
-        raise InputError(
-            f"graph {graph.name!r}: {counts.max():,} kernels at {issue_ns} ns and {graph.host_ns.max()} ns take hosts "
-            "2^62 ns or more; check kernels, host_ns and issue"
-        )
-    if not tells_achieved:
-        return counts * issue_ns
-    counted = np.where(counts == 1, step_kernels(graph, runtime).counts, counts)
-    return np.asarray(np.ceil(counted * issue_ns), np.int64)
 
 
 def count_time_sources(graph: Graph, cluster: Cluster) -> dict[str, dict[str, int]]:

@@ -5,7 +5,7 @@ with zero=3:    --recompute, ends of exchanges--> --repeat--> a replica --copy, 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from gdp.costs.collectives import ExchangeTimes
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.accumulation import accumulated
-from gdp.graph.copies import HOST_COPY, numbers_in
+from gdp.graph.copies import HOST_COPY, MODEL, RECOMPUTED, numbers_in
 from gdp.parallel.layout import Layout
 from gdp.parallel.offload import offloaded
 from gdp.parallel.recompute import recomputed
@@ -103,7 +103,10 @@ class Step(CutGraph):
             own = None if of_part is None else of_part[_origins(part, replicas[0])]
             whole = replicated(replicas, zero=layout.zero, places=own, rings=rings, bucket_bytes=bucket_bytes)
         order, where = (None if numbers is None else tuple(numbers) for numbers in (ring, hosts))
-        return cls(whole, layout, _origins(graph, whole), places, order, where, times)
+        origin = _origins(graph, whole)
+        if layout.stages is not None and places is not None:
+            whole = with_waits(whole, places[origin])
+        return cls(whole, layout, origin, places, order, where, times)
 
     def document(self) -> dict[str, Any]:
         """Returns what it takes to cut the model so again, for a plan file."""
@@ -128,6 +131,27 @@ class Step(CutGraph):
         times = None if known is None else ExchangeTimes.of_document(known, layout.data)
         where = None if places is None else np.array(places)
         return cls.of(graph, layout, places=where, ring=ring, hosts=hosts, times=times, in_hops=in_hops)
+
+
+def with_waits(graph: Graph, places: I64) -> Graph:
+    """Returns the step with hosts that wait at exchanges of stages: when a pass has received, and when it is sent on.
+
+    Megatron-LM calls torch.cuda.synchronize() after each batch_isend_irecv (`batch_p2p_sync`, on by default), since
+    waiting for the requests was no wait before PyTorch 1.13 (github.com/pytorch/pytorch/pull/82450): its hosts do not
+    run ahead from one pass to the next. Where no op takes time on a host, nothing changes. `places` [M] are the stages.
+    """
+    tensors, targets = graph.edge_tensors, graph.consumers
+    sources, phase = graph.producers[tensors], np.array(graph.phases)
+    is_pass = np.isin(phase, ("forward", "backward")) & np.isin(np.array(graph.roles), (MODEL, RECOMPUTED))
+    is_sent = (places[sources] != places[targets]) & (graph.replicas[sources] == graph.replicas[targets])
+    is_sent &= is_pass[sources] & is_pass[targets] & ~graph.is_resident[graph.base[tensors]]
+    is_sent &= phase[sources] == phase[targets]  # else a copy, which is recomputed when its gradient has come
+    one_pass = np.stack((places, graph.microbatches, graph.replicas, phase == "backward"))
+    received, sent = np.unique(targets[is_sent]), np.unique(sources[is_sent & (graph.tensor_bytes[tensors] > 0)])
+    waits = graph.host_waits.copy()
+    for ops in (received, sent[::-1]):
+        waits[ops[np.unique(one_pass[:, ops], axis=1, return_index=True)[1]]] = True
+    return replace(graph, host_waits=waits)
 
 
 def _listed(numbers: tuple[int, ...] | None) -> list[int] | None:

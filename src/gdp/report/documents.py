@@ -79,6 +79,7 @@ def place_document(
         "gap": _gap(plan.step_time_ns, plan.lower_bound_ns),
         "peak_memory_bytes": plan.peak_memory_bytes.tolist(),
         "busy_fraction": plan.search.busy_fraction.tolist(),
+        "host_wait_fraction": simulation.host_wait_fraction.tolist(),
         "mfu": simulation.mfu and simulation.mfu[0],
         "per_second": per_second(plan.step_time_ns, amounts),
         "baselines": {
@@ -155,6 +156,7 @@ def simulate_document(
         "gap": _gap(simulation.step_time_ns, bound_ns),
         "peak_memory_bytes": simulation.peak_memory_bytes.tolist(),
         "busy_fraction": simulation.busy_fraction.tolist(),
+        "host_wait_fraction": simulation.host_wait_fraction.tolist(),
         "mfu": simulation.mfu and simulation.mfu[0],
         "feasible": simulation.feasible,
         "reasons": simulation.reasons,

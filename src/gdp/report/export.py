@@ -125,6 +125,7 @@ def export_document(answer: Exported, path: Path | None) -> dict[str, Any]:
         "throughput": None if answer.throughputs is None else answer.throughputs[0].document(),
         "peak_memory_bytes": simulation.peak_memory_bytes.tolist(),
         "busy_fraction": simulation.busy_fraction.tolist(),
+        "host_wait_fraction": simulation.host_wait_fraction.tolist(),
         "content": answer.content,
         "path": None if path is None else str(path),
         "notes": _notes(answer),

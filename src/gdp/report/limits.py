@@ -19,6 +19,7 @@ from gdp.arrays import I64
 from gdp.simulator.levels import communication_levels, longest_chain
 from gdp.simulator.simulate import Simulation
 
+_TOLD = 0.2  # share of the step from which on the wait for a host is told beside another limit
 _FULL = 0.7  # share of the step above which a limit is named alone; a choice: all shares are shown anyway
 
 
@@ -76,13 +77,14 @@ class Limits:
         if self.host_share > most:
             waits = f"{self.host} waits for it for {self.host_share:.0%} of the step"
             return f"The host limits the step: {waits}, {device}."
+        host = f" {self.host} waits for its host for {self.host_share:.0%}." if self.host_share > _TOLD else ""
         if most < _FULL:
-            return f"Devices wait for one another, which limits the step: {device}, {channel}, {path}."
+            return f"Devices wait for one another, which limits the step: {device}, {channel}, {path}.{host}"
         if most == self.device_share:
-            return f"Device {self.device} limits the step: {device}, {path}."
+            return f"Device {self.device} limits the step: {device}, {path}.{host}"
         if most == self.path_share:
-            return f"The critical path limits the step: {path}, {device}; {ends}."
-        return f"The link {self.channel} limits the step: {channel}, {device}."
+            return f"The critical path limits the step: {path}, {device}; {ends}.{host}"
+        return f"The link {self.channel} limits the step: {channel}, {device}.{host}"
 
 
 AT_ONCE, AFTER_OP, AFTER_TRANSFER, DEVICE_BUSY, CHANNEL_BUSY = range(5)

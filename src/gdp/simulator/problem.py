@@ -15,7 +15,8 @@ from gdp import notebook
 from gdp.arrays import I64, Bool, narrow, pick, rows_of, wide
 from gdp.cluster import Cluster
 from gdp.cluster.changes import only
-from gdp.costs.op_times import host_times, op_times
+from gdp.costs.hosts import host_times
+from gdp.costs.op_times import op_times
 from gdp.errors import InputError
 from gdp.graph import Graph, GraphSource
 from gdp.graph.microbatches import microbatch_of

@@ -14,6 +14,7 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.budget import Clock, Effort, has_time
 from gdp.cluster import Cluster
+from gdp.costs.hosts import loads_ns
 from gdp.costs.op_times import op_time_classes
 from gdp.errors import InputError
 from gdp.graph import Graph
@@ -50,8 +51,10 @@ class Estimator:
     @cached_property
     def machine(self) -> DeviceSpeeds:
         """The speed and the kind of each device."""
-        times, device_class = op_time_classes(self.parts.exact(1), self.cluster)
-        alone = np.where((times < 0).any(axis=0), np.inf, np.maximum(times, 0).sum(axis=0))[device_class]
+        graph = self.parts.exact(1)
+        times, device_class = op_time_classes(graph, self.cluster)
+        (load_ns,) = loads_ns(graph, self.cluster, np.ones(graph.num_ops, np.bool_))
+        alone = np.where((times < 0).any(axis=0)[device_class], np.inf, load_ns)
         kinds = np.unique(np.stack((device_class, self.limits_bytes)), axis=1, return_inverse=True)[1].reshape(-1)
         return DeviceSpeeds(alone, kinds, _hosts(self.cluster), self.settings.layouts)
 

@@ -14,14 +14,14 @@ from gdp.arrays import I64
 from gdp.budget import Clock, Effort
 from gdp.cluster import Cluster
 from gdp.cluster.changes import only
-from gdp.costs.op_times import op_time_classes
+from gdp.costs.hosts import loads_ns
 from gdp.graph import Graph
 from gdp.graph.interpolation import have_same_ops
 from gdp.graph.microbatches import shared_ops
 from gdp.parallel.buckets import gradients_of
 from gdp.parallel.layout import AUTO, NONE, Layout
 from gdp.parallel.recompute import Recomputation, blocks_to_recompute
-from gdp.parallel.step import Step
+from gdp.parallel.step import Step, with_waits
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import Arrangement, Figures
 from gdp.search.layouts.arrangement import DeviceSpeeds
@@ -50,7 +50,7 @@ class Memo:
 
 @dataclass(frozen=True, eq=False)
 class PartFigures:
-    """Sums over the ops of one micro-batch [N] on each device [D], in ns, and over its parameters, in bytes."""
+    """Sums over the ops of one micro-batch [N] on each device [D] or its host, in ns, and over parameters, in bytes."""
 
     once_ns: I64  # [D] updates
     backward_ns: I64  # [D]
@@ -63,19 +63,18 @@ class PartFigures:
     @classmethod
     def of(cls, graph: Graph, cluster: Cluster) -> "PartFigures":
         """Returns the sums of the step `graph`."""
-        times_ns, device_class = op_time_classes(graph, cluster)
         is_source, is_update = shared_ops(graph)
         is_backward = graph.is_in_phase("backward") & ~is_update
-        times = np.maximum(times_ns, 0)
+        once_ns, backward_ns, each_ns = loads_ns(graph, cluster, is_update, is_backward, ~is_update & ~is_source)
         gradients = gradients_of(graph, is_update)
         has_update = np.isin(graph.groups, graph.groups[is_update & (graph.groups >= 0)])
         own = is_source & has_update
         is_own = graph.is_resident & own[graph.producers] & (graph.view_of < 0)
         parameter_bytes = int(graph.tensor_bytes[is_own].sum())
         return cls(
-            once_ns=times[is_update].sum(axis=0)[device_class],
-            backward_ns=times[is_backward].sum(axis=0)[device_class],
-            each_ns=times[~is_update & ~is_source].sum(axis=0)[device_class],
+            once_ns=once_ns,
+            backward_ns=backward_ns,
+            each_ns=each_ns,
             gradient_bytes=sum(gradient.num_bytes for gradient in gradients.values()),
             state_bytes=max(int(graph.resident_bytes[own].sum()) - parameter_bytes, 0),
             parameter_bytes=parameter_bytes,
@@ -124,15 +123,26 @@ class ReplicaSteps:
         def make() -> tuple[Simulation, I64]:
             with self.effort.estimate.measured(few * self.parts.rough(layout.num_parts).num_ops, self.clock):
                 step = self._step(layout, few, share)
-                problem = self.alone(step.graph, devices)
+                graph = step.graph if layout.stages is None else with_waits(step.graph, places[step.origin])
+                problem = self.alone(graph, devices)
                 placement = step.placement(places, [range(len(own))], None if cpu is None else [len(own)])
                 best = _best_alone(problem, step, placement)
-                times_ns = problem.op_time_ns[np.arange(problem.num_ops), placement]
                 is_once = np.logical_or(*shared_ops(step.graph))
-                load_ns = np.bincount(placement, np.where(is_once, 0, times_ns), len(devices))[: len(own)] / few
-            return best, np.asarray(load_ns, np.int64)
+                loads_ns = [
+                    np.bincount(
+                        placement, np.where(is_once, 0, times[np.arange(len(placement)), placement]), len(devices)
+                    )
+                    for times in (problem.op_time_ns, problem.host_time_ns)
+                ]
+            return best, np.asarray(np.max(loads_ns, axis=0)[: len(own)] / few, np.int64)
 
-        cut = layout.num_parts, self.parts.is_captured(layout.num_parts), layout.recompute, layout.offload
+        cut = (
+            layout.num_parts,
+            self.parts.is_captured(layout.num_parts),
+            layout.recompute,
+            layout.offload,
+            layout.stages,
+        )
         return self._memo(("replica", *cut, kinds, few, share, places.tobytes()), make)
 
     def num_seen(self, layout: Layout, count: int, num_places: int) -> int:

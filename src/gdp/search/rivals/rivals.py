@@ -294,7 +294,14 @@ def equal_stages(problem: Problem, num_stages: int) -> I64 | None:
         return None
     position = np.maximum(np.cumsum(is_layer) - 1, 0)  # [L]
     of_part = position * num_stages // count
-    labels = [int(of_part[part]) if (part := layers.of_module.get(module, -1)) >= 0 else -1 for module in graph.modules]
+    labels = np.array([*of_part, -1])[[layers.of_module.get(module, -1) for module in graph.modules]]
+    number, is_last = np.arange(graph.num_ops), labels == num_stages - 1
+    after = number > np.flatnonzero(is_last & graph.is_in_phase("forward"))[-1]
+    before = number < np.flatnonzero(np.append(is_last & graph.is_in_phase("backward"), True))[0]
+    head = (after & graph.is_in_phase("forward")) | (before & graph.is_in_phase("backward"))
+    labels[head & (labels < 0)] = (
+        num_stages - 1
+    )  # where it reads the embedding, which is larger than what it computes on
     stage = inherit(problem, labels)
     grouped = np.flatnonzero(graph.groups >= 0)
     lowest = np.full(int(graph.groups.max(initial=-1)) + 1, num_stages)

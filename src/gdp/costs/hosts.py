@@ -1,0 +1,78 @@
+"""Hosts: what each op takes of the host that issues its kernels to a device, one after the other.
+
+docs/machine-model.md, section 3a, is the definition: kernels times the device's `issue`, and the op's `host_ns`. A host
+that a device does not tell of, with `issue` 0, takes nothing but `host_ns`; so rules say in kernels what Python takes.
+N ops, D devices.
+"""
+
+import numpy as np
+
+from gdp.arrays import I64, Bool, narrow, wide
+from gdp.cluster import Cluster
+from gdp.cluster.changes import only
+from gdp.cluster.device import CUDA_GRAPHS, EAGER
+from gdp.costs.op_times import op_time_classes, step_kernels
+from gdp.errors import InputError
+from gdp.graph import Graph
+from gdp.graph.copies import RECOMPUTED
+from gdp.graph.layers import LayerPaths
+
+CHECKPOINT_KERNELS = 130
+"""Kernels that a host issues in the time of the Python of a checkpointed layer, each time that it runs forward.
+
+Fitted on the 24 set rows of vTrain, of Megatron's layers, whose host takes 3 ms a layer where 66 kernels at 11 us are
+0.7 ms. On one core, with tensors of a few numbers, such a layer takes 4.3 times as long with reentrant checkpoints,
+autograd functions in Python, a generator of its own for dropout and hooks for gradients as one of `torch.nn` alone;
+checkpoints by themselves make that one 2 (reentrant) to 3 times as long.
+"""
+
+
+def host_times(graph: Graph, cluster: Cluster, op_time_ns: I64) -> I64:
+    """int64[N, D]: ns of each op on the host of each device: to issue its kernels, none where it takes no time, and its
+    `host_ns`. InputError where that overflows."""
+    hosts = [(device.issue_ns, device.runtime, bool(device.achieved)) for device in cluster.devices]
+    issued = {host: _issue_times(graph, *host) for host in dict.fromkeys(hosts)}
+    if not graph.host_ns.any() and not any(times.any() for times in issued.values()):
+        return np.broadcast_to(np.int64(0), op_time_ns.shape)
+    times_ns = np.stack([issued[host] for host in (hosts[:1] if len(issued) == 1 else hosts)], axis=1)
+    times_ns = np.where(narrow(op_time_ns) > 0, times_ns, 0)
+    return wide(times_ns + graph.host_ns[:, None], cluster.num_devices)
+
+
+def loads_ns(graph: Graph, cluster: Cluster, *chosen: Bool) -> list[I64]:
+    """Returns what the ops of each [N] that is chosen take [D] on each device, or on its host where that is longer; an
+    op that cannot run takes no time."""
+    times_ns, device_class = op_time_classes(graph, cluster)
+    first = np.unique(device_class, return_index=True)[1]
+    hosts_ns = host_times(graph, only(cluster, first.tolist()), times_ns)
+    work_ns = np.maximum(times_ns, 0)
+    return [np.maximum(work_ns[own].sum(axis=0), hosts_ns[own].sum(axis=0))[device_class] for own in chosen]
+
+
+def _issue_times(graph: Graph, issue_ns: int, runtime: str, tells_achieved: bool) -> I64:
+    """Returns the ns [N] that a host takes to issue the kernels of each op; those of a CUDA graph are there already."""
+    if not issue_ns or runtime == CUDA_GRAPHS:
+        return np.zeros(graph.num_ops, np.int64)
+    counts = graph.kernels
+    if float(counts.max() + CHECKPOINT_KERNELS) * issue_ns + int(graph.host_ns.max()) >= 2.0**62:
+        raise InputError(
+            f"graph {graph.name!r}: {counts.max():,} kernels at {issue_ns} ns and {graph.host_ns.max()} ns take hosts "
+            "2^62 ns or more; check kernels, host_ns and issue"
+        )
+    counted = np.where(counts == 1, step_kernels(graph, runtime).counts, counts) if tells_achieved else counts
+    if runtime == EAGER:
+        counted = counted + _checkpoint_kernels(graph)
+    return np.asarray(np.ceil(counted * issue_ns), np.int64)
+
+
+def _checkpoint_kernels(graph: Graph) -> I64:
+    """Returns what checkpoints cost [N], at the first op of each run of a layer that is recomputed."""
+    is_copy = graph.is_in_role(RECOMPUTED)
+    found = np.zeros(graph.num_ops, np.int64)
+    if is_copy.any():
+        runs = np.flatnonzero(np.isin(graph.root, graph.root[is_copy]))
+        layer = LayerPaths.of(graph).of_module
+        layers = np.array([layer.get(graph.modules[op], -1) for op in runs.tolist()])
+        each = np.stack((layers, graph.microbatches[runs], graph.replicas[runs], is_copy[runs]))
+        found[runs[np.unique(each, axis=1, return_index=True)[1]]] = CHECKPOINT_KERNELS
+    return found
