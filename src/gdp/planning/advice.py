@@ -16,6 +16,7 @@ from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster, changes
 from gdp.cluster.changes import MOST_CHANGED
+from gdp.cluster.device import COMPILE, CUDA_GRAPHS
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.search.candidate import Candidate
@@ -28,11 +29,13 @@ from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
 
 MEMORY_MATTERS = 0.5  # of its limit filled somewhere: below, twice the memory is not asked for
+HOST_MATTERS = 0.2  # share of the step that a device waits for its host: below, other runtimes are not asked for
 AS_FAST = 1.01  # what is called as fast
 ONE_FEWER = "one device fewer"  # the change to a machine without the device that does least
 FASTER = "links twice as fast"
 MORE = "one device more"
 MEMORY = "twice the memory"
+RUNTIMES = {"--runtime compile": COMPILE, "--runtime cuda-graphs": CUDA_GRAPHS}
 LAYOUTS = "--parallel auto"  # the change from op placement to the best layout of the batch
 
 
@@ -137,8 +140,8 @@ def advise(
 
 
 def own_time_ns(plan: Plan, change: MachineChange, *, has_time: bool = True) -> int:
-    """Returns what `plan` itself takes on a machine that has more: less than now with faster links, if `has_time`."""
-    is_other = change.name == FASTER and has_time
+    """Returns what `plan` takes on a machine that has more: simulated with faster links or hosts, if `has_time`."""
+    is_other = change.name in (FASTER, *RUNTIMES) and has_time
     step = carried(plan, change.cluster, change.constraints, range(len(plan.devices))) if is_other else None
     return plan.step_time_ns if step is None or not step.feasible else min(step.step_time_ns, plan.step_time_ns)
 
@@ -159,9 +162,11 @@ def _on_all_devices(plan: Plan, fewer: Plan, problem: Problem, constraints: Cons
 
 
 def machine_changes(
-    cluster: Cluster, constraints: Constraints, least: int | None, most: int | None, *, memory_matters: bool
+    simulation: Simulation, constraints: Constraints, least: int | None, most: int | None, *, memory_matters: bool
 ) -> Iterator[MachineChange]:
-    """Yields `cluster` without the device `least`, with one more like `most`, with faster links, with more memory."""
+    """Yields the cluster of a step without the device `least`, with one more like `most`, with faster links, with more
+    memory, and by other runtimes where a host limits the step."""
+    cluster = simulation.problem.cluster
     devices = cluster.devices
     if least is not None:
         others = [number for number in range(len(devices)) if number != least]
@@ -177,6 +182,11 @@ def machine_changes(
     if memory_matters:
         larger, allowed = changes.with_more_memory(cluster, 2), constraints.times_memory(2)
         yield MachineChange(MEMORY, "on every device", larger, allowed)
+    if simulation.host_wait_fraction.max() > HOST_MATTERS:
+        waits = f"now a device waits for its host for {simulation.host_wait_fraction.max():.0%}"
+        for name, runtime in RUNTIMES.items():
+            if any(device.runtime != runtime and not device.is_cpu for device in devices):
+                yield MachineChange(name, waits, cluster.run_by(runtime), constraints)
 
 
 def _changes(simulation: Simulation, constraints: Constraints, filled: float) -> Iterator[MachineChange]:
@@ -187,7 +197,7 @@ def _changes(simulation: Simulation, constraints: Constraints, filled: float) ->
         least = int(used[np.lexsort((-busy[used], done_ns[used]))[0]])
     cards = [number for number, device in enumerate(cluster.devices) if not device.is_cpu]
     most = max(cards, key=lambda number: busy[number], default=None)  # another CPU is another host
-    yield from machine_changes(cluster, constraints, least, most, memory_matters=filled > MEMORY_MATTERS)
+    yield from machine_changes(simulation, constraints, least, most, memory_matters=filled > MEMORY_MATTERS)
 
 
 def _start(simulation: Simulation, others: Sequence[int] | None) -> Candidate:

@@ -26,6 +26,7 @@ from gdp.planning.advice import (
     LAYOUTS,
     MEMORY,
     MEMORY_MATTERS,
+    RUNTIMES,
     Advice,
     MachineChange,
     WhatIf,
@@ -84,7 +85,7 @@ def advise_on_layouts(
         usable = estimator.machine.usable
         least = usable[-1] if cluster.num_devices > 2 else None
         most = next((number for number in reversed(usable) if not cluster.devices[number].is_cpu), None)
-        machines = machine_changes(cluster, constraints, least, most, memory_matters=matters)
+        machines = machine_changes(simulation, constraints, least, most, memory_matters=matters)
         asked += [_LayoutChange(machine, quick) for machine in machines]
     known = replace(best.way, layout=best.step.layout)  # with the blocks that it recomputes, which take long to find
     likes = [best.way if change.machine.name == MEMORY else known for change in asked]
@@ -106,7 +107,9 @@ def advise_on_layouts(
         if change.adds:
             has_time = clock.has(clock.effort.close.seconds(simulation.problem.num_ops))
             own_ns = own_time_ns(plan, machine, has_time=has_time)
-            if ((has_time and machine.name == FASTER) or estimate is not None) and own_ns <= (time_ns or NEVER):
+            if ((has_time and machine.name in (FASTER, *RUNTIMES)) or estimate is not None) and own_ns <= (
+                time_ns or NEVER
+            ):
                 time_ns, layout = own_ns, ""
         if estimate is None and time_ns is None:
             why = "interrupted" if clock.stop.is_set() else "no time left, a larger budget has it"
