@@ -54,7 +54,7 @@ class Estimator:
         graph = self.parts.exact(1)
         times, device_class = op_time_classes(graph, self.cluster)
         (load_ns,) = loads_ns(graph, self.cluster, np.ones(graph.num_ops, np.bool_))
-        alone = np.where((times < 0).any(axis=0, keepdims=True)[0, device_class], np.inf, load_ns)
+        alone = np.where(np.asarray(times.min(axis=0) < 0, np.bool_)[device_class], np.inf, load_ns)
         kinds = np.unique(np.stack((device_class, self.limits_bytes)), axis=1, return_inverse=True)[1].reshape(-1)
         return DeviceSpeeds(alone, kinds, _hosts(self.cluster), self.settings.layouts)
 
