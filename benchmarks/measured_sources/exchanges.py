@@ -61,7 +61,7 @@ def exchange_graph(exchange: str, cards: int, num_bytes: int, cluster: Cluster) 
     """Returns an exchange of replicas that have nothing else, as layouts build it on the cards of a cluster."""
     builder = GraphBuilder()
     collective = Collective(exchange, 0, num_bytes, "bfloat16", "backward")
-    first, last = collective.add_ends(builder, 0)
+    first, last = collective.add_ends(builder, 0, (0, 0))  # NCCL alone, from and to its own buffers
     builder.control(np.array([first]), np.array([last]))
     order, times = exchange_times(cluster, [[card] for card in range(cards)]) or (None, None)
     return joined([builder.build(exchange)] * cards, [collective], Rings.of(cards, order, times=times))
