@@ -152,4 +152,7 @@ def _capture(step: GPTStep, name: str) -> Graph:
         num_heads=step.heads,
         vocabulary=VOCABULARY,
     )
-    return capture_fn(lambda: build(config, getattr(torch, DTYPE)), name=name, precision="mixed").graph
+    optimizer = "adam,fused"  # Megatron's is that of Apex
+    return capture_fn(
+        lambda: build(config, getattr(torch, DTYPE)), name=name, optimizer=optimizer, precision="mixed"
+    ).graph

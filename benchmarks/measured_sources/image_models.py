@@ -1,8 +1,8 @@
 """timm's image models on one card: training and inference steps that timm publishes, under autocast to float16.
 
 A step is captured as it was run, at the row's batch and image size, in channels_last where the row says so. Training is
-of 2022: attention is computed by products and a softmax. It has cross entropy and SGD with momentum, which gdp takes to
-be one kernel a parameter and the rows have op by op.
+of 2022: attention is computed by products and a softmax. It has cross entropy and SGD with momentum, a loop over
+parameters.
 """
 
 import hashlib
@@ -155,7 +155,7 @@ def capture(step: ImageStep) -> Graph:
             images = [each.contiguous(memory_format=torch.channels_last) for each in images]
         return _in_halves(module), tuple(images), labels
 
-    optimizer = "sgd-momentum" if step.training else "adam"  # of inference none
+    optimizer = "sgd-momentum,for-loop" if step.training else "adam"  # of inference none
     return capture_fn(build, name=step.name, training=step.training, optimizer=optimizer).graph
 
 

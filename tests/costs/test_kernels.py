@@ -7,6 +7,7 @@ import torch
 from gdp.costs.kernels import CLASSES, Kernel, PricedOp, kernels_of
 from gdp.costs.passes import call_bytes, is_channels_last, transposes
 from gdp.costs.table import rule_of
+from gdp.errors import InputError
 from gdp.graph.shapes import Array, parsed_calls
 from gdp.models.pytorch import capture
 from tests.models.test_flop_counter import MODELS
@@ -151,3 +152,28 @@ def test_all_ops_of_small_models_have_kernels() -> None:
         assert (found.summed(found.bytes) >= graph.bytes_accessed)[is_moving].all()
         assert found.kinds.max() < len(CLASSES)
         assert np.isfinite(found.sizes).all()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "passes", "launches"),
+    [  # passes over 4 bytes of each of 17 * 16 elements of a linear layer
+        ("sgd-momentum,for-loop", 2 + 3 + 3, 3),  # momentum, gradient, step
+        ("sgd-momentum", 2 + 3 + 3, 3 / 48),
+        ("sgd-momentum,fused", 5, 1 / 48),
+        ("adamw", 2 + 3 + 2 + 3 + 2 + 2 + 2 + 4, 8 / 48),  # decay, mean, square 5, root, correction, epsilon, step
+        ("adam,fused", 7, 1 / 48),
+    ],
+)
+def test_optimizers_by_implementation(optimizer: str, passes: int, launches: float) -> None:
+    """A loop has its calls for each parameter, `foreach` as many for 48, and one fused kernel reads and writes once."""
+    graph = capture(torch.nn.Linear(16, 16), torch.randn(2, 16), optimizer=optimizer).graph
+    found, is_update = kernels_of(graph, rule_of), graph.is_in_phase("update")
+    assert found.summed(found.bytes)[is_update].sum() == passes * 4 * 17 * 16
+    assert found.counts[is_update] == pytest.approx([launches, launches])
+
+
+@pytest.mark.parametrize("optimizer", ["adam,quick", "adafactor,fused", "adam,"])
+def test_unknown_implementations(optimizer: str) -> None:
+    """What torch.optim does not have is refused."""
+    with pytest.raises(InputError, match="behind the comma, one of foreach, fused, for-loop of adam, adamw"):
+        capture(torch.nn.Linear(2, 2), torch.randn(2, 2), optimizer=optimizer)

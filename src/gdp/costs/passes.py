@@ -8,6 +8,7 @@ from gdp.graph.shapes import Array, ShapedCall
 
 _BITS = re.compile(r"\d+")
 _LONGEST_KEPT = 1024  # elements of a row that PyTorch's softmax keeps in registers; longer ones are read twice
+_TENSORS_OF_A_KERNEL = 48  # of three lists: depth_to_max_tensors in PyTorch's MultiTensorApply.cuh
 _COPIES = "aten.cat", "aten.stack"
 
 
@@ -133,3 +134,10 @@ def filled_and_copied(op: PricedOp) -> list[Kernel]:
     made, part = array_bytes(call.results[0]), min(array_bytes(call.arrays[0]), array_bytes(call.results[0]))
     copy = Kernel(_kind(call), 0, 2 * part)
     return [Kernel("pointwise", 0, made), copy]
+
+
+def optimizer(op: PricedOp) -> list[Kernel]:
+    """The update of a parameter: one call after the other in a loop, else a part of kernels of many parameters."""
+    moved, once, calls = (max(number, 1) for number in op.calls[0].arguments if isinstance(number, int))
+    tensors = 1 if op.calls[0].kind == "optimizer.for-loop" else _TENSORS_OF_A_KERNEL
+    return [Kernel("optimizer", op.flops, op.bytes * moved // once, launches=calls / tensors)]

@@ -62,6 +62,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "native_group_norm_backward": passes.row_norm_backward,
         **dict.fromkeys(_SOFTMAXES, passes.softmax),
         **dict.fromkeys(("select_backward", "slice_backward", "constant_pad_nd"), passes.filled_and_copied),
+        **dict.fromkeys(("optimizer.foreach", "optimizer.fused", "optimizer.for-loop"), passes.optimizer),
     }
 )
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from gdp.models.op_costs import OpCosts
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "sgd-momentum", "adafactor", "adam-8bit")
+IMPLEMENTATIONS = ("foreach", "fused", "for-loop")
+"""How torch.optim computes Adam, AdamW and SGD: behind a comma of an optimizer's name; its default on cards first."""
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MIXED, PURE_BF16, FLOAT32 = "mixed", "pure-bf16", "float32"
 PRECISIONS = MappingProxyType({MIXED: ("bfloat16", "float16"), PURE_BF16: ("bfloat16",), FLOAT32: ("float32",)})
@@ -143,5 +145,9 @@ def even_part(batch_size: int, num_microbatches: int, name: str) -> int:
 
 def check_optimizer(optimizer: str) -> None:
     """Raises InputError for an optimizer that captures do not know."""
-    if optimizer not in OPTIMIZERS:
+    name, comma, implementation = optimizer.partition(",")
+    if name not in OPTIMIZERS:
         raise InputError(f"optimizer is {optimizer!r}; one of {', '.join(OPTIMIZERS)} is expected")
+    if comma and (implementation not in IMPLEMENTATIONS or name in OPTIMIZERS[4:]):
+        ways = f"{', '.join(IMPLEMENTATIONS)} of {', '.join(OPTIMIZERS[:4])}"
+        raise InputError(f"optimizer is {optimizer!r}; behind the comma, one of {ways} is expected")

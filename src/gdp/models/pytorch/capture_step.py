@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.models.lora import Lora
-from gdp.models.model import FLOAT32, MIXED, PRECISIONS, PURE_BF16, check_precision
+from gdp.models.model import FLOAT32, MIXED, PRECISIONS, PURE_BF16, check_optimizer, check_precision
 from gdp.models.pytorch.adapters import adapted
 from gdp.models.pytorch.assemble import assemble
 from gdp.models.pytorch.cards import NO_GRADIENT, OnCpu, as_if_on_a_card
@@ -409,9 +409,11 @@ def rule_choice(options: StepOptions, model: nn.Module, name: str) -> RuleChoice
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
         return lambda path, _parameter: rules.get(path)
-    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
-        raise InputError(f"{name}: optimizer is {optimizer!r}; one of {', '.join(OPTIMIZERS)} is expected")
-    return named_rule(optimizer, master_weights=options.precision == MIXED)
+    try:
+        check_optimizer(str(optimizer))
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None
+    return named_rule(str(optimizer), master_weights=options.precision == MIXED)
 
 
 def _fake_copies(

@@ -1,6 +1,7 @@
 """The update of one parameter: state, work, and PyTorch's own kernels that compute it.
 
-Adam, AdamW and SGD are one fused kernel, as with `fused=True`; Adafactor is `torch.optim.Adafactor`, one parameter at a
+Adam, AdamW and SGD are one fused kernel where they are executed, and cost what their implementation in `torch.optim`
+does: `foreach`, its default on cards, `fused` or `for-loop`; Adafactor is `torch.optim.Adafactor`, one parameter at a
 time. Adam in 8 bits is that of bitsandbytes, whose kernels are counted but cannot be run here. With master weights the
 state and the arithmetic are float32, and the parameter is a rounded copy.
 """
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.optim._adafactor import adafactor
 
 from gdp.errors import InputError
+from gdp.graph.shapes import call_text
+from gdp.models.model import IMPLEMENTATIONS
 from gdp.models.pytorch.recorded_calls import Call, Ref
 from gdp.models.pytorch.strides import StridedLayout
 
@@ -54,6 +57,7 @@ class UpdateRule:
     name: str
     kind: str = "aten._fused_sgd_"  # of the ops
     options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the kernel
+    implementation: str = IMPLEMENTATIONS[0]
 
     def state(self, weight: StridedLayout) -> list[StatePart]:
         """Returns the tensors kept for a parameter, in the order that `calls` takes them."""
@@ -73,6 +77,26 @@ class UpdateRule:
         """Returns the calls of an update; the last one writes the weight."""
         options = {**self.options, "is_first_step": not state}
         return [Call(aten._fused_sgd_.default, ([weight], [gradient], list(state)), options, (-1,))]
+
+    def passes(self) -> list[str]:
+        """Returns the calls of an implementation of torch.optim that is not fused, as the tensors that each moves.
+
+        w is the weight, g the gradient, s a part of the state and t a result that is not kept.
+        """
+        calls = ["gwt"] * bool(self.options["weight_decay"])
+        if self.options["momentum"]:
+            calls += ["ss", "sgs", *["gst"] * bool(self.options["nesterov"])]
+        return [*calls, "wgw"]
+
+    def shapes(self, weight: StridedLayout, gradient: StridedLayout) -> str:
+        """Returns what the implementation moves, as graphs carry it: bytes, those of one kernel, calls, kernels."""
+        once, calls = self.bytes_accessed(weight, gradient), self.passes()
+        moved, count = once, 1
+        if calls and self.implementation != "fused":
+            tensors = "".join(calls)
+            moved = tensors.count("g") * num_bytes(gradient) + sum(map(tensors.count, "wst")) * num_bytes(weight)
+            count = len(calls)
+        return call_text(f"optimizer.{self.implementation}", (moved, once, count), ())
 
     @property
     def refusal(self) -> str:
@@ -96,6 +120,12 @@ class AdamRule(UpdateRule):
         """Returns 13 for each element, 2 more with weight decay, 1 more with AMSGrad."""
         # mean m + a (g - m) 3; square b v + (1 - b) g g 4; root, over correction, plus eps 3; divide, scale, subtract 3
         return (13 + 2 * bool(self.options["weight_decay"]) + bool(self.options["amsgrad"])) * numel(weight)
+
+    def passes(self) -> list[str]:
+        """Returns decay, mean, square, its root with correction and epsilon, and the step."""
+        decay = "ww" if self.kind == "aten._fused_adamw_" else "gwt"
+        largest = ["sss"] * bool(self.options["amsgrad"])
+        return [*[decay] * bool(self.options["weight_decay"]), "sgs", "ss", "sgs", *largest, "st", "tt", "tt", "wstw"]
 
     def calls(self, weight: Ref, gradient: Ref, state: Sequence[Ref], widened: Widened) -> list[Call]:
         """Returns PyTorch's fused kernel, behind the count of steps."""
@@ -133,6 +163,10 @@ class AdafactorRule(UpdateRule):
         own += 2 if self.options["weight_decay"] else 0
         return own * num_bytes(weight) + of_gradient * num_bytes(gradient)
 
+    def shapes(self, weight: StridedLayout, gradient: StridedLayout) -> str:
+        """Returns nothing: the bytes are those of PyTorch's loop already."""
+        return ""
+
     def calls(self, weight: Ref, gradient: Ref, state: Sequence[Ref], widened: Widened) -> list[Call]:
         """Returns PyTorch's own function."""
         options = {key: value for key, value in self.options.items() if key != "maximize"}
@@ -164,6 +198,10 @@ class EightBitAdamRule(UpdateRule):
         """Returns the FLOPs of Adam, and for each moment a product to read it, a maximum and a quotient to write it."""
         quantising = 6 if numel(weight) >= _MIN_8BIT_ELEMENTS else 0
         return (13 + 2 * bool(self.options["weight_decay"]) + quantising) * numel(weight)
+
+    def shapes(self, weight: StridedLayout, gradient: StridedLayout) -> str:
+        """Returns nothing: it is one kernel."""
+        return ""
 
     def calls(self, weight: Ref, gradient: Ref, state: Sequence[Ref], widened: Widened) -> list[Call]:
         """Returns an update that fails: the kernel is not PyTorch's."""
@@ -202,6 +240,10 @@ class MasterWeights(UpdateRule):
         """Returns the bytes of the rule on the copy, and those of the parameter written."""
         return self.rule.bytes_accessed(weight._replace(dtype=torch.float32), gradient) + num_bytes(weight)
 
+    def shapes(self, weight: StridedLayout, gradient: StridedLayout) -> str:
+        """Returns those of the rule on the copy, whose parameter is written beside."""
+        return self.rule.shapes(weight._replace(dtype=torch.float32), gradient)
+
     def calls(self, weight: Ref, gradient: Ref, state: Sequence[Ref], widened: Widened) -> list[Call]:
         """Returns the calls of the rule on the copy, between a wider gradient and a narrower weight."""
         master, *others = state
@@ -239,8 +281,10 @@ def num_bytes(layout: StridedLayout) -> int:
 
 
 def named_rule(name: str, *, master_weights: bool) -> Callable[[str, Tensor], UpdateRule]:
-    """Returns the rule of each parameter, by its path and itself, for the optimizer of that name."""
+    """Returns the rule of each parameter, by its path and itself, for the optimizer of that text of `--optimizer`."""
+    name, _, implementation = name.partition(",")
     rule = OPTIMIZERS[name]
+    rule = replace(rule, implementation=implementation or rule.implementation)
     masters = MasterWeights(name=f"{name} with float32 master weights", kind=rule.kind, rule=rule)
     return lambda _path, parameter: masters if master_weights and parameter.dtype in HALF else rule
 
@@ -253,10 +297,11 @@ def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Updat
         options = {key: group[key] for key in _ADAM_DEFAULTS.keys() & group.keys()}
         options |= {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2}
         is_decoupled = kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
-        return _adam(kind.__name__, is_decoupled=is_decoupled, **options)
+        adam = _adam(kind.__name__, is_decoupled=is_decoupled, **options)
+        return replace(adam, implementation=_implementation(group))
     if kind is torch.optim.SGD:
         options = {key: group[key] for key in _SGD_DEFAULTS} | {"lr": float(group["lr"])}
-        return UpdateRule(name="SGD", options=options)
+        return UpdateRule(name="SGD", options=options, implementation=_implementation(group))
     if kind is torch.optim.Adafactor:
         options = {key: group[key] for key in ("beta2_decay", "d", "weight_decay", "maximize")}
         options |= {"lr": float(group["lr"]), "eps1": group["eps"][0], "eps2": group["eps"][1]}
@@ -264,6 +309,12 @@ def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Updat
     if kind.__module__.startswith("bitsandbytes.") and kind.__name__.removeprefix("Paged") in ("Adam8bit", "AdamW8bit"):
         return _eight_bit(kind.__name__, float(group["weight_decay"]))
     return None
+
+
+def _implementation(group: Mapping[str, Any]) -> str:
+    """Returns how PyTorch updates a group of parameters on a card: `foreach`, unless it is told otherwise."""
+    foreach, fused, loop = IMPLEMENTATIONS
+    return fused if group.get("fused") else loop if group.get("foreach") is False else foreach
 
 
 def rules_of(optimizer: torch.optim.Optimizer, paths: Mapping[int, str]) -> dict[str, UpdateRule]:

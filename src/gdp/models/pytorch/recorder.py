@@ -326,6 +326,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         record.calls = rule.calls(weight, gradient, [Ref(value) for value in record.private], widened)
         record.flops = rule.flops(layout)
         record.bytes_accessed = rule.bytes_accessed(layout, layout_of(parameter.grad))
+        record.shapes = rule.shapes(layout, layout_of(parameter.grad))
         record.reads = {weight.value: {None: None}}
         record.reads.setdefault(gradient.value, {})[gradient.layout] = None
         self.memories.commit(record, [parameter])
