@@ -17,6 +17,8 @@ Launch overhead and latency come from chains of tiny ops, captured and run as a 
 Between processes on cores, chains of larger tensors give the bandwidth: each is copied into shared memory, and the next
 op reads what another core has just written.
 
+Classes of kernels reach other shares of these rates: `classes.py` measures those of processor cores.
+
 Copies from and to CUDA devices are those of the backends. Two routes whose copies slow each other down share a channel.
 """
 
@@ -30,6 +32,7 @@ from torch import Tensor
 
 from gdp.cluster import Cluster, Device
 from gdp.cluster.detect import Detected
+from gdp.execute.calibrate.classes import with_achieved
 from gdp.execute.calibrate.measured_routes import routes_between
 from gdp.execute.calibrate.work import (
     FULL,
@@ -89,6 +92,7 @@ def calibrate(devices: Sequence[Detected], *, quick: bool = False, on_progress: 
         Device(device.name, device.kind, device.memory_bytes, flops, whole(bandwidth.busy), whole(launch_ns.busy))
         for device, flops, bandwidth, launch_ns in zip(devices, rates, bandwidths, launches_ns, strict=True)
     ]
+    measured = with_achieved(measured, targets, effort, log)
     alone = {
         device.name: {"float32": rate.factor, "memory_bandwidth": bandwidth.factor, "launch": launch_ns.factor}
         for device, rate, bandwidth, launch_ns in zip(devices, float32, bandwidths, launches_ns, strict=True)

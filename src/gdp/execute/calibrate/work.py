@@ -40,6 +40,7 @@ class Extent:
     matrix_sizes: Mapping[str, Sequence[int]]  # by type of device
     convolution_batches: Mapping[str, Sequence[int]]
     streamed_bytes: int  # at most
+    probes: Sequence[tuple[int, int, int]]  # images, channels and side of steps with all classes of kernels
 
 
 FULL = Extent(
@@ -49,6 +50,7 @@ FULL = Extent(
     matrix_sizes={"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192)},
     convolution_batches={"cpu": (8,), "cuda": (256,)},
     streamed_bytes=1024 * MIB,
+    probes=((2, 32, 32), (8, 64, 64), (16, 128, 96)),
 )
 QUICK = Extent(
     seconds=0.05,
@@ -57,6 +59,7 @@ QUICK = Extent(
     matrix_sizes={"cpu": (512,), "cuda": (4096,)},
     convolution_batches={"cpu": (), "cuda": ()},
     streamed_bytes=192 * MIB,
+    probes=((8, 64, 64),),
 )
 
 

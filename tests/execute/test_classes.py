@@ -1,0 +1,39 @@
+"""Classes of kernels are measured on processor cores, and the cluster file carries what they reach."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gdp import Cluster
+from gdp.execute.calibrate.classes import _share, with_achieved
+from gdp.execute.calibrate.work import QUICK
+from gdp.execute.targets import CPU, Target
+
+
+def test_shares_are_medians_by_modelled_time() -> None:
+    """Half of the modelled time of a class is that of ops that reach a larger share."""
+    assert _share([(0.5, 30), (0.1, 10), (2.0, 20)]) == 0.5  # 10, 40 and 60 of 60 ns
+    assert _share([(0.0, 1)]) == 1e-4
+
+
+def test_cores_have_shares_of_all_classes(tmp_path: Path) -> None:
+    """Products, convolutions of all kinds, passes and gathers are measured; a file keeps them."""
+    cluster = Cluster.parse("2xcpu-16core")
+    extent, lines = replace(QUICK, probes=((2, 32, 32),)), []
+    devices = [replace(device, launch_ns=0) for device in cluster.devices]
+    found = with_achieved(devices, [Target("cpu0", CPU), Target("cpu1", CPU)], extent, lines.append)
+    assert lines == ["classes of kernels on all cores at once, 2 images of 32 x 32 with 32 channels"]
+    for device in found:
+        assert {
+            "product",
+            "convolution",
+            "depthwise_convolution",
+            "norm",
+            "gather",
+            "softmax",
+        } <= device.achieved.keys()
+    path = tmp_path / "local.yaml"
+    replace(cluster, devices=tuple(found)).save(path)
+    again = Cluster.load(path).devices
+    assert [dict(each.achieved) for each in again] == [pytest.approx(dict(each.achieved)) for each in found]
