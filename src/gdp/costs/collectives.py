@@ -101,6 +101,7 @@ class ExchangeTimes:
 
     lines: Mapping[str, tuple[Line, ...]]  # by exchange
     legs: tuple[Leg, ...]  # [R] in the order of the ring
+    in_hops: bool = False  # cut for hops all the same: as the step is executed
 
     def time_ns(self, exchange: str, num_bytes: int) -> int:
         """Returns the time of an exchange alone."""

@@ -93,7 +93,6 @@ class Rings:
 
     levels: tuple[I64, ...]  # [rings, replicas in order] each; inner rings come first
     times: ExchangeTimes | None = None  # of exchanges at once, over one ring; None: in hops
-    in_hops: bool = False  # though there are times: as the step is executed
 
     @property
     def num_hops(self) -> int:
@@ -109,7 +108,6 @@ class Rings:
         order: Sequence[int] | None = None,
         hosts: Sequence[int] | None = None,
         times: ExchangeTimes | None = None,
-        in_hops: bool = False,
     ) -> "Rings":
         """Returns one ring in the `order` [R] of replicas, by default as numbered; with `hosts` [R], rings over hosts.
 
@@ -119,7 +117,7 @@ class Rings:
         if not np.array_equal(np.sort(ring), np.arange(num_replicas)):
             raise InputError(f"ring {ring.tolist()}: the replicas 0 to {num_replicas - 1} are expected, each once")
         if hosts is None:
-            return cls((ring[None, :],), times, in_hops)
+            return cls((ring[None, :],), times)
         host_of = np.array(hosts, np.int64)[ring]
         sizes = Counter(host_of.tolist())
         if len(set(sizes.values())) != 1:
@@ -211,7 +209,7 @@ class Exchange:
 
     def build(self, rings: Rings) -> None:
         """Adds what is between the first and the last ops."""
-        if rings.times is None or rings.in_hops:
+        if rings.times is None or rings.times.in_hops:
             self._in_hops(rings)
         else:
             self._at_once(rings.levels[0][0], rings.times)

@@ -76,7 +76,6 @@ class Step(CutGraph):
         ring: Sequence[int] | None = None,
         hosts: Sequence[int] | None = None,
         times: ExchangeTimes | None = None,
-        in_hops: bool = False,
         bucket_bytes: int | None = None,
         part: Graph | None = None,
     ) -> "Step":
@@ -84,14 +83,14 @@ class Step(CutGraph):
 
         `places` [N] are equal for ops of a replica that are sure to share a device, by default for all; `ring` [R] is
         the order of replicas in rings, and `hosts` [R] where they are, for rings inside hosts and rings over hosts;
-        `times`, where replicas are alike, make each exchange one transfer to each replica, or hops `in_hops`.
+        `times`, where replicas are alike, make each exchange one transfer to each replica.
         `part` is `graph` with blocks recomputed and activations sent away, where it is known. InputError where the
         layout does not suit the graph.
         """
         if layout.data > 1 and graph.replicas.any():
             raise InputError(f"graph {graph.name!r}: has replicas already; leave out data={layout.data}")
         times = times if layout.is_even else None
-        rings = Rings.of(layout.data, ring, hosts, times, in_hops)
+        rings = Rings.of(layout.data, ring, hosts, times)
         if part is None:
             part = offloaded(recomputed(graph, layout.recompute, places=places), layout.offload)
         of_part = None if places is None else places[_origins(graph, part)]
@@ -128,9 +127,9 @@ class Step(CutGraph):
         places = _numbers(document, "places", graph.num_ops)
         ring, hosts = (_numbers(document, key, layout.data) for key in ("ring", "hosts"))
         known = document.get("exchanges")
-        times = None if known is None else ExchangeTimes.of_document(known, layout.data)
+        times = None if known is None else replace(ExchangeTimes.of_document(known, layout.data), in_hops=in_hops)
         where = None if places is None else np.array(places)
-        return cls.of(graph, layout, places=where, ring=ring, hosts=hosts, times=times, in_hops=in_hops)
+        return cls.of(graph, layout, places=where, ring=ring, hosts=hosts, times=times)
 
 
 def with_waits(graph: Graph, places: I64) -> Graph:

@@ -213,7 +213,7 @@ class Candidate:
         if self.simulation is None:
             return 0.0
         devices = self.problem.cluster.devices
-        return min(devices[device].prediction_error for device in np.unique(self.placement).tolist())
+        return float(min(devices[device].prediction_error for device in np.unique(self.placement).tolist()))
 
     @property
     def complexity(self) -> tuple[int, ...]:

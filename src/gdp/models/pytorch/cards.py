@@ -117,7 +117,7 @@ class _Kept(checkpoint._VersionWrapper):
     """A result that a selective checkpoint keeps; where it does not ask for it, to the end of its backward pass."""
 
     def __init__(self, value: Any) -> None:
-        super().__init__(value)  # type: ignore[no-untyped-call]
+        super().__init__(value)
         self._ends = [
             weakref.finalize(self, recorder.memories.release, recorder.memories.value_of(value))
             for recorder in (recorders() if isinstance(value, Tensor) else ())
