@@ -96,6 +96,12 @@ KINDS = {
     "times": Kind(
         "times.db", times_file, (f"place own:model --devices 2xcpu-16core --times times.db {_PLACE}",), needs_model=True
     ),
+    "trace": Kind(
+        "trace.json",
+        json_file,
+        ("times import trace.json --for own:model --device cpu-16core --out imported.db",),
+        needs_model=True,
+    ),
     "config": Kind(
         "hf/config.json", json_file, (f"capture hf:hf?batch=1&sequence=4 {_INFERENCE}",), 60.0, needs_model=True
     ),
@@ -214,6 +220,11 @@ def _make_models() -> None:
     test_gguf.write(Path("m.gguf"))
     known = dict.fromkeys(signatures(ModelSource("own:model").capture().program))
     MeasuredTimes("times.db", create=True).store("cpu-16core", LIBRARY, [OpTime(name, 1000, 10, 5) for name in known])
+    module, args, *_ = ModelSource("own:model").build()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+        module(*args).mean().backward()
+        torch.optim.Adam(module.parameters()).step()
+    profiler.export_chrome_trace("trace.json")
 
 
 def _write(path: str, document: Any) -> None:

@@ -25,6 +25,7 @@ from gdp.cli.report import report
 from gdp.cli.run import run
 from gdp.cli.shared import BAD_INPUT, INTERRUPTED, OK, fail, log, print_text, quiet_pipe
 from gdp.cli.simulate import simulate
+from gdp.cli.times import times_app
 from gdp.cli.train import train
 from gdp.cli.workloads import workloads
 from gdp.errors import InputError
@@ -41,6 +42,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(devices_app, name="devices")
+app.add_typer(times_app, name="times")
 for command in (place, run, export, report, compare, simulate, costs, capture, train, workloads):
     app.command(cls=GroupedCommand if command in (place, compare) else None)(command)
 

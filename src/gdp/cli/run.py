@@ -20,7 +20,7 @@ from gdp.cli.options import (
     PrecisionOption,
     with_options,
 )
-from gdp.cli.shared import INTERRUPTED, check_writable, fail, log, print_json, show, warm_up
+from gdp.cli.shared import INTERRUPTED, check_times_file, fail, log, print_json, show, warm_up
 from gdp.errors import InputError, prefixed
 
 if TYPE_CHECKING:
@@ -77,7 +77,9 @@ def run(
     source.check_runnable("executed")
     cluster, graph = _cluster(planned, path, devices), planned.placed
     if times is not None:
-        _check_times(times, cluster)
+        if cluster is None:
+            raise InputError(f"--times {times}: times are stored by kind of device; say them with --devices")
+        check_times_file(times)
     with _live("loading PyTorch"):
         from gdp.execute.executable import graph_in_plans, read_executable
         from gdp.execute.worker import ExecutionError
@@ -179,18 +181,6 @@ def _live(text: str) -> "AbstractContextManager[None]":
     from gdp.report.progress import live
 
     return live(text) if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext()
-
-
-def _check_times(path: Path, cluster: "Cluster | None") -> None:
-    """Raises InputError if measured times cannot be stored in `path`; writes nothing."""
-    from gdp.models.measured_times import MeasuredTimes
-
-    if cluster is None:
-        raise InputError(f"--times {path}: times are stored by kind of device; say them with --devices")
-    if path.exists():
-        MeasuredTimes(path)
-    else:
-        check_writable(path)
 
 
 def _is_rank() -> bool:

@@ -156,3 +156,13 @@ def check_writable(path: Path) -> None:
         raise InputError(f"{path}: cannot be written, {parent} is no directory; choose another place")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise InputError(f"{path}: cannot be written, no permission to write to {parent}; choose another place")
+
+
+def check_times_file(path: Path) -> None:
+    """Raises InputError if measured times cannot be stored in `path`; writes nothing."""
+    from gdp.models.measured_times import MeasuredTimes
+
+    if path.exists():
+        MeasuredTimes(path)
+    else:
+        check_writable(path)

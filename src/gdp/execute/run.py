@@ -236,11 +236,7 @@ def op_times(executable: Executable, run: RunResult, kinds: Sequence[str]) -> di
                 if names[op]:
                     samples[kind][names[op]].append(finish - start)
     return {
-        kind: [
-            OpTime(signature, int(median), int(high - low) // 2, len(times))
-            for signature, times in by_signature.items()
-            for low, median, high in [np.percentile(times, (25, 50, 75))]
-        ]
+        kind: [OpTime.of(signature, times) for signature, times in by_signature.items()]
         for kind, by_signature in samples.items()
     }
 

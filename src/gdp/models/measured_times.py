@@ -1,7 +1,7 @@
 """MeasuredTimes: measured times of ops, by device kind, library and signature, in an SQLite file.
 
-`gdp run --times FILE` fills it, `gdp place --times FILE` reads it. Transactions are atomic, and several processes may
-use a file at once.
+`gdp run --times FILE` and `gdp times import` fill it, `gdp place --times FILE` reads it. Transactions are atomic, and
+several processes may use a file at once.
 """
 
 import sqlite3
@@ -34,6 +34,12 @@ class OpTime:
     median_ns: int
     spread_ns: int
     num_samples: int
+
+    @classmethod
+    def of(cls, signature: str, times_ns: Sequence[int]) -> "OpTime":
+        """Returns what runs that took these times say."""
+        low, median, high = np.percentile(times_ns, (25, 50, 75))
+        return cls(signature, int(median), int(high - low) // 2, len(times_ns))
 
 
 class MeasuredTimes:
