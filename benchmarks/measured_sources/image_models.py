@@ -146,10 +146,12 @@ def capture(step: ImageStep) -> Graph:
     def build() -> Any:
         text = f"timm:{step.model}?batch={step.batch}&image={step.image}"
         layers.set_fused_attn(not step.training)
+        layers.set_fast_norm(not step.training)
         try:
             module, images, labels = ModelSource(text, Reading(training=step.training)).build()
         finally:
             layers.set_fused_attn(True)
+            layers.set_fast_norm(False)
         if step.channels_last:
             module = module.to(memory_format=torch.channels_last)
             images = [each.contiguous(memory_format=torch.channels_last) for each in images]

@@ -2,8 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from gdp.cluster.detect.nvml import Gpu
+
+_DEVICES, _DRIVERS = Path("/dev"), ("nvidiactl", "nvhost-gpu", "dxg", "kfd")
+"""The files of drivers of NVIDIA's cards, of those in Jetsons and behind WSL, and of AMD's."""
 
 Visible = tuple[dict[str, Gpu], list[str]]
 """The cards by their names in PyTorch, in that order, and notes on omitted ones."""
@@ -11,7 +15,9 @@ Visible = tuple[dict[str, Gpu], list[str]]
 
 def visible_cards(cards: Sequence[Gpu]) -> Visible:
     """Returns PyTorch's cards in its order, each with the facts that NVML has of the card with its UUID."""
-    import torch
+    if not cards and not any((_DEVICES / name).exists() for name in _DRIVERS):
+        return {}, []
+    import torch  # a second or two, which machines without cards never need
 
     by_uuid = {card.uuid: card for card in cards if card.uuid and not card.is_mig}
     visible = {}
