@@ -18,6 +18,9 @@ from gdp.graph.shapes import Array
 _HALVES = ("float16", "bfloat16")
 _WIDTH = 8
 """Channels that tensor cores take together in half precision, 16 bytes: fewer are padded."""
+_COPIED_SHARE = 0.36
+"""Of the transposes of a forward pass alone: cuDNN 9 reads some layers as they are. Fitted on the set models' inference
+on an RTX 3090 (benchmarks/data/measured)."""
 
 
 def convolution(op: PricedOp) -> list[Kernel]:
@@ -52,7 +55,7 @@ class _Convolution:
         self._weight, self._groups = weight, groups
         self._narrow, self._wide = (image, result) if is_transposed else (result, image)
         self._channels = self._wide.size[1] // groups, self._narrow.size[1] // groups
-        self._is_half = op.dtype in _HALVES
+        self._is_half, self._is_trained = op.dtype in _HALVES, op.is_trained
         self._is_channels_last = is_channels_last(image) or is_channels_last(weight) or op.is_compiled
         self._end = "_backward" * (is_backward and self._is_channels_last)
 
@@ -65,7 +68,10 @@ class _Convolution:
             kind = "depthwise_weight_gradient" if is_weight else "depthwise_convolution"
             return [Kernel(kind, flops, num_bytes, dtype="float32")]
         activations = [each for each in (made, *read) if each is not self._weight]
-        copies = [Kernel("transpose", 0, 2 * array_bytes(each)) for each in activations if self._is_copied(each)]
+        copied = 2.0 if self._is_trained else 2.0 * _COPIED_SHARE
+        copies = [
+            Kernel("transpose", 0, int(copied * array_bytes(each))) for each in activations if self._is_copied(each)
+        ]
         if self._groups > 1:
             return [Kernel(f"grouped_convolution{self._end}", flops, num_bytes), *copies]
         kind = "first_convolution" if self._channels[0] < _WIDTH else "convolution"

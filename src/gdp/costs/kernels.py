@@ -45,6 +45,7 @@ class PricedOp(NamedTuple):
     bytes: int
     calls: tuple[ShapedCall, ...]
     is_compiled: bool = False  # by torch.compile: layouts are chosen, biases fused
+    is_trained: bool = False  # the step has a backward pass
 
 
 Rule = Callable[[PricedOp], list[Kernel]]
@@ -87,6 +88,7 @@ def kernels_of(
     """
     columns = [numbered(texts) for texts in (graph.shapes, graph.kinds, graph.dtypes, graph.phases)]
     codes = [code for _, code in columns]
+    is_trained = "backward" in columns[3][0]
     part, bytes_accessed = np.zeros(graph.num_ops, np.int64), graph.bytes_accessed
     if fusion is not None:
         part = np.where(fusion.is_fused, 1 + fusion.launches, 0)
@@ -99,7 +101,8 @@ def kernels_of(
         flops, num_bytes = int(graph.flops[op]), int(bytes_accessed[op])
         if flops or num_bytes:
             calls = parsed_calls(shapes)
-            name, rule = rule_of(priced := PricedOp(kind, phase, dtype, flops, num_bytes, calls, fusion is not None))
+            priced = PricedOp(kind, phase, dtype, flops, num_bytes, calls, fusion is not None, is_trained)
+            name, rule = rule_of(priced)
             own = rule(priced)
             if part[op]:
                 name = "fused"
