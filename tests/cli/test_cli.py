@@ -133,6 +133,7 @@ def test_place_json_is_one_object_with_the_documented_keys_and_nothing_else(run:
         "gap",
         "peak_memory_bytes",
         "busy_fraction",
+        "host_wait_fraction",
         "mfu",
         "per_second",
         "baselines",
@@ -208,7 +209,7 @@ def test_when_nothing_fits_place_names_the_device_and_the_bytes_and_writes_nothi
     for options in ([], ["--json"]):
         status, out, err = run(*place(*limits, "--out", "answers", *options))
         assert status == 3
-        assert re.fullmatch(r"gdp: nothing fits in memory: gpu\d lacks \d+ bytes.*; add devices .*\n", err)
+        assert re.fullmatch(r"gdp: nothing fits in memory: gpu\d lacks \d+ bytes.*; it would fit with .*\n", err)
     answer = json.loads(out)
     assert (answer["status"], answer["plan"]) == ("infeasible", None)
     assert not Path("answers").exists()

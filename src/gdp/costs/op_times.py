@@ -14,7 +14,7 @@ op without flops and bytes launches nothing and takes 0.
 
 from collections import Counter
 from collections.abc import Mapping
-from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -156,10 +156,15 @@ def _rows_by_dtype(graph: Graph) -> Mapping[str, npt.NDArray[np.intp]]:
     return {dtype: np.flatnonzero(code == number) for number, dtype in enumerate(dtypes)}
 
 
-@lru_cache(4)  # of the graphs that are priced for several devices, and for their hosts
+_KNOWN: WeakKeyDictionary[Graph, dict[str, Kernels]] = WeakKeyDictionary()  # as long as their graphs are there
+
+
 def step_kernels(graph: Graph, runtime: str) -> Kernels:
-    """Returns the kernels of a step as it is run."""
-    return kernels_of(graph, rule_of, fused(graph) if runtime == COMPILE else None)
+    """Returns the kernels of a step as it is run, which are made once for several devices and their hosts."""
+    known = _KNOWN.setdefault(graph, {})
+    if runtime not in known:
+        known[runtime] = kernels_of(graph, rule_of, fused(graph) if runtime == COMPILE else None)
+    return known[runtime]
 
 
 def _by_kernels(graph: Graph, device: Device) -> I64:

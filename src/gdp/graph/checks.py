@@ -8,7 +8,7 @@ from gdp.arrays import I64, Bool
 from gdp.errors import InputError, suggest
 from gdp.graph.columns import OP_COLUMNS
 from gdp.graph.copies import LONGEST_CHAIN, ROLES, roots
-from gdp.graph.shapes import parsed_calls
+from gdp.graph.shapes import check_calls
 
 if TYPE_CHECKING:
     from gdp.graph.graph import Graph
@@ -47,9 +47,9 @@ def check(graph: "Graph") -> None:
             raise InputError(
                 f"{op_label(number)}: phase is {phase!r}; one of {', '.join(map(repr, PHASES))} is expected"
             )
-    for text in dict.fromkeys(graph.shapes if any(graph.shapes) else ()):
+    for text in filter(None, dict.fromkeys(graph.shapes)):
         try:
-            parsed_calls(text)
+            check_calls(text)
         except InputError as error:
             raise InputError(f"{op_label(graph.shapes.index(text))}: shapes {error}") from None
     for number, times in enumerate(graph.times_ns if any(graph.times_ns) else ()):

@@ -15,10 +15,13 @@ from typing import NamedTuple
 
 from gdp.errors import InputError
 
-_INTEGERS = r"-?\d*(?:,-?\d+)*"
+_INTEGERS, _SIZES = r"-?\d*(?:,-?\d+)*", r"\d*(?:,\d+)*"
 _ARRAY = re.compile(rf"(\w+)\[({_INTEGERS})\](?:\{{({_INTEGERS})\}})?", re.ASCII)
 _LIST, _INTEGER = re.compile(rf"\(({_INTEGERS})\)", re.ASCII), re.compile(r"-?\d+", re.ASCII)
-_LONGEST, _KEPT = 20_000, 100_000  # characters of a text, texts that are parsed once
+_WORD = rf"(?:-?\d+|[-~]|\({_INTEGERS}\)|\w+\[{_SIZES}\](?:\{{{_INTEGERS}\}})?)"
+_CALL = rf"[^ ;]+(?: {_WORD})* >(?: \w+\[{_SIZES}\](?:\{{{_INTEGERS}\}})?)*"
+_CALLS = re.compile(rf"{_CALL}(?:; {_CALL})*", re.ASCII)
+_LONGEST, _KEPT = 20_000, 10_000  # characters of a text, texts that are parsed once
 _NONE, _OTHER = "-", "~"
 
 
@@ -78,6 +81,12 @@ def product_text(dtype: str, parts: int, m: int, n: int, k: int) -> str:
     """Returns the text of `parts` products [m, k] x [k, n]: PyTorch's call, for captures of other sources."""
     operands = Array(dtype, (parts, m, k)), Array(dtype, (parts, k, n))
     return call_text("aten.bmm", operands, [Array(dtype, (parts, m, n))])
+
+
+def check_calls(text: str) -> None:
+    """Raises InputError where `text` is not that of calls."""
+    if len(text) > _LONGEST or _CALLS.fullmatch(text) is None:
+        parsed_calls(text)
 
 
 @lru_cache(_KEPT)

@@ -61,6 +61,7 @@ class Recomputation:
             flops=graph.flops[self.op_origin],
             bytes_accessed=graph.bytes_accessed[self.op_origin],
             resident_bytes=graph.resident_bytes[self.op_origin],
+            shapes=tuple(map(graph.shapes.__getitem__, self.op_origin.tolist())),
             tensor_bytes=np.where(moved >= 0, graph.tensor_bytes[moved], 0),
         )
 
