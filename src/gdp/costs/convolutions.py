@@ -68,10 +68,9 @@ class _Convolution:
             kind = "depthwise_weight_gradient" if is_weight else "depthwise_convolution"
             return [Kernel(kind, flops, num_bytes, dtype="float32")]
         activations = [each for each in (made, *read) if each is not self._weight]
-        copied = 2.0 if self._is_trained else 2.0 * _COPIED_SHARE
-        copies = [
-            Kernel("transpose", 0, int(copied * array_bytes(each))) for each in activations if self._is_copied(each)
-        ]
+        moved = [2 * array_bytes(each) for each in activations if self._is_copied(each)]
+        share = 1 if self._is_trained or self._is_channels_last else _COPIED_SHARE
+        copies = [Kernel("transpose", 0, int(share * num_moved)) for num_moved in moved]
         if self._groups > 1:
             return [Kernel(f"grouped_convolution{self._end}", flops, num_bytes), *copies]
         kind = "first_convolution" if self._channels[0] < _WIDTH else "convolution"
