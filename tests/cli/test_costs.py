@@ -63,3 +63,14 @@ def test_what_cannot_be_priced_is_refused(args, reason, graph_file, capsys):
     error = capsys.readouterr().err
     assert reason in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("shapes", ["aten.convolution > float32[2]", "aten.convolution_backward float32[2] > int8[2]"])
+def test_shapes_of_no_such_call_are_refused(shapes, tmp_path, capsys):
+    """A file may have any shapes: one line names the op."""
+    path = tmp_path / "graph.json"
+    Graph.build("bad", [Op("conv", shapes.split()[0], 10, 10, shapes=shapes)], []).save(path)
+    assert main(["costs", str(path), "--devices", "l4-24g"]) == 2
+    error = capsys.readouterr().err
+    assert "op 0 'conv': shapes" in error
+    assert error.count("\n") == 1

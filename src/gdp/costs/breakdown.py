@@ -8,6 +8,7 @@ import numpy as np
 
 from gdp.arrays import F64, I64
 from gdp.cluster import Device
+from gdp.cluster.device import CUDA_GRAPHS
 from gdp.costs.kernels import CLASSES, Kernels
 from gdp.costs.op_times import step_kernels
 from gdp.costs.rates import kernel_times, memory_times
@@ -69,7 +70,7 @@ class Breakdown:
     @property
     def host_ns(self) -> float:
         """The time that the host takes to issue them."""
-        issue_ns = 0 if self.device.runtime == "cuda-graphs" else self.device.issue_ns
+        issue_ns = 0 if self.device.runtime == CUDA_GRAPHS else self.device.issue_ns
         return float(self.kernels.launches @ self.num_ops[self._row]) * issue_ns + float(self.graph.host_ns.sum())
 
     def by_class(self) -> list[CostRow]:

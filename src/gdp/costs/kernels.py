@@ -12,6 +12,7 @@ import numpy as np
 
 from gdp.arrays import F64, I64
 from gdp.cluster.achieved import OF_BYTES, OF_FLOPS
+from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.fingerprint import numbered
 from gdp.graph.shapes import ShapedCall, parsed_calls
@@ -103,7 +104,13 @@ def kernels_of(
             calls = parsed_calls(shapes)
             priced = PricedOp(kind, phase, dtype, flops, num_bytes, calls, fusion is not None, is_trained)
             name, rule = rule_of(priced)
-            own = rule(priced)
+            try:
+                own = rule(priced)
+            except (AssertionError, ArithmeticError, IndexError, TypeError, ValueError):  # of a file that others wrote
+                raise InputError(
+                    f"op {op} {graph.op_names[op]!r}: shapes {shapes[:100]!r} are not those of such a call; capture "
+                    "the model again, or leave shapes out"
+                ) from None
             if part[op]:
                 name = "fused"
                 own = [Kernel(own[0].kind, flops, num_bytes, launches=float(part[op] - 1))]

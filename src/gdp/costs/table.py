@@ -85,6 +85,6 @@ def _call_by_call(op: PricedOp) -> list[Kernel]:
     kernels: list[Kernel] = []
     for number, call in enumerate(op.calls):
         flops = 0 if number else op.flops
-        one = PricedOp(call.kind, op.phase, op.dtype, flops, passes.call_bytes(call), (call,), op.is_compiled)
+        one = op._replace(kind=call.kind, flops=flops, bytes=passes.call_bytes(call), calls=(call,))
         kernels += _rule_of_call(one)(one)
     return kernels
