@@ -11,11 +11,14 @@ of a class, which are alike, have equal weights. N ops, C classes.
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
 from gdp.arrays import I64
-from gdp.cluster import Cluster
+from gdp.cluster import Cluster, Device
+from gdp.cluster.achieved import NUMBERS
 from gdp.costs.op_times import op_time_classes
 from gdp.graph import Graph
 from gdp.graph.microbatches import shared_ops
@@ -37,12 +40,17 @@ def layout_bound(steps: Mapping[int, Graph], cluster: Cluster) -> int:
 
 def _work_ns(graph: Graph, num_parts: int, cluster: Cluster) -> tuple[I64, I64]:
     """Returns the work of all parts [N, C], without launches, and the number of devices [C] in each class."""
-    times, device_class = op_time_classes(graph, cluster)
-    _, first, counts = np.unique(device_class, return_index=True, return_counts=True)
-    launches = np.array([cluster.devices[device].launch_ns for device in first.tolist()], np.int64)
-    work_ns = np.maximum(times - np.where(times > 0, launches, 0) - 1, 0)  # rounded up once: less than 1 ns
+    times, device_class = op_time_classes(graph, replace(cluster, devices=tuple(map(_whole, cluster.devices))))
+    counts = np.bincount(device_class)
+    work_ns = np.maximum(times - 1, 0)  # rounded up once: less than 1 ns
     _, is_update = shared_ops(graph)
     return np.asarray(np.where(is_update[:, None], work_ns, work_ns * num_parts), np.int64), counts
+
+
+def _whole(device: Device) -> Device:
+    """Returns the device without what a part of an op may take less of: launches, and work that is cut into tiles."""
+    shares = {name: value for name, value in device.achieved.items() if name not in NUMBERS}
+    return replace(device, launch_ns=0, issue_ns=0, achieved=MappingProxyType(shares))
 
 
 def _shared_out(work_ns: I64, counts: I64) -> int:

@@ -62,7 +62,7 @@ def compare(
         from gdp.search.place_question import SearchOptions
         from gdp.simulator.plan import FORMAT, Asked
 
-        devices = None if devices is None else inputs.run_by(devices, runtime)
+        devices = None if devices is None else inputs.run_by(devices, runtime, model_options.reading().serving)
         asked: dict[str, Any] = {}  # of a plan: `auto` answers what it was asked
         if format_of(plan_or_model) == FORMAT:
             planned = inputs.open_plan(Path(plan_or_model), given)

@@ -19,24 +19,21 @@ def costs(
     model_options: ReadingOptions,
     json: JsonOption = False,
 ) -> int:
-    """Show where the time of one step of MODEL goes on a device of each kind: kernels by class, ops, what bounds them.
-
-    Without a runtime it is eager.
-    """
+    """Show where the time of one step of MODEL goes on each kind of device: kernels by class, ops, what limits them."""
     from gdp.cli.inputs import read_graph, run_by
     from gdp.cluster import Cluster
-    from gdp.cluster.device import EAGER, split_runtime
     from gdp.costs.breakdown import Breakdown
     from gdp.models.source import ModelSource
     from gdp.report.costs_answer import costs_document, costs_report
 
     if devices is None:
         raise InputError("--devices: name the devices that it runs on, such as rtx4090-24g")
-    cluster = Cluster.parse(run_by(devices, runtime or split_runtime(devices)[1] or EAGER))
+    reading = model_options.reading()
+    cluster = Cluster.parse(run_by(devices, runtime, reading.serving))
     kinds = {device.kind: device for device in cluster.devices if device.achieved}
     if not kinds:
         raise InputError(f"--devices {devices}: tells nothing of kernels (achieved); name GPUs of a built-in kind")
-    graph = read_graph(ModelSource(model, model_options.reading())).graph
+    graph = read_graph(ModelSource(model, reading)).graph
     found = [Breakdown(graph, device) for device in kinds.values()]
     if json:
         print_json(costs_document(found, top))

@@ -133,7 +133,8 @@ def place(
         known_prices = Prices() if prices is None else Prices.load(prices)
         if runtime is not None and devices is None:
             raise InputError("--runtime: write it behind each of --sweep machines, as in 4xa100-sxm-80g:compile")
-        devices = run_by(devices or str(table.values[0] if table is not None else ""), runtime)
+        reading = model_options.reading()
+        devices = run_by(devices or str(table.values[0] if table is not None else ""), runtime, reading.serving)
         cluster = Cluster.parse(devices)
         tool = _target(target, target_options, placer, sweep, checkpoint)
         if tool is not None and tool.reserve and "reserve" not in given:
@@ -150,7 +151,7 @@ def place(
             num_threads=threads,
         )
         request = PlaceRequest(
-            source=ModelSource(model, model_options.reading()),
+            source=ModelSource(model, reading),
             devices=devices,
             cluster=cluster,
             constraints=constraints,

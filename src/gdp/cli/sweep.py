@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from gdp import files
 from gdp.budget import Clock
-from gdp.cli.inputs import read_graph
+from gdp.cli.inputs import read_graph, run_by
 from gdp.cli.options import ConstraintOptions
 from gdp.cli.plan_files import PlanFiles
 from gdp.cli.request import PlaceRequest
@@ -168,11 +168,12 @@ def _of_value(request: PlaceRequest, sweep: Sweep, value: int | str, limits: Con
     """Returns the request to `gdp place` that asks for one value."""
     asked, reading = request.asked, request.reading
     if isinstance(value, str):
-        cluster = Cluster.parse(value)
+        devices = run_by(value, None, reading.serving)
+        cluster = Cluster.parse(devices)
         with prefixed(f"--sweep {sweep.what}={value}"):
             constraints = limits.constraints(cluster)
         return replace(
-            request, devices=value, cluster=cluster, constraints=constraints, asked=replace(asked, cluster=value)
+            request, devices=devices, cluster=cluster, constraints=constraints, asked=replace(asked, cluster=devices)
         )
     if sweep.what == DEVICES:
         part = changes.first(request.cluster, value)

@@ -44,6 +44,7 @@ the peak rate, and of the memory bandwidth. The first of each is 1 where a devic
 NUMBERS: Mapping[str, str] = MappingProxyType(
     {
         "multiprocessors": "of the card; 0: products are not cut into tiles",
+        "gap_ns": "between kernels on the device; else its launch",
         "cache_bytes": "of the cache that all multiprocessors share",
         "operand_bytes_per_second": "that one multiprocessor reads of operands, in the cache; 0: without delay",
         "product_floor_ns": "of a product, besides the launch and its work: until operands come and sums are written",
@@ -57,7 +58,6 @@ NUMBERS: Mapping[str, str] = MappingProxyType(
 class CardFigures(NamedTuple):
     """Figures of a kind of card."""
 
-    launch_ns: int  # between kernels, on the device
     issue_ns: int  # of the host, for a kernel
     achieved: Mapping[str, float]
 
@@ -68,8 +68,7 @@ def figures_of_kind(kind: str) -> CardFigures:
     families = _TABLES["families"]
     figures = families["gpu"] | families[row.pop("family", "gpu")] | row
     figures["cache_bytes"] = figures.pop("cache_mib", 0) * 2**20
-    launch_ns, issue_ns = (figures.pop(name) for name in ("launch_ns", "issue_ns"))
-    return CardFigures(launch_ns, issue_ns, MappingProxyType(figures))
+    return CardFigures(figures.pop("issue_ns"), MappingProxyType(figures))
 
 
 _TABLES = tomllib.loads((files("gdp.cluster") / "achieved.toml").read_text(encoding="utf-8"))

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from gdp.cluster.achieved import figures_of_kind
 from gdp.cluster.device import Device
 
 GB, TERA, MIB, GIB = 10**9, 10**12, 2**20, 2**30
@@ -154,7 +155,7 @@ def _exchange(row: Mapping[str, Any]) -> ExchangeFigures:
     return ExchangeFigures(rates, row.get("share", 1.0), row.get("local", math.inf) * GB, protocols, nvls, tree_ns)
 
 
-def _kind(row: Mapping[str, Any]) -> DeviceKind:
+def _kind(name: str, row: Mapping[str, Any]) -> DeviceKind:
     is_cpu, gib = row["port"] == SOCKET, row["gib"]
     if is_cpu or "usable_gib" in row:
         usable_bytes = gib * GIB
@@ -173,6 +174,7 @@ def _kind(row: Mapping[str, Any]) -> DeviceKind:
         row.get("driver", ""),
         row.get("watts"),
         row.get("dollars_per_hour"),
+        *(() if is_cpu else figures_of_kind(name)),
     )
 
 
@@ -204,4 +206,4 @@ EXCHANGES: Mapping[str, ExchangeFigures] = MappingProxyType(
 MACHINES: Mapping[str, MachineKind] = MappingProxyType(
     {name: MachineKind(**row) for name, row in _TABLES["machines"].items()}
 )
-KINDS: Mapping[str, DeviceKind] = MappingProxyType({name: _kind(row) for name, row in _TABLES["kinds"].items()})
+KINDS: Mapping[str, DeviceKind] = MappingProxyType({name: _kind(name, row) for name, row in _TABLES["kinds"].items()})

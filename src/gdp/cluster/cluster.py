@@ -20,8 +20,6 @@ import numpy.typing as npt
 from gdp import notebook
 from gdp.arrays import I64
 from gdp.cluster import cluster_file
-from gdp.cluster.achieved import figures_of_kind
-from gdp.cluster.catalogue import KINDS
 from gdp.cluster.detect import Machine, detect
 from gdp.cluster.device import WORD_DEVICES, Device, Route, check_devices, split_runtime
 from gdp.cluster.parse_devices import preset
@@ -110,7 +108,7 @@ class Cluster:
 
         It is a path if that file exists or the name ends in .yaml, .yml, .json or .gz; docs/devices.md has the grammar.
         `local` is this machine as it is now, see `gdp.cluster.detect`. Behind a colon, the runtime may follow:
-        `4xa100-sxm-80g:compile`; links of presets are as exchanges use them then, else as their sheets say.
+        `4xa100-sxm-80g:compile`.
         """
         devices, runtime = split_runtime(text.strip())
         if devices.endswith((".yaml", ".yml", ".json", ".gz")) or os.path.isfile(devices):
@@ -119,17 +117,12 @@ class Cluster:
             cluster = cls.of_machine(detect())
         else:
             with without_collection():
-                cluster = cls.build(devices, *preset(devices, with_exchanges=runtime is not None))
+                cluster = cls.build(devices, *preset(devices))
         return cluster if runtime is None else cluster.run_by(runtime)
 
     def run_by(self, runtime: str) -> "Cluster":
-        """Returns the cluster whose GPUs run a step by "eager", "compile" or "cuda-graphs"; InputError for others.
-
-        A built-in kind is priced by its kernels and hosts then, unless the device tells what it achieves.
-        """
-        devices = [
-            device if device.is_cpu else replace(_with_kernels(device), runtime=runtime) for device in self.devices
-        ]
+        """Returns the cluster whose GPUs run a step by "eager", "compile" or "cuda-graphs"; InputError for others."""
+        devices = [device if device.is_cpu else replace(device, runtime=runtime) for device in self.devices]
         check_devices(devices)
         return replace(self, name=f"{split_runtime(self.name)[0]}:{runtime}", devices=tuple(devices))
 
@@ -259,11 +252,3 @@ def _check(cluster: Cluster) -> None:
         )
     for pair in np.argwhere((cluster.latency_ns < 0) & apart)[:1]:
         raise InputError(f"{name(pair)}: latency is {cluster.latency_ns[tuple(pair)]} ns; at least 0 is expected")
-
-
-def _with_kernels(device: Device) -> Device:
-    """Returns a device of a built-in kind with what cards of the kind achieve."""
-    if device.achieved or device.kind not in KINDS:
-        return device
-    launch_ns, issue_ns, achieved = figures_of_kind(device.kind)
-    return replace(device, launch_ns=launch_ns, issue_ns=issue_ns, achieved=achieved)

@@ -130,7 +130,8 @@ def figures_of(device: Device | DeviceKind) -> dict[str, Any]:
     """Returns the figures of a device, or of those of a kind, as a document has them, without what tells nothing."""
     figures: dict[str, Any] = {field: getattr(device, name, EAGER) for field, (name, _, _) in _FIGURES.items()}
     figures["achieved"] = dict(figures["achieved"])
-    return {field: value for field, value in figures.items() if value != _TELL_NOTHING.get(field)}
+    tells_all = isinstance(device, Device) and device.kind in KINDS  # what it leaves out would be that of its kind
+    return {field: value for field, value in figures.items() if tells_all or value != _TELL_NOTHING.get(field)}
 
 
 def _read_links(records: Sequence[object], devices: Sequence[Device]) -> dict[tuple[int, int], Route]:

@@ -48,7 +48,7 @@ class _Part:
         return self.port.name == SOCKET
 
 
-def preset(text: str, with_exchanges: bool = False) -> tuple[list[Device], dict[tuple[int, int], Route]]:
+def preset(text: str) -> tuple[list[Device], dict[tuple[int, int], Route]]:
     """Returns the devices of a preset such as `4xp100-pcie-16g` and the route of every ordered pair of them.
 
     preset = local | hosts | pods
@@ -58,13 +58,13 @@ def preset(text: str, with_exchanges: bool = False) -> tuple[list[Device], dict[
     local  = group { "+" group }
     group  = [ COUNT "x" ] KIND [ ":" LINK ]         LINK: pcie3-5, pcie4-host or nvlink1-5 instead of the kind's own
 
-    Upper and lower case are the same. `with_exchanges`: links of like cards are as NCCL uses them, see `EXCHANGES`.
+    Upper and lower case are the same. Links of like cards are as NCCL uses them, see `EXCHANGES`.
     """
     lower = text.lower()
     outer = _TOGETHER.fullmatch(_spelled(lower))
     if outer is None:
         parts = _parts(text, text, "")
-        return [part.device for part in parts], _routes(parts, None, with_exchanges=with_exchanges)
+        return [part.device for part in parts], _routes(parts, None)
     inner = _TOGETHER.fullmatch(_spelled(outer[2]))
     num_pods, uplink_gbit = (1, 0) if inner is None else (_count(outer[1]), int(outer[4]))
     hosts = outer if inner is None else inner
@@ -87,7 +87,7 @@ def preset(text: str, with_exchanges: bool = False) -> tuple[list[Device], dict[
     between_pods = (
         None if uplinks is None else LinkKind("uplink", min(rate, uplinks.bytes_per_second), NETWORK_LATENCY_NS)
     )
-    return [part.device for part in parts], _routes(parts, network.link, between_pods, with_exchanges)
+    return [part.device for part in parts], _routes(parts, network.link, between_pods)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ def _parts(local: str, text: str, host: str) -> list[_Part]:
 
 
 def _routes(
-    parts: Sequence[_Part], network: LinkKind | None, uplink: LinkKind | None = None, with_exchanges: bool = False
+    parts: Sequence[_Part], network: LinkKind | None, uplink: LinkKind | None = None
 ) -> dict[tuple[int, int], Route]:
     """Returns all routes; `network` is the link between hosts, `uplink` that between pods."""
     routes = {}
@@ -204,7 +204,7 @@ def _routes(
             routes[source, target] = Route(a.port.latency_ns, a.port.bytes_per_second, channels)
         else:
             routes[source, target] = _nvlink_route(a, b) or Route(*_slot_figures(a, b, None), _slot(a)[0] + _slot(b)[1])
-        if with_exchanges and a.device.kind == b.device.kind and not a.is_cpu:
+        if a.device.kind == b.device.kind and not a.is_cpu:
             route, is_far = routes[source, target], a.host != b.host
             link = "network" if is_far else a.nvlink.name if a.nvlink and _nvlink_route(a, b) else a.port.name
             if (known := EXCHANGES.get(link)) is not None and (not is_far or uplink is None):

@@ -11,7 +11,7 @@ from gdp.cluster import Device
 from gdp.cluster.device import CUDA_GRAPHS
 from gdp.costs.kernels import CLASSES, Kernels
 from gdp.costs.op_times import step_kernels
-from gdp.costs.rates import kernel_times, memory_times
+from gdp.costs.rates import gap_ns, kernel_times, memory_times
 from gdp.graph import Graph
 
 LIMITS = ("arithmetic", "memory", "launch")
@@ -58,7 +58,7 @@ class Breakdown:
 
     @cached_property
     def _limit(self) -> I64:
-        launch_ns = self.device.launch_ns * self.kernels.launches
+        launch_ns = gap_ns(self.device) * self.kernels.launches
         is_in_memory = memory_times(self.kernels, self.device) * 2 >= self._times_ns - launch_ns
         return np.where(launch_ns * 2 > self._times_ns, 2, np.where(is_in_memory, 1, 0))
 

@@ -11,7 +11,7 @@ from gdp.arrays import I64, Bool, narrow, wide
 from gdp.cluster import Cluster
 from gdp.cluster.changes import only
 from gdp.cluster.device import CUDA_GRAPHS, EAGER
-from gdp.costs.op_times import op_time_classes, step_kernels
+from gdp.costs.op_times import has_kernels, op_time_classes, step_kernels
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.copies import RECOMPUTED
@@ -30,7 +30,12 @@ checkpoints by themselves make that one 2 (reentrant) to 3 times as long.
 def host_times(graph: Graph, cluster: Cluster, op_time_ns: I64) -> I64:
     """int64[N, D]: ns of each op on the host of each device: to issue its kernels, none where it takes no time, and its
     `host_ns`. InputError where that overflows."""
-    hosts = [(device.issue_ns, device.runtime, bool(device.achieved)) for device in cluster.devices]
+    counts_kernels = bool((graph.kernels != 1).any())
+    hosts = [
+        (device.issue_ns if by_kernels or counts_kernels or not device.achieved else 0, device.runtime, by_kernels)
+        for device in cluster.devices
+        for by_kernels in [has_kernels(graph, device)]
+    ]
     issued = {host: _issue_times(graph, *host) for host in dict.fromkeys(hosts)}
     if not graph.host_ns.any() and not any(times.any() for times in issued.values()):
         return np.broadcast_to(np.int64(0), op_time_ns.shape)
@@ -49,7 +54,7 @@ def loads_ns(graph: Graph, cluster: Cluster, *chosen: Bool) -> list[I64]:
     return [np.maximum(work_ns[own].sum(axis=0), hosts_ns[own].sum(axis=0))[device_class] for own in chosen]
 
 
-def _issue_times(graph: Graph, issue_ns: int, runtime: str, tells_achieved: bool) -> I64:
+def _issue_times(graph: Graph, issue_ns: int, runtime: str, by_kernels: bool) -> I64:
     """Returns the ns [N] that a host takes to issue the kernels of each op; those of a CUDA graph are there already."""
     if not issue_ns or runtime == CUDA_GRAPHS:
         return np.zeros(graph.num_ops, np.int64)
@@ -59,7 +64,7 @@ def _issue_times(graph: Graph, issue_ns: int, runtime: str, tells_achieved: bool
             f"graph {graph.name!r}: {counts.max():,} kernels at {issue_ns} ns and {graph.host_ns.max()} ns take hosts "
             "2^62 ns or more; check kernels, host_ns and issue"
         )
-    counted = np.where(counts == 1, step_kernels(graph, runtime).counts, counts) if tells_achieved else counts
+    counted = np.where(counts == 1, step_kernels(graph, runtime).counts, counts) if by_kernels else counts
     if runtime == EAGER:
         counted = counted + _checkpoint_kernels(graph)
     return np.asarray(np.ceil(counted * issue_ns), np.int64)

@@ -70,7 +70,9 @@ def op_time_classes(graph: Graph, cluster: Cluster) -> tuple[I64, I64]:
         if figures not in columns:
             times_ns, is_measured = _times_on(device, measured, graph.num_ops)
             modelled_ns = (
-                _by_kernels(graph, device) if device.achieved else _roofline(graph, device, rows_by_dtype, ~is_measured)
+                _by_kernels(graph, device)
+                if has_kernels(graph, device)
+                else _roofline(graph, device, rows_by_dtype, ~is_measured)
             )
             columns[figures] = np.where(is_measured, times_ns, modelled_ns)
         classes.append(list(columns).index(figures))
@@ -157,6 +159,11 @@ def _rows_by_dtype(graph: Graph) -> Mapping[str, npt.NDArray[np.intp]]:
 
 
 _KNOWN: WeakKeyDictionary[Graph, dict[str, Kernels]] = WeakKeyDictionary()  # as long as their graphs are there
+
+
+def has_kernels(graph: Graph, device: Device) -> bool:
+    """Returns whether ops are priced by their kernels: `device` tells what it achieves, and the graph has shapes."""
+    return bool(device.achieved) and any(graph.shapes)
 
 
 def step_kernels(graph: Graph, runtime: str) -> Kernels:

@@ -84,7 +84,7 @@ def multiprocessors_of(device: Device, flops_per_second: F64) -> Multiprocessors
         count,
         flops_per_second / count / 1e9,
         figures.get("operand_bytes_per_second", 0) / 1e9 or np.inf,
-        device.launch_ns + figures.get("product_floor_ns", 0),
+        figures.get("gap_ns", device.launch_ns) + figures.get("product_floor_ns", 0),
     )
 
 

@@ -41,7 +41,12 @@ def kernel_times(kernels: Kernels, device: Device) -> F64:
     floors_ns = [figures.get(f"{name}_floor_ns", 0) for name in ("product", "decode", "prefill")]
     times_ns[cut] += floors_ns[0]
     times_ns[fused] += np.where(sizes[fused, 2] == 1, *floors_ns[1:])
-    return np.asarray(times_ns + device.launch_ns * kernels.launches)
+    return np.asarray(times_ns + gap_ns(device) * kernels.launches)
+
+
+def gap_ns(device: Device) -> float:
+    """Returns the ns that pass on `device` between two kernels."""
+    return device.achieved.get("gap_ns", device.launch_ns)
 
 
 def memory_times(kernels: Kernels, device: Device) -> F64:

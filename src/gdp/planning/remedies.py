@@ -19,6 +19,7 @@ import numpy as np
 from gdp.budget import Clock
 from gdp.cluster import Cluster, changes
 from gdp.cluster.catalogue import KINDS
+from gdp.cluster.device import split_runtime
 from gdp.errors import InputError
 from gdp.graph.held_memory import HeldMemory
 from gdp.graph.parameter_bytes import ParameterBytes
@@ -193,7 +194,8 @@ class RemedySearch:
         return PlaceQuestion.of(source, *own)
 
     def _with_host(self, asked: PlaceQuestion) -> Iterator[_Try]:
-        text = f"{self.devices}+{_HOST}"
+        devices, runtime = split_runtime(self.devices)
+        text = f"{devices}+{_HOST}" + (f":{runtime}" if runtime else "")
         if self.devices and not any(device.is_cpu for device in asked.cluster.devices):
             with contextlib.suppress(InputError):  # a file
                 larger = replace(asked, cluster=Cluster.parse(text))
