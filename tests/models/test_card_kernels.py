@@ -168,6 +168,13 @@ def test_dropout_keeps_a_byte() -> None:
     assert kinds(capture(layer, (torch.zeros(2, 4, 8),))).count("native_dropout") == 3  # and one inside attention
 
 
+@pytest.mark.parametrize(("share", "training"), [(0.1, False), (0.0, True), (0.0, False)])
+def test_dropout_of_nothing_is_no_kernel(share: float, training: bool) -> None:
+    """Dropout in evaluation, or of a share of 0, gives its input back and copies nothing."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(share)).train(training)
+    assert kinds(capture(model, (torch.zeros(4, 8),))).count("clone") == 0
+
+
 @pytest.mark.parametrize(
     ("model", "note"),
     [

@@ -341,6 +341,25 @@ def test_checkpoints_under_autocast(use_reentrant: bool) -> None:
     assert types == ["bfloat16"] * (6 if use_reentrant else 5)
 
 
+class ByDevice(nn.Module):
+    """A norm in the type of the region that the device of its input is in, as timm's and Transformers' code asks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            device = x.device.type
+            x = x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+            with torch.autocast(device_type=device, enabled=False):
+                x = nn.functional.layer_norm(x, (8,))
+            return x @ x.mT
+
+
+def test_code_that_asks_for_the_device_under_autocast() -> None:
+    """A region of the device of a tensor is one of the card in a region of the card, and none elsewhere."""
+    graph = capture(ByDevice(), (torch.randn(4, 8),), training=False).graph
+    assert [dtype for kind, dtype in zip(graph.kinds, graph.dtypes, strict=True) if "norm" in kind] == ["bfloat16"]
+    assert torch.is_autocast_enabled("cuda") is torch.is_autocast_enabled("cpu") is False
+
+
 def test_checkpoints_that_cut_gradients() -> None:
     """A checkpoint that cuts off all gradients is named."""
     with pytest.raises(InputError, match=r"use_reentrant=True.* gets no input that requires a gradient"):

@@ -3,7 +3,8 @@
 A step is captured on the CPU, and PyTorch casts only the arguments of tensors on the device of `torch.autocast`. So
 while a model runs, the kernels of `torch.autocast("cuda")` are replaced by functions that do the same with tensors on
 the CPU. PyTorch's own state says whether they apply: regions, nesting, `enabled=False`, types, the cache of weights.
-`torch.autocast("cpu")` is left as it is.
+In such a region, code that asks for the device of a tensor means the card; elsewhere `torch.autocast("cpu")` is left as
+it is.
 
 The lists and the rules are those of `aten/src/ATen/autocast_mode.h` and `.cpp` of PyTorch 2.13; the names are read from
 the installed PyTorch, which has a kernel for each, and a name in no list here is one to run in the lower type.
@@ -65,10 +66,28 @@ def cuda_autocast_on_cpu() -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         undo.callback(_weights.clear)
         undo.enter_context(patch.object(torch, "clear_autocast_cache", clear_all))
+        for name in ("is_autocast_enabled", "get_autocast_dtype"):
+            undo.enter_context(patch.object(torch, name, _of_card(getattr(torch, name))))
+        undo.enter_context(patch.object(torch.autocast, "__init__", _of_card(torch.autocast.__init__, place=1)))
         undo.enter_context(kernels([(name, _kernel(name), "AutocastCUDA") for name in operators]))
         # every call looks for these kernels, but none finds them outside of `torch.autocast("cuda")`
         undo.enter_context(torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.AutocastCUDA))
         yield
+
+
+def _of_card(function: Callable[..., Any], place: int = 0) -> Callable[..., Any]:
+    """Returns `function` for code that gives it the device of a tensor: in a region of CUDA's, a card for the CPU."""
+    is_enabled = torch.is_autocast_enabled
+
+    def asked(*args: Any, **options: Any) -> Any:
+        names = (*args[:place], "cuda", *args[place + 1 :])
+        if args[place:] and args[place] == "cpu" and is_enabled("cuda"):
+            return function(*names, **options)
+        if options.get("device_type") == "cpu" and is_enabled("cuda"):
+            return function(*args, **{**options, "device_type": "cuda"})
+        return function(*args, **options)
+
+    return asked
 
 
 @contextlib.contextmanager

@@ -3,8 +3,8 @@
 A step is captured on the CPU. So while it runs, these operators take the way of CUDA, in
 `aten/src/ATen/native/Dropout.cpp`, `layer_norm.cpp` and `RNN.cpp` of PyTorch 2.13:
 
-- `dropout` in training is `native_dropout`, whose mask has a byte for each element; in place, and of whole channels, it
-  is composed on cards too;
+- `dropout` in training is `native_dropout`, whose mask has a byte for each element, and else nothing; in place, and of
+  whole channels, it is composed on cards too;
 - `rms_norm` is `_fused_rms_norm`, and its backward pass is one kernel;
 - `gru_cell` and `lstm_cell` are two products and a kernel that adds the biases;
 - `log_sigmoid` keeps nothing but its input for the backward pass.
@@ -45,10 +45,10 @@ def kernels_of_cards() -> contextlib.AbstractContextManager[None]:
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
-    if train and 0 < p < 1 and input.numel():
-        output: Tensor = torch.native_dropout(input, p, train)[0]
-        return output
-    return _composed_dropout(input, p, train)
+    if not train or p == 0 or not input.numel():
+        return input  # PyTorch's composition in Python would copy it
+    output: Tensor = torch.native_dropout(input, p, train)[0] if p < 1 else _composed_dropout(input, p, train)
+    return output
 
 
 def _gru_cell(
