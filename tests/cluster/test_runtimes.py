@@ -6,6 +6,7 @@ from gdp.cluster import Cluster
 from gdp.costs.fusion import fused
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
+from gdp.simulator.problem import Problem
 
 
 def test_a_runtime_behind_devices_is_that_of_their_gpus(tmp_path):
@@ -20,9 +21,24 @@ def test_a_runtime_behind_devices_is_that_of_their_gpus(tmp_path):
     assert Cluster.parse(f"{tmp_path}/machine.yaml:eager").name == "2xa100-sxm-80g+cpu-16core:eager"
 
 
-def test_without_a_runtime_nothing_is_achieved_beside_the_sheet():
-    """Devices of the catalogue tell nothing of kernels unless a runtime is named."""
-    assert not Cluster.parse("2xa100-sxm-80g").devices[0].achieved
+def test_without_a_runtime_gpus_are_eager():
+    """Devices of the catalogue tell what they achieve; a device of a file that has all of a sheet tells it itself."""
+    cluster = Cluster.parse("2xa100-sxm-80g")
+    assert cluster.fingerprint == Cluster.parse("2xa100-sxm-80g:eager").fingerprint
+    document = cluster.to_document()
+    for device in document["devices"]:
+        del device["achieved"], device["issue"]
+    sheet = Cluster.from_document(document).devices[0]
+    assert not sheet.achieved
+    assert sheet.issue_ns == 0
+
+
+def test_graphs_without_shapes_run_at_the_rates_of_the_sheet():
+    """1 GFLOP in bfloat16 on an A100 takes 1e9 / 312e12 s and a launch of 5 us, and nothing of the host."""
+    graph = Graph.build("g", [Op("a", "mm", 10**9, dtype="bfloat16")], [])
+    problem = Problem.build(graph, Cluster.parse("a100-sxm-80g"))
+    assert problem.op_time_ns.tolist() == [[5_000 + 3_206]]
+    assert not problem.host_time_ns.any()
 
 
 def test_an_unknown_runtime_is_refused():

@@ -1,7 +1,5 @@
 """Products and fused attention as kernels, and their times by hand and in properties."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -32,8 +30,7 @@ def times_ns(sizes, kind="product", card="a100-sxm-80g", dtype="bfloat16", num_b
         zeros, zeros, kinds, flops, zeros + num_bytes, padded, np.ones(len(sizes)), (dtype,), zeros, ("r",), zeros
     )
     (device,) = Cluster.parse(card).devices
-    launch_ns, _, achieved = figures_of_kind(device.kind)
-    return kernel_times(rows, replace(device, launch_ns=launch_ns, achieved=achieved))
+    return kernel_times(rows, device)
 
 
 @pytest.mark.parametrize(

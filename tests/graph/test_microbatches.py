@@ -25,7 +25,7 @@ from gdp.simulator.simulate import simulate
 from gdp.units.reduction import reduce
 from tiny_models import TINY, captured
 
-CLUSTER = Cluster.parse("3xp100-pcie-16g")
+CLUSTER = Cluster.parse("3xp100-pcie-16g:cuda-graphs")
 
 
 def recorded(family: str, num_microbatches: int) -> Graph:

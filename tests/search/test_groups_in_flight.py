@@ -102,14 +102,16 @@ def test_decode_of_70b_by_hand(llama_70b: Model) -> None:
     assert served.cache_bytes == 327_680 * 16 * 4096
     weights = int(graph.resident_bytes[np.array(graph.kinds) == "parameter"].sum())
     assert weights == 80 * LAYER_BYTES + 2 * TABLE_BYTES + 2 * 8192
-    cluster = Cluster.parse("4xa100-sxm-80g")
+    cluster = Cluster.parse("4xa100-sxm-80g:cuda-graphs")
     problem = Problem.build(graph, cluster)
     units = vllm.read_units(problem)
     simulation = simulate(problem, units.place(np.repeat(np.arange(4), 20)))
     read = weights - TABLE_BYTES + served.cache_bytes
     least_ns = read / cluster.devices[0].memory_bytes_per_second * 1e9
     assert least_ns == pytest.approx(78.7e6, rel=0.01)
-    assert least_ns < simulation.step_time_ns < 1.4 * least_ns
+    # weights are read at 0.735 of the bandwidth, the cache at 0.87; gaps between 80 layers' kernels are the rest
+    least_ns = ((weights - TABLE_BYTES) / 0.735 + served.cache_bytes / 0.87) * least_ns / read
+    assert least_ns < simulation.step_time_ns < 1.15 * least_ns
     middle = 20 * (LAYER_BYTES + LAYER_CACHE_BYTES)
     for peak, more in zip(simulation.peak_memory_bytes.tolist(), (TABLE_BYTES, 0, 0, TABLE_BYTES), strict=True):
         assert middle + more <= peak < middle + more + 20e6  # activations of 16 tokens

@@ -6,6 +6,7 @@ import numpy as np
 
 from gdp.cli.inputs import read_graph
 from gdp.cli.request import PlaceRequest
+from gdp.cluster.device import CUDA_GRAPHS, EAGER
 from gdp.errors import InputError
 from gdp.export.adapt import in_same_places
 from gdp.export.targets_by_name import serving_target
@@ -31,11 +32,15 @@ def read_prefill(request: PlaceRequest, served: ServedStep) -> Model:
 
 
 def first_token(request: PlaceRequest, problem: Problem, placement: Placement, prefill: Model) -> Simulation:
-    """Returns the step of `prefill` with layers where `placement` of a decode `problem` has them."""
+    """Returns the step of `prefill` with layers where `placement` of a decode `problem` has them. Servers replay decode
+    from CUDA graphs, but no prefill, whose prompts are of any length."""
     target = request.target or serving_target(problem)
     if target is None:
         raise InputError("no server that is known runs the model")
-    return in_same_places(target, problem, placement, Problem.build(prefill.graph, problem.cluster))
+    cluster = problem.cluster
+    if any(device.runtime == CUDA_GRAPHS for device in cluster.devices):
+        cluster = cluster.run_by(EAGER)
+    return in_same_places(target, problem, placement, Problem.build(prefill.graph, cluster))
 
 
 def requests_of(request: PlaceRequest, served: ServedStep, problem: Problem, found: KeptAnswer) -> Requests:
@@ -49,6 +54,9 @@ def requests_of(request: PlaceRequest, served: ServedStep, problem: Problem, fou
         return Requests(first_ns, first_ns, step_ns, step_ns, *counts)
     best = found.batches.best
     step = first_token(request, problem, np.array(best.devices[0])[best.places], prefill)
-    every_ns = int(step.busy_fraction.max() * step.step_time_ns / len(best.devices))  # prompts follow one another
+    ops = np.arange(step.problem.num_ops), step.placement
+    hosts_ns = np.bincount(step.placement, step.problem.host_time_ns[ops])  # that issue while their devices compute
+    busiest_ns = max(step.busy_fraction.max() * step.step_time_ns, hosts_ns.max())
+    every_ns = int(busiest_ns / len(best.devices))  # prompts follow one another
     figures = throughput_of(best)
     return Requests(step.step_time_ns, every_ns, figures.time_per_batch_ns, figures.latency_ns, *counts)

@@ -50,7 +50,7 @@ def simulate(
 
     Exit status 2 if the plan has other figures, 3 if it exceeds memory or breaks a constraint.
     """
-    from gdp.cli.inputs import build_problem, open_plan, read_graph, read_planned
+    from gdp.cli.inputs import build_problem, open_plan, read_graph, read_planned, run_by
 
     if costs is not None:
         if costs.suffix != ".npz":
@@ -62,7 +62,9 @@ def simulate(
         from gdp.cluster import Cluster
         from gdp.models.source import ModelSource
 
-        cluster, model = Cluster.parse(devices), read_graph(ModelSource(plan_or_model, model_options.reading()))
+        reading = model_options.reading()
+        cluster = Cluster.parse(run_by(devices, None, reading.serving))
+        model = read_graph(ModelSource(plan_or_model, reading))
         answer = _scored(build_problem(model.graph, cluster, limits.constraints(cluster)), placement)
     else:
         path = Path(plan_or_model) if plan is None else plan

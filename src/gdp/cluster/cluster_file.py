@@ -98,6 +98,7 @@ _FIGURES: Mapping[str, _Figure] = {
     "runtime": ("runtime", _is_text, lambda runtime, where: runtime),
 }
 _TELL_NOTHING: Mapping[str, Any] = {"issue": 0, "achieved": {}, "runtime": EAGER}  # figures that a document may lack
+_SHEET = _FIGURES.keys() - _TELL_NOTHING.keys()  # a document that has all of these says what else its device tells
 _DEVICE_FIELDS = {"name": _is_text, "kind": _is_text} | {field: check for field, (_, check, _) in _FIGURES.items()}
 _LINK_FIELDS = {
     "from": _is_endpoint,
@@ -116,7 +117,8 @@ def _read_device(record: object, number: int) -> Device:
     files.require_keys(record, where, _DEVICE_FIELDS, {"name", "kind"})
     assert isinstance(record, dict)
     kind = KINDS.get(record["kind"])
-    figures = dict(_TELL_NOTHING) | ({} if kind is None else figures_of(kind)) | record
+    of_kind = {} if kind is None or record.keys() >= _SHEET else figures_of(kind)
+    figures = dict(_TELL_NOTHING) | of_kind | record
     if missing := [key for key in _DEVICE_FIELDS if key not in figures]:
         raise InputError(
             f"{where}: kind {record['kind']!r} is not built in, so {', '.join(missing)} must be given; "
@@ -130,8 +132,7 @@ def figures_of(device: Device | DeviceKind) -> dict[str, Any]:
     """Returns the figures of a device, or of those of a kind, as a document has them, without what tells nothing."""
     figures: dict[str, Any] = {field: getattr(device, name, EAGER) for field, (name, _, _) in _FIGURES.items()}
     figures["achieved"] = dict(figures["achieved"])
-    tells_all = isinstance(device, Device) and device.kind in KINDS  # what it leaves out would be that of its kind
-    return {field: value for field, value in figures.items() if tells_all or value != _TELL_NOTHING.get(field)}
+    return {field: value for field, value in figures.items() if value != _TELL_NOTHING.get(field)}
 
 
 def _read_links(records: Sequence[object], devices: Sequence[Device]) -> dict[tuple[int, int], Route]:

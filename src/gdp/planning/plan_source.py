@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gdp.cluster import Cluster
+from gdp.cluster.device import split_runtime
 from gdp.errors import InputError, prefixed
 from gdp.graph import Graph, GraphSource
 from gdp.graph.accumulation import one_microbatch
@@ -65,7 +66,9 @@ class PlanSource:
         """The devices of the plan."""
         question, plan = self.plan.question, self.plan
         if self._devices:
-            return self._of_plan(Cluster.parse(self._devices), self._devices)
+            runtime = split_runtime(question.cluster)[1]  # of the plan, unless another is named
+            own = f"{self._devices}:{runtime}" if runtime and not split_runtime(self._devices)[1] else self._devices
+            return self._of_plan(Cluster.parse(own), self._devices)
         if plan.path is not None and (beside := files_beside(plan.path)[2]).is_file():
             cluster = Cluster.load(beside)
             if cluster.fingerprint == plan.cluster:
