@@ -84,7 +84,7 @@ def test_a_second_cpu_is_no_advice() -> None:
 
 
 def test_a_step_that_its_host_limits_is_told_of_runtimes() -> None:
-    """A chain of 50 kernels waits for its host, 11 us for each and the last one: a CUDA graph takes what the device does."""
+    """A chain of 50 kernels waits for its host, 11 us for each: a CUDA graph takes what the device does."""
     mm = "aten.mm float32[10,500] float32[500,100] > float32[10,100]"
     ops = [Op(f"o{number}", "aten.mm", flops=10**6, phase="forward", shapes=mm) for number in range(50)]
     graph = Graph.build("chain", ops, [Tensor(number, (number + 1,), 100) for number in range(49)])
