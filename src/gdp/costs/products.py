@@ -30,6 +30,8 @@ _SUM_BYTES = 4  # of a partial sum
 # it multiplies, and takes to write its sums; and the norm by which reading memory and multiplying overlap.
 _FILL, _OVERLAP = 128, 3.0
 
+_SUMS = 128 * 128  # that a multiprocessor holds: tiles that have these together wait for their first operands at once
+
 _ADDED = ("addmm", "addmm_", "_addmm_activation", "baddbmm", "baddbmm_", "addbmm", "addmv")
 _OTHERS = """mm bmm mv linear matmul _int_mm _scaled_mm _scaled_mm_v2 _weight_int8pack_mm _weight_int4pack_mm
 _weight_int4pack_mm_for_cpu _grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2 _sparse_semi_structured_mm
@@ -98,11 +100,12 @@ def tiled_ns(size: F64, element_bytes: F64, processors: Multiprocessors) -> F64:
     height, width = np.where(m == 1, 1, rows), np.where(n == 1, 1, columns)  # kernels for vectors have no tiles
     read_ns = (height + width) * element_bytes / processors.bytes_per_ns
     step_ns = np.maximum(2 * height * width / processors.flops_per_ns, read_ns) / pace
+    together = np.maximum(_SUMS // (rows * columns), 1)  # small tiles, which one multiprocessor has at a time
     best = np.full(len(size), np.inf)
     for splits in _SPLITS:
         steps = np.ceil(k / splits / _K_STEP) * _K_STEP
         waves = np.ceil(tiles * splits / processors.count)
-        spent_ns = (waves * (steps * step_ns + _FILL * read_ns)).min(axis=0)
+        spent_ns = (waves * steps * step_ns + np.ceil(waves / together) * _FILL * read_ns).min(axis=0)
         if splits > 1:
             summed_bytes = 2 * _SUM_BYTES * splits * parts * m * n  # written and read
             spent_ns += processors.next_kernel_ns + summed_bytes / (processors.bytes_per_ns * processors.count)
