@@ -29,10 +29,10 @@ RECORDED = {  # error of the fixed part in percent: median, 90th percentile; a f
     "products": (7.0, 22.3),
     "attention": (10.9, 42.7),
     "exchanges": (4.7, 24.6),
-    "gpt": (5.9, 7.1),
-    "mpt": (24.0, 24.2),
-    "timm-training": (1.7, 2.2),
-    "timm-inference": (4.4, 35.4),
+    "gpt": (3.8, 8.2),
+    "mpt": (25.0, 25.2),
+    "timm-training": (2.8, 4.4),
+    "timm-inference": (5.4, 15.0),
 }
 FIXED_ROWS: dict[str, tuple[MeasuredSource, Callable[[int, MeasuredRow], bool]]] = {  # few captures, of small models
     "products": (ProductTable(), lambda number, _: number % 25 == 0),
