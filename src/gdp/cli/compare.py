@@ -5,30 +5,16 @@ from typing import Annotated, Any
 
 import typer
 
-from gdp.cli.options import (
-    BudgetOption,
-    CheckpointOption,
-    ConstraintOptions,
-    Given,
-    JsonOption,
-    PlacedDevicesOption,
-    PlanOrModelArgument,
-    ReadingOptions,
-    RuntimeOption,
-    TargetOptions,
-    ThreadsOption,
-    group_of,
-    with_options,
-)
+from gdp.cli import options
 from gdp.cli.shared import INTERRUPTED, NOTHING_FITS, OK, fail, log, print_json, show, warm_up
 from gdp.errors import InputError, prefixed
 
 
-@with_options
+@options.with_options
 def compare(
-    plan_or_model: PlanOrModelArgument,
-    devices: PlacedDevicesOption = None,
-    runtime: RuntimeOption = None,
+    plan_or_model: options.PlanOrModelArgument,
+    devices: options.PlacedDevicesOption = None,
+    runtime: options.RuntimeOption = None,
     placers: Annotated[
         str | None,
         typer.Option(
@@ -37,15 +23,15 @@ def compare(
             "classical placers, auto, and for hf:DIR the modes of accelerate.",
         ),
     ] = None,
-    budget: BudgetOption = "30s",
+    budget: options.BudgetOption = "30s",
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each placer.")] = 3,
-    checkpoint: CheckpointOption = None,
+    checkpoint: options.CheckpointOption = None,
     *,
-    limits: ConstraintOptions,
-    model_options: ReadingOptions,
-    given: Given,
-    threads: ThreadsOption = None,
-    json: JsonOption = False,
+    limits: options.ConstraintOptions,
+    model_options: options.ReadingOptions,
+    given: options.Given,
+    threads: options.ThreadsOption = None,
+    json: options.JsonOption = False,
 ) -> int:
     """Run placers on what a plan was asked, or on MODEL and DEVICES, with several seeds, each with the whole budget."""
     from gdp.report import progress
@@ -71,7 +57,7 @@ def compare(
                 source, asked = planned.model, planned.resolved
                 cluster = Cluster.parse(devices) if devices is not None else planned.cluster
                 cluster = cluster if runtime is None or devices is not None else cluster.run_by(runtime)
-            limits = group_of(ConstraintOptions, asked)
+            limits = options.group_of(options.ConstraintOptions, asked)
         elif devices is None:
             raise InputError(f"{plan_or_model}: is no plan; name the devices to place it on with --devices")
         else:
@@ -91,7 +77,7 @@ def compare(
                 num_threads=threads,
             ),
             times=None if times is None else Path(times),
-            target=None if target is None else group_of(TargetOptions, asked).target(target),
+            target=None if target is None else options.group_of(options.TargetOptions, asked).target(target),
             asked=Asked(),
         )
         names, rivals = inputs.split_rivals(source, (placers or AUTO) if batches else placers)

@@ -7,18 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gdp.cli.options import (
-    ConstraintOptions,
-    Given,
-    JsonOption,
-    PlacedDevicesOption,
-    PlacedGraphOption,
-    PlanArgument,
-    ReadingOptions,
-    TargetOptions,
-    group_of,
-    with_options,
-)
+from gdp.cli import options
 from gdp.cli.shared import NOTHING_FITS, OK, check_writable, fail, print_json, show, warm_up
 from gdp.errors import InputError, prefixed
 
@@ -34,19 +23,19 @@ _TARGETS = (
 )
 
 
-@with_options
+@options.with_options
 def export(
-    plan: PlanArgument,
+    plan: options.PlanArgument,
     to: Annotated[str | None, typer.Option("--to", metavar="TARGET", help=_TARGETS)] = None,
-    graph: PlacedGraphOption = None,
-    devices: PlacedDevicesOption = None,
+    graph: options.PlacedGraphOption = None,
+    devices: options.PlacedDevicesOption = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Default: beside PLAN, named after TARGET.")] = None,
     *,
-    target_options: TargetOptions,
-    limits: ConstraintOptions,
-    model_options: ReadingOptions,
-    given: Given,
-    json: JsonOption = False,
+    target_options: options.TargetOptions,
+    limits: options.ConstraintOptions,
+    model_options: options.ReadingOptions,
+    given: options.Given,
+    json: options.JsonOption = False,
 ) -> int:
     """Write PLAN for another tool, as closely as the tool can express it, and say what that costs."""
     from gdp.report.progress import live
@@ -65,7 +54,9 @@ def export(
             raise InputError(f"{plan}: was placed for no target; name one with --to, such as --to hf-device-map")
         target: ExportTarget | LayoutTarget | None = find_layout_target(name, is_cut=read.layout is not None)
     if target is None:
-        target = (group_of(TargetOptions, source.options) if name == asked else target_options).target(name)
+        target = (options.group_of(options.TargetOptions, source.options) if name == asked else target_options).target(
+            name
+        )
         with prefixed(plan):
             check_takes_layout(read, target)
     else:

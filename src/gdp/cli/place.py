@@ -9,21 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gdp.cli.options import (
-    BatchesOption,
-    BudgetOption,
-    CheckpointOption,
-    ConstraintOptions,
-    DevicesOption,
-    Given,
-    JsonOption,
-    ModelArgument,
-    ReadingOptions,
-    RuntimeOption,
-    TargetOptions,
-    ThreadsOption,
-    with_options,
-)
+from gdp.cli import options
 from gdp.errors import InputError, prefixed
 
 if TYPE_CHECKING:
@@ -34,24 +20,24 @@ if TYPE_CHECKING:
 _NOT_ASKED = "model", "devices", "runtime", "sweep", "prices", "requests", "advice", "with_cache", "out", "json"
 
 
-@with_options
+@options.with_options
 def place(
-    model: ModelArgument,
-    devices: DevicesOption = None,
-    runtime: RuntimeOption = None,
+    model: options.ModelArgument,
+    devices: options.DevicesOption = None,
+    runtime: options.RuntimeOption = None,
     placer: Annotated[str, typer.Option(help="auto runs classical placers, then searches.")] = "auto",
-    budget: BudgetOption = "30s",
+    budget: options.BudgetOption = "30s",
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the search.")] = 0,
-    checkpoint: CheckpointOption = None,
+    checkpoint: options.CheckpointOption = None,
     *,
-    limits: ConstraintOptions,
+    limits: options.ConstraintOptions,
     robust: Annotated[
         str | None,
         typer.Option(
             metavar="SHARE", help="Noise of op times in the comparison of plans. Default: as measured, or 2%."
         ),
     ] = None,
-    model_options: ReadingOptions,
+    model_options: options.ReadingOptions,
     parallel: Annotated[
         str | None,
         typer.Option(
@@ -60,7 +46,7 @@ def place(
             "Default: auto to train a model whose batch can be split, else none.",
         ),
     ] = None,
-    batches: BatchesOption = None,
+    batches: options.BatchesOption = None,
     requests: Annotated[
         float | None,
         typer.Option(metavar="RATE", help="Times of a decoder with so many requests per second (?prompt=)."),
@@ -88,8 +74,8 @@ def place(
             "--for", metavar="TARGET", help="Search only for plans that `gdp export --to TARGET` can express."
         ),
     ] = None,
-    target_options: TargetOptions,
-    threads: ThreadsOption = None,
+    target_options: options.TargetOptions,
+    threads: options.ThreadsOption = None,
     with_cache: Annotated[
         bool,
         typer.Option("--cache/--no-cache", help="Answer an identical question with the plan that was found before."),
@@ -97,8 +83,8 @@ def place(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write plan.json, graph.json.gz, cluster.json, report.html.")
     ] = None,
-    given: Given,
-    json: JsonOption = False,
+    given: options.Given,
+    json: options.JsonOption = False,
 ) -> int:
     """Find the best plan of MODEL on DEVICES within the budget, and write it to plan.json.
 
@@ -143,7 +129,7 @@ def place(
         row = f"--sweep {MACHINES}={devices}" if table is not None and table.what == MACHINES else None
         with nullcontext() if row is None else prefixed(row):
             constraints = limits.constraints(cluster)
-        options = SearchOptions(
+        search = SearchOptions(
             placer=placer,
             seed=seed,
             robust=None if robust is None else parse_fraction(robust, "--robust", below=0.5),
@@ -159,7 +145,7 @@ def place(
             batches=batches,
             requests=requests,
             budget=limit,
-            options=options,
+            options=search,
             times=times,
             target=tool,
             with_cache=with_cache,
@@ -178,22 +164,22 @@ def place(
     return respond(request) if table is None else sweep_place(request, table, limits, known_prices)
 
 
-def _asked(model: str, devices: str, given: Given, **always: Any) -> "Asked":
+def _asked(model: str, devices: str, given: options.Given, **always: Any) -> "Asked":
     """Returns the question as it was typed, with the options that a plan depends on."""
     from gdp.simulator.plan import Asked
 
-    options = {name: value for name, value in given.items() if name not in _NOT_ASKED}
-    return Asked(model, options | always, devices, os.getcwd())
+    asked = {name: value for name, value in given.items() if name not in _NOT_ASKED}
+    return Asked(model, asked | always, devices, os.getcwd())
 
 
 def _target(
-    name: str | None, options: TargetOptions, placer: str, sweep: str | None, checkpoint: str | None
+    name: str | None, target: options.TargetOptions, placer: str, sweep: str | None, checkpoint: str | None
 ) -> "ExportTarget | None":
     if name is None:
-        options.check_unused()
+        target.check_unused()
         return None
     if placer != "auto" or sweep is not None:
         raise InputError("--for: places with auto, once; leave out --placer and --sweep")
     if checkpoint is not None:
         raise InputError("--for: places without a policy; leave out --checkpoint")
-    return options.target(name)
+    return target.target(name)

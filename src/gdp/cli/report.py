@@ -6,16 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gdp.cli.options import (
-    Given,
-    JsonOption,
-    MemoryOptions,
-    PlacedDevicesOption,
-    PlacedGraphOption,
-    PlanArgument,
-    ReadingOptions,
-    with_options,
-)
+from gdp.cli import options
 from gdp.cli.shared import OK, check_writable, print_json, print_text, warm_up
 from gdp.errors import InputError
 
@@ -25,11 +16,11 @@ if TYPE_CHECKING:
 _ENDINGS = {"--out": (".html", ".htm"), "--figure": (".svg", ".pdf", ".png")}
 
 
-@with_options
+@options.with_options
 def report(
-    plan: PlanArgument,
-    graph: PlacedGraphOption = None,
-    devices: PlacedDevicesOption = None,
+    plan: options.PlanArgument,
+    graph: options.PlacedGraphOption = None,
+    devices: options.PlacedDevicesOption = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The page. Default: report.html beside PLAN.")
     ] = None,
@@ -40,10 +31,10 @@ def report(
         Path | None, typer.Option("--run", metavar="FILE", help="The output of `gdp run --json` for this plan.")
     ] = None,
     *,
-    limits: MemoryOptions,
-    model_options: ReadingOptions,
-    given: Given,
-    json: JsonOption = False,
+    limits: options.MemoryOptions,
+    model_options: options.ReadingOptions,
+    given: options.Given,
+    json: options.JsonOption = False,
 ) -> int:
     """Write PLAN as one HTML page (timeline, memory, critical path, modules), or only the other files asked for."""
     from gdp import files

@@ -8,18 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gdp.cli.options import (
-    DtypeOption,
-    Given,
-    InferenceOption,
-    JsonOption,
-    OptimizerOption,
-    PlacedDevicesOption,
-    PlanOption,
-    PlanOrModelArgument,
-    PrecisionOption,
-    with_options,
-)
+from gdp.cli import options
 from gdp.cli.shared import INTERRUPTED, check_times_file, fail, log, print_json, show, warm_up
 from gdp.errors import InputError, prefixed
 
@@ -37,10 +26,10 @@ if TYPE_CHECKING:
 OK, FAILED, OUT_OF_MEMORY = 0, 1, 3
 
 
-@with_options
+@options.with_options
 def run(
-    plan_or_model: PlanOrModelArgument,
-    plan: PlanOption = None,
+    plan_or_model: options.PlanOrModelArgument,
+    plan: options.PlanOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps, after two to warm up.")] = 20,
     on: Annotated[
         str | None,
@@ -49,20 +38,20 @@ def run(
             help="The place of each device of the plan, such as cpu:0, cpu:0-3, cuda:0. Default: by name.",
         ),
     ] = None,
-    devices: PlacedDevicesOption = None,
+    devices: options.PlacedDevicesOption = None,
     times: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Store measured op times there, for `gdp place --times`.")
     ] = None,
-    inference: InferenceOption = False,
-    dtype: DtypeOption = "",
-    optimizer: OptimizerOption = "adam",
-    precision: PrecisionOption = "",
+    inference: options.InferenceOption = False,
+    dtype: options.DtypeOption = "",
+    optimizer: options.OptimizerOption = "adam",
+    precision: options.PrecisionOption = "",
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Seed of the model's initial parameters and inputs.")
     ] = 0,
     *,
-    given: Given,
-    json: JsonOption = False,
+    given: options.Given,
+    json: options.JsonOption = False,
 ) -> int:
     """Execute a plan, check its results, and compare with one device and with the prediction."""
     from gdp.cli.inputs import open_plan
@@ -136,7 +125,7 @@ def _execute(
     plan: "Plan",
     on: "list[str] | None",
     interrupted: threading.Event,
-    **options: Any,
+    **measured: Any,
 ) -> "tuple[Executable, RunResult | None]":
     """Runs the model on this host, or under torchrun as one of its processes.
 
@@ -157,7 +146,7 @@ def _execute(
         executable = build()
         places = ", ".join(target.place for target in targets)
         with _live(f"running on {places}"), stop_on_interrupt("ends after this step; Ctrl-C again ends now") as stop:
-            result = run_on_host(executable, plan, targets, **options, stop=stop)
+            result = run_on_host(executable, plan, targets, **measured, stop=stop)
         if stop.is_set():
             interrupted.set()
         return executable, result
@@ -166,7 +155,7 @@ def _execute(
     with join_or_leave(plan.devices, on, option="--on") as ranks, ranks.reporting_once():
         executable = build()
         with _live(f"running on {len(plan.devices)} processes"):
-            return executable, run_on_ranks(executable, plan, ranks, **options)
+            return executable, run_on_ranks(executable, plan, ranks, **measured)
 
 
 def _check_kind(source: "ModelSource") -> None:

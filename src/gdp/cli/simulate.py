@@ -7,17 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gdp.cli.options import (
-    BatchesOption,
-    ConstraintOptions,
-    Given,
-    JsonOption,
-    PlacedDevicesOption,
-    PlanOption,
-    PlanOrModelArgument,
-    ReadingOptions,
-    with_options,
-)
+from gdp.cli import options
 from gdp.cli.shared import NOTHING_FITS, OK, check_writable, fail, print_json, show, warm_up
 from gdp.errors import InputError, prefixed, suggest
 
@@ -28,23 +18,23 @@ if TYPE_CHECKING:
     from gdp.simulator.throughput import Throughput
 
 
-@with_options
+@options.with_options
 def simulate(
-    plan_or_model: PlanOrModelArgument,
-    devices: PlacedDevicesOption = None,
-    plan: PlanOption = None,
+    plan_or_model: options.PlanOrModelArgument,
+    devices: options.PlacedDevicesOption = None,
+    plan: options.PlanOption = None,
     placement: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A JSON object {op: device} to score, for a MODEL and DEVICES.")
     ] = None,
     *,
-    limits: ConstraintOptions,
-    model_options: ReadingOptions,
-    batches: BatchesOption = None,
+    limits: options.ConstraintOptions,
+    model_options: options.ReadingOptions,
+    batches: options.BatchesOption = None,
     costs: Annotated[
         Path | None, typer.Option(metavar="FILE.npz", help="Write the times of ops on devices and hosts, in ns.")
     ] = None,
-    given: Given,
-    json: JsonOption = False,
+    given: options.Given,
+    json: options.JsonOption = False,
 ) -> int:
     """Derive every figure of a plan anew, or score a placement.
 
