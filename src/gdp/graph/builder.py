@@ -138,8 +138,8 @@ class GraphBuilder:
             origins = columns["origins"][order]
             columns["origins"] = np.where(origins >= 0, number[origins], -1)
             columns["producers"], consumers = number[columns["producers"]], number[consumers]
-        edges = np.sort(tensors * self.num_ops + consumers)
-        counts = np.bincount(tensors, minlength=self.num_tensors)
+        edges = np.unique(tensors * self.num_ops + consumers)
+        counts = np.bincount(edges // self.num_ops, minlength=self.num_tensors)
         offsets = np.concatenate(([0], np.cumsum(counts)))
         return Graph(name=name, **columns, consumer_offsets=offsets, consumers=edges % self.num_ops)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gdp.arrays import I64
+from gdp.graph.builder import GraphBuilder
 from gdp.graph.copies import EXCHANGE_END, EXCHANGE_START, exchange_ends
 from gdp.graph.graph import Graph
 
@@ -111,24 +112,10 @@ def _excerpt(graph: Graph, ops: I64, number: I64, tensors_read: I64, readers: I6
 
     Besides, each of `readers` reads the one of `tensors_read`; both are numbered as in `graph`, and in the excerpt.
     """
-    order = np.argsort(graph.producers, kind="stable")
-    tensors = order[number[graph.producers[order]] >= 0]
-    position = np.full(graph.num_tensors, -1)
-    position[tensors] = np.arange(len(tensors))
-    edge_tensors = np.concatenate((graph.edge_tensors, tensors_read))
-    consumers = np.concatenate((graph.consumers, readers))
-    is_inside = (position[edge_tensors] >= 0) & (number[consumers] >= 0)
-    edges = np.unique(position[edge_tensors[is_inside]] * len(ops) + number[consumers[is_inside]])
-    consumed = np.bincount(edges // len(ops), minlength=len(tensors))
-    view_of = graph.view_of[tensors]
-    columns = graph.columns_of(ops)
-    origins = columns["origins"]
-    columns |= {name: getattr(graph, name)[tensors] for name in ("tensor_bytes", "is_resident", "is_kept")}
-    return Graph(
-        name=graph.name,
-        **columns | {"origins": np.where(origins >= 0, number[origins], -1)},
-        producers=number[graph.producers[tensors]],
-        view_of=np.where(view_of >= 0, position[view_of], -1),
-        consumer_offsets=np.concatenate(([0], np.cumsum(consumed))),
-        consumers=edges % len(ops),
-    )
+    builder = GraphBuilder()
+    builder.copy_ops(graph, ops)
+    builder.copy_origins(graph, number)
+    tensors = builder.copy_tensors(graph, number)
+    is_inside = (tensors[tensors_read] >= 0) & (number[readers] >= 0)
+    builder.add_edges(tensors[tensors_read[is_inside]], number[readers[is_inside]])
+    return builder.build(graph.name)

@@ -7,6 +7,7 @@
 S samples, N ops of the problem, C choices that make up one placement, D devices.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,30 +32,30 @@ class Rollouts:
     group: I64 | None = None  # [S] group index; advantages are computed within a group; None: all are one group
 
 
-class Policy(nn.Module):
+class Policy(nn.Module, ABC):
     """A distribution over placements with trainable parameters."""
 
     name: str  # in `checkpoint.POLICIES`
     config: Any  # its frozen configuration
     learning_rate: float = 1e-3  # of Adam
 
+    @abstractmethod
     def instance(self, problem: Problem, rng: np.random.Generator) -> Instance:
         """Returns the features of `problem`; random parts of them, such as a grouping, come from `rng`.
 
         Raises InputError for a problem that the policy cannot place, such as one with too many devices.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def sample(
         self, instance: Instance, num_samples: int, rng: np.random.Generator, *, temperature: float = 1.0
     ) -> Rollouts:
         """Draws `num_samples` placements (the likeliest choices at temperature 0), without gradient."""
-        raise NotImplementedError
 
+    @abstractmethod
     def score(self, instance: Instance, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
         """Returns (log-probability [S, C] of each choice at the temperature at which `sample` draws by default, mean
         entropy of a choice in nats), with gradients."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """Raises InputError for finite parameters, read from a file, that cannot be used."""

@@ -20,7 +20,8 @@ from gdp.export.export_target import host_of, is_cpu, stage_members, stage_start
 from gdp.export.export_units import ExportUnits
 from gdp.export.layouts.precision import Held
 from gdp.export.module_chains import find_layers
-from gdp.graph import Graph, Tensor
+from gdp.graph import Graph
+from gdp.graph.builder import GraphBuilder
 from gdp.graph.copies import HOST_COPY
 from gdp.parallel.layout import Layout
 from gdp.simulator.plan import Plan
@@ -188,20 +189,12 @@ def _of_all(graph: Graph, ops: I64, stage_of: I64) -> I64:
 
 def _part(problem: Problem, ops: I64) -> Problem:
     """Returns the problem of placing `ops` alone; what other ops make is there from the start."""
-    graph = problem.graph
+    graph, builder = problem.graph, GraphBuilder()
     number = np.full(graph.num_ops, -1)
-    number[ops] = np.arange(len(ops))
-    tensors = np.flatnonzero(number[graph.producers] >= 0)
-    position = np.full(graph.num_tensors, -1)
-    position[tensors] = np.arange(len(tensors))
-    rows = []
-    for tensor in tensors.tolist():
-        row = graph.tensor(tensor)
-        readers = number[list(row.consumers)] if row.consumers else np.zeros(0, np.int64)
-        base = int(position[row.view_of]) if row.view_of >= 0 else -1
-        consumers = tuple(readers[readers >= 0].tolist())
-        rows.append(Tensor(int(number[row.producer]), consumers, row.bytes, row.resident, row.keep, base))
-    part = Graph.build(graph.name, graph.chosen_ops(ops.tolist()), rows)
+    number[ops] = builder.copy_ops(graph, ops)
+    builder.copy_origins(graph, number)
+    builder.copy_tensors(graph, number)
+    part = builder.build(graph.name)
     return Problem.build(part, problem.cluster, max_memory_bytes=_limits(problem))
 
 
