@@ -49,6 +49,7 @@ HELP = {
     "patience": "Placements in a row that bring nothing, and a run ends.",
     "placements": "Predicted and measured.",
     "placers": "FILE.py:FUNCTION or module:FUNCTION of anybody, and ours.",
+    "ranges": "Written, with the ranges of predictions that judged steps justify.",
     "repeats": "Steps of each.",
     "runs": "CSV of measured steps, in place of all sources: sizes, ways to be parallel, a time.",
     "sample": "Rows of a file whose models take long to capture.",

@@ -14,9 +14,11 @@ from benchmarks.measured_sources.gpt import GPTSteps
 from benchmarks.measured_sources.image_models import ImageInference, ImageTraining
 from benchmarks.measured_sources.mpt import MPTSteps
 from benchmarks.measured_sources.op_tables import AttentionTable, ProductTable
+from benchmarks.measured_sources.ranges import coverage, table_of, text_of
 from benchmarks.measured_sources.source import CapturedGraphs, MeasuredRow, MeasuredSource, PredictedRow
 from benchmarks.measured_sources.statistics import by_factor, by_part
 from benchmarks.rows import Rows
+from gdp import files
 from gdp.errors import InputError
 
 _KINDS = ProductTable, AttentionTable, ExchangeTable, GPTSteps, MPTSteps, ImageTraining, ImageInference
@@ -33,10 +35,19 @@ class MeasuredBenchmark(Benchmark):
     all: bool = False
     runs: Path | None = None
     card: str = "a100-sxm-40g"
+    ranges: Path | None = None
 
     def measure(self, rows: Rows, say: Say) -> dict[str, Any]:
-        graphs = CapturedGraphs(rows)
-        return {"tables": [_table(source, graphs, say) for source in self._chosen()]}
+        graphs, steps = CapturedGraphs(rows), dict[str, list[PredictedRow]]()
+        tables = [_table(source, graphs, say, steps) for source in self._chosen()]
+        steps = {name: kept for name, of in steps.items() if (kept := [row for row in of if row.step_kind is not None])}
+        if self.ranges is None:
+            return {"tables": tables, "coverage": coverage(steps)}
+        if not any(not row.is_set for of in steps.values() for row in of):
+            raise InputError("measured: ranges are made from judged steps; no source of --sources has them")
+        table = table_of(steps)
+        files.write_bytes(self.ranges, text_of(table, self.command).encode())
+        return {"tables": tables, "coverage": coverage(steps, table)}
 
     def _chosen(self) -> list[MeasuredSource]:
         if self.runs is not None:
@@ -54,8 +65,11 @@ class UserSteps(GPTSteps):
     name, about = "runs", "your steps of GPT, without tensor parallelism"
 
 
-def _table(source: MeasuredSource, graphs: CapturedGraphs, say: Say) -> dict[str, Any]:
+def _table(
+    source: MeasuredSource, graphs: CapturedGraphs, say: Say, steps: dict[str, list[PredictedRow]]
+) -> dict[str, Any]:
     predictions, left_out = predicted(source, source.rows(), graphs, say)
+    steps[source.name] = predictions
     of_memory = [each.fits for each in predictions if each.fits is not None]
     return {
         "source": source.name,
@@ -98,4 +112,5 @@ def _document(prediction: PredictedRow) -> dict[str, Any]:
         "predicted_ms": prediction.predicted_ms,
         "fits": prediction.fits,
         "is_set": prediction.is_set,
+        "step_kind": None if prediction.step_kind is None else str(prediction.step_kind),
     }

@@ -32,6 +32,10 @@ def d(text: str) -> Any:
     return Field(description=text)
 
 
+Range = Annotated[tuple[Ns, Ns] | None, d("where 8 of 10 measured steps of this kind are; null: not known")]
+RestsOn = Annotated[str | None, d("the measured steps that the range is from")]
+
+
 # parts
 
 
@@ -214,6 +218,8 @@ class Place(Figures):
     status: Status
     lower_bound_ns: Annotated[Ns, d("no placement of this graph takes less")]
     gap: Annotated[float | None, d("step time over bound, less 1; null: the bound is 0")]
+    step_time_range_ns: Range
+    range_rests_on: RestsOn
     mfu: Annotated[float | None, d("share of the devices' arithmetic rate that the model's FLOPs take")]
     per_second: Annotated[dict[str, float], d("samples, tokens")]
     baselines: Annotated[dict[str, Baseline], d("by placer")]
@@ -250,6 +256,8 @@ class SweepRow(TypedDict):
     machines: NotRequired[str]
     status: Literal["ok", "infeasible", "failed"]
     step_time_ns: int | None
+    step_time_range_ns: Range
+    range_rests_on: RestsOn
     lower_bound_ns: int | None
     peak_memory_bytes: list[Size] | None
     order: str | None
@@ -285,6 +293,8 @@ class CompareRow(TypedDict):
     placer: str
     status: str
     step_time_ns: Annotated[int | None, d("the median over seeds")]
+    step_time_range_ns: Range
+    range_rests_on: RestsOn
     step_time_ns_by_seed: list[int | None]
     seconds: float
     simulations: int
@@ -313,6 +323,8 @@ class Simulate(Figures):
     gdp_version: NotRequired[Annotated[str, d("that made the plan")]]
     lower_bound_ns: Ns
     gap: float | None
+    step_time_range_ns: Range
+    range_rests_on: RestsOn
     mfu: float | None
     feasible: bool
     reasons: Annotated[list[str], d("why it is not feasible")]

@@ -110,7 +110,13 @@ class GPTSteps(MeasuredSource):
         grid = np.arange(step.gpus).reshape(step.data_parallel, step.pipeline_parallel)
         _, simulation = simulate_layout(graph, step.layout, cluster, stage, grid, in_program_order=True)
         fits = not simulation.missing_bytes.any()
-        return PredictedRow(row, simulation.step_time_ns / 1e6, f"micro-batch of {step.micro_batch}", fits)
+        return PredictedRow(
+            row,
+            simulation.step_time_ns / 1e6,
+            f"micro-batch of {step.micro_batch}",
+            fits,
+            step_kind=simulation.step_kind,
+        )
 
 
 def read_steps(path: Path) -> list[tuple[GPTStep, float]]:

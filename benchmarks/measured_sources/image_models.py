@@ -79,6 +79,7 @@ class ImageModelSteps(MeasuredSource):
                 runtime,
                 ranked_with=run,
                 chosen_from=f"{card}-{step.model}-{image}" if run.endswith("rtx3090") else "",  # a memory format
+                model=step.model,
                 amount=batch,
             )
             rows.append(row)
@@ -92,7 +93,9 @@ class ImageModelSteps(MeasuredSource):
         simulation = on_one_card(graph, row.card, row.runtime)
         form = "channels_last" if step.channels_last else "NCHW"
         fits = not simulation.missing_bytes.any()
-        return PredictedRow(row, simulation.step_time_ns / 1e6, f"{kind_of(graph)}, {form}", fits)
+        return PredictedRow(
+            row, simulation.step_time_ns / 1e6, f"{kind_of(graph)}, {form}", fits, step_kind=simulation.step_kind
+        )
 
 
 class ImageTraining(ImageModelSteps):

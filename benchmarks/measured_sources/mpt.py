@@ -23,6 +23,7 @@ from benchmarks.measured_sources.source import (
     read_table,
 )
 from gdp.cluster import Cluster
+from gdp.costs.ranges import StepKind
 from gdp.graph import Graph
 from gdp.parallel.layout import Layout
 from gdp.search.batch_parts import Parts
@@ -95,14 +96,14 @@ class MPTSteps(MeasuredSource):
         step: MPTStep = row.case
         kind = f"{step.model}, {'recomputed' if step.recompute == 'blocks' else 'all held'}"
         if step.cards > CARDS_OF_HOST:
-            time_ns, fits = _estimated(step, graphs)
+            time_ns, fits, step_kind = _estimated(step, graphs)
         else:
             graph = graphs.read(step.captured(step.micro_batch), lambda: capture(step, step.micro_batch))
-            time_ns, fits = _simulated(step, graph)
-        return PredictedRow(row, time_ns / 1e6, kind, fits)
+            time_ns, fits, step_kind = _simulated(step, graph)
+        return PredictedRow(row, time_ns / 1e6, kind, fits, step_kind=step_kind)
 
 
-def _simulated(step: MPTStep, graph: Graph) -> tuple[float, bool]:
+def _simulated(step: MPTStep, graph: Graph) -> tuple[float, bool, StepKind | None]:
     """Returns the time in ns, and whether the step fits."""
     cluster, grid = _in_triton(f"{step.cards}x{CARD}"), np.arange(step.cards)[:, None]
     stage = np.zeros(graph.num_ops, np.int64)
@@ -112,10 +113,14 @@ def _simulated(step: MPTStep, graph: Graph) -> tuple[float, bool]:
         _, simulation = simulate_layout(graph, step.layout(count), cluster, stage, grid, in_program_order=True)
         times_ns.append(simulation.step_time_ns)
     each_ns = times_ns[-1] - times_ns[0]
-    return times_ns[-1] + (step.accumulation - counts[-1]) * each_ns, not simulation.missing_bytes.any()
+    return (
+        times_ns[-1] + (step.accumulation - counts[-1]) * each_ns,
+        not simulation.missing_bytes.any(),
+        simulation.step_kind,
+    )
 
 
-def _estimated(step: MPTStep, graphs: CapturedGraphs) -> tuple[float, bool]:
+def _estimated(step: MPTStep, graphs: CapturedGraphs) -> tuple[float, bool, StepKind | None]:
     hosts = step.cards // CARDS_OF_HOST
     cluster, samples = _in_triton(f"{hosts}xdgx-a100"), step.cards * step.accumulation * step.micro_batch
 
@@ -123,10 +128,13 @@ def _estimated(step: MPTStep, graphs: CapturedGraphs) -> tuple[float, bool]:
         count = samples // num_parts
         return graphs.read(step.captured(count), lambda: capture(step, count))
 
+    graph = graphs.read(step.captured(step.micro_batch), lambda: capture(step, step.micro_batch))
+
     estimator = Estimator(Parts(read, samples), cluster, Constraints())
     devices = tuple((device,) for device in range(step.cards))
     candidate = estimator.estimate(Arrangement(step.layout(step.accumulation), devices))
-    return candidate.step_time_ns, candidate.fits
+    placement = np.arange(graph.num_ops) % 2  # that there are others is what counts
+    return candidate.step_time_ns, candidate.fits, StepKind.of(graph, cluster, placement)
 
 
 @cache

@@ -19,6 +19,7 @@ from benchmarks.rows import Rows
 from gdp import files
 from gdp.cluster import Cluster
 from gdp.cluster.device import EAGER
+from gdp.costs.ranges import StepKind
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.simulator.problem import Problem
@@ -39,6 +40,7 @@ class MeasuredRow:
     runtime: str = EAGER
     ranked_with: str = ""  # rows of one text are ranked against each other
     chosen_from: str = ""  # rows of one text are what a user chooses between; "": there is no choice
+    model: str = ""  # "": rows of one `ranked_with` are of one model
     amount: float = 1.0  # samples or tokens, for times to be ranked; a user chooses the shortest time of each
 
 
@@ -51,6 +53,7 @@ class PredictedRow:
     kind: str  # of the model, op or exchange
     fits: bool | None = None  # None: memory is not looked at
     is_set: bool = False
+    step_kind: StepKind | None = None  # where kernels are priced
 
     @property
     def ratio(self) -> float:

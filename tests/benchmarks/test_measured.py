@@ -1,8 +1,10 @@
 """Predictions against what others measured: figures that changes must not make worse, a user's file, and statistics."""
 
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.measured import MeasuredBenchmark, predicted
@@ -11,6 +13,7 @@ from benchmarks.measured_sources.gpt import VTRAIN, GPTSteps, read_steps
 from benchmarks.measured_sources.image_models import ImageInference, ImageTraining
 from benchmarks.measured_sources.mpt import MPTSteps, capture
 from benchmarks.measured_sources.op_tables import AttentionTable, ProductTable
+from benchmarks.measured_sources.ranges import coverage, table_of, text_of
 from benchmarks.measured_sources.source import (
     SET_ROWS,
     CapturedGraphs,
@@ -22,6 +25,7 @@ from benchmarks.measured_sources.source import (
 from benchmarks.measured_sources.statistics import figures
 from benchmarks.rows import Rows
 from benchmarks.torchvision_stand_in import torchvision_stand_in
+from gdp.costs.ranges import StepKind, range_on
 from gdp.errors import InputError
 
 POINT = 0.01
@@ -141,3 +145,31 @@ def test_errors_of_a_file(line: str, message: str, tmp_path: Path) -> None:
     path.write_text("gpus\n2\n")
     with pytest.raises(InputError, match="no column global_batch"):
         read_steps(path)
+
+
+def test_ranges_have_what_they_say() -> None:
+    """Of models that ranges were not made from, 70 to 90 % of the rows are in their range; few rows have a wide one."""
+    rows, random = [], np.random.default_rng(0)
+    for number in range(400):  # steps take 1.1 times as long as predicted, with a deviation of 10 %
+        is_rare = number % 100 == 0
+        kind = StepKind(is_trained=not is_rare, runtime="eager", has_exchanges=True, is_thin=False)
+        row = MeasuredRow(str(number), 1.1 * random.lognormal(0, 0.1), "a100-sxm-80g", None, model=str(number // 4))
+        rows.append(PredictedRow(row, 1.0, "step", step_kind=kind))
+    of = coverage({"steps": rows}, table_of({"steps": rows}))["steps"]
+    assert all(0.7 <= of[name] <= 0.9 for name in ("told", "other_models"))
+    table = tomllib.loads(text_of(table_of({"steps": rows}), "python -m benchmarks measured"))
+    rare, often = (cell["factors"] for cell in table["cells"])
+    assert [cell["rows"] for cell in table["cells"]] == [4, 396]
+    # the median is 1.1, and 80 % are within a factor of exp(1.28 * 0.1) = 1.14 of it; the prediction is in the range
+    assert often == pytest.approx([0.97, 1.25], abs=0.05)
+    assert rare[0] < often[0]
+
+
+def test_ranges_of_the_fixed_part(tmp_path: Path) -> None:
+    """Most steps of GPT of the fixed part are in the range that gdp tells of them."""
+    source, is_fixed = FIXED_ROWS["gpt"]
+    rows = [row for number, row in enumerate(source.rows()) if is_fixed(number, row)]
+    predictions, _ = predicted(source, rows, CapturedGraphs(Rows(tmp_path, keep=False)))
+    ranges = [range_on(each.step_kind, [each.row.card]) for each in predictions if each.step_kind is not None]
+    inside = [of.low <= 1 / each.ratio <= of.high for of, each in zip(ranges, predictions, strict=True)]
+    assert sum(inside) >= 0.7 * len(inside)

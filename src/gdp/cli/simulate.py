@@ -92,7 +92,7 @@ class _Answer:
 def _derived(plan: "Plan", problem: "Problem", batches: int | None) -> _Answer:
     """Derives the figures of `plan` anew. InputError if it has others."""
     from gdp.report.progress import live
-    from gdp.report.tables import format_ms
+    from gdp.report.tables import format_range
 
     with live("deriving the figures of the plan"):
         from gdp.bounds.lower_bound import lower_bound
@@ -106,7 +106,8 @@ def _derived(plan: "Plan", problem: "Problem", batches: int | None) -> _Answer:
         wrong.append(f"lower_bound_ns is {plan.lower_bound_ns}; the bound is {bound_ns}")
     if wrong:
         raise InputError(f"the figures are not those of the plan: {', '.join(wrong)}; place the graph anew")
-    headline = f"Step time {format_ms(simulation.step_time_ns)} and peak memory are as in the plan."
+    time = format_range(simulation.step_time_ns, simulation.step_range)
+    headline = f"Step time {time} and peak memory are as in the plan."
     return _Answer(simulation, bound_ns, headline, plan, throughput)
 
 
@@ -133,7 +134,7 @@ def _scored(problem: "Problem", path: Path) -> _Answer:
     """Simulates the placement in `path`: the name of a device for each op."""
     from gdp.bounds.lower_bound import lower_bound
     from gdp.files import brief, read_json
-    from gdp.report.tables import format_ms
+    from gdp.report.tables import format_range
     from gdp.simulator.simulate import simulate
 
     devices, graph = read_json(path), problem.graph
@@ -151,7 +152,8 @@ def _scored(problem: "Problem", path: Path) -> _Answer:
         placement = [problem.cluster.device_number(devices[name]) for name in graph.op_names]
     warm_up(())
     simulation = simulate(problem, placement)
-    return _Answer(simulation, lower_bound(problem), f"Step time {format_ms(simulation.step_time_ns)}.")
+    time = format_range(simulation.step_time_ns, simulation.step_range)
+    return _Answer(simulation, lower_bound(problem), f"Step time {time}.")
 
 
 def _write_costs(path: Path, problem: "Problem") -> None:

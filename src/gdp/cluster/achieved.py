@@ -62,13 +62,27 @@ class CardFigures(NamedTuple):
     achieved: Mapping[str, float]
 
 
+GPU = "gpu"
+"""The family of cards that are in no other."""
+
+
 def figures_of_kind(kind: str) -> CardFigures:
     """Returns the figures of a kind of GPU: its own, else those of its family, else those of any."""
     row = dict(_TABLES["kinds"].get(kind, {}))
     families = _TABLES["families"]
-    figures = families["gpu"] | families[row.pop("family", "gpu")] | row
+    figures = families[GPU] | families[row.pop("family", GPU)] | row
     figures["cache_bytes"] = figures.pop("cache_mib", 0) * 2**20
     return CardFigures(figures.pop("issue_ns"), MappingProxyType(figures))
+
+
+def family_of(kind: str) -> str:
+    """Returns the family of a kind of GPU; GPU where it is not known."""
+    return str(_TABLES["kinds"].get(kind, {}).get("family", GPU))
+
+
+def product_shares() -> Mapping[str, float]:
+    """Returns the shares of the peak rate that products reach, by family; that of any GPU comes first."""
+    return {family: figures["product"] for family, figures in _TABLES["families"].items()}
 
 
 _TABLES = tomllib.loads((files("gdp.cluster") / "achieved.toml").read_text(encoding="utf-8"))

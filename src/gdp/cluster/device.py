@@ -9,7 +9,6 @@ from gdp.errors import InputError, suggest
 
 MAX_DEVICES = 1024
 """A cluster has a route for each pair of devices: a million."""
-_CPU_ERROR = 0.066  # over all models of `python -m benchmarks execution-against`
 WORD_DEVICES = 64
 """Sets of up to as many devices are the bits of one integer; a cluster of more is large."""
 
@@ -38,11 +37,6 @@ class Device:
     def is_cpu(self) -> bool:
         """True for a CPU, which its kind says: cpu-16core, or amd-epyc-1core of `gdp devices detect`."""
         return "cpu" in self.kind.lower() or self.kind.endswith("core")
-
-    @property
-    def prediction_error(self) -> float:
-        """The relative error, in the median, of predicted steps on such devices; 0 where it is not known."""
-        return _CPU_ERROR if self.is_cpu else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from gdp.bounds.layout_bound import layout_bound
 from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
+from gdp.costs.ranges import StepRange
 from gdp.errors import InputError
 from gdp.parallel.batches import in_flight
 from gdp.parallel.layout import AUTO, Layout
@@ -43,6 +44,7 @@ class PlacerRow:
     seconds: float  # mean over seeds
     simulations: int  # mean over seeds
     layout: Layout | None = None  # of the fastest seed, where the batch may be cut; None: of the graph as it is
+    step_range: StepRange | None = None  # of that seed
     reason: str = ""  # why a rival that cuts the batch has no step time
 
     @property
@@ -212,8 +214,10 @@ def _row(name: str, answers: Sequence[Candidate | None], seconds: float, simulat
     statuses = {"failed" if best is None else "ok" if best.fits else "infeasible" for best in answers}
     status = next(status for status in ("failed", "infeasible", "ok") if status in statuses)
     times_ns = tuple(best.step_time_ns if best is not None and best.fits else None for best in answers)
-    cut = min((best for best in answers if best is not None and best.cut is not None), default=None)
-    return PlacerRow(name, status, times_ns, seconds, simulations, None if cut is None else cut.layout)
+    fastest = min((best for best in answers if best is not None), default=None)
+    layout = None if fastest is None or fastest.cut is None else fastest.layout
+    step_range = None if fastest is None or fastest.simulation is None else fastest.simulation.step_range
+    return PlacerRow(name, status, times_ns, seconds, simulations, layout, step_range)
 
 
 def _rival_row(name: str, rival: Rival, problem: Problem) -> PlacerRow:
@@ -226,7 +230,7 @@ def _rival_row(name: str, rival: Rival, problem: Problem) -> PlacerRow:
         return PlacerRow(name, "failed", (None,), seconds, 0)
     if not found.feasible:
         return PlacerRow(name, "infeasible", (None,), seconds, 1)
-    return PlacerRow(name, "ok", (found.step_time_ns,), seconds, 1)
+    return PlacerRow(name, "ok", (found.step_time_ns,), seconds, 1, step_range=found.step_range)
 
 
 def _layout_row(name: str, solution: Solution, seconds: float) -> PlacerRow:
@@ -235,4 +239,5 @@ def _layout_row(name: str, solution: Solution, seconds: float) -> PlacerRow:
     status = "ok" if best.fits else "failed" if best.simulation is None else "infeasible"
     time_ns = best.step_time_ns if best.fits else None
     layout = None if best.cut is None else best.layout
-    return PlacerRow(name, status, (time_ns,), seconds, len(solution.looked_at), layout, best.obstacle)
+    step_range = None if best.simulation is None else best.simulation.step_range
+    return PlacerRow(name, status, (time_ns,), seconds, len(solution.looked_at), layout, step_range, best.obstacle)

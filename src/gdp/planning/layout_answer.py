@@ -17,6 +17,7 @@ from gdp.search.question import Solution
 
 _MOST_REASON = 120  # characters of an error in the table
 _RANDOM = ("dropout", "bernoulli")  # in kinds of ops
+_MOST_TIES = 3  # that are named
 _MOST_LOST = 0.02  # of the flops: rnnlm-2 in 4 parts has 0.8% more, whose products of weights are not cut
 
 
@@ -109,13 +110,26 @@ def num_moved(candidate: Candidate) -> int:
 
 
 def _ties(rows: Sequence[LayoutRow], error: float) -> Iterator[str]:
-    best = rows[0]
-    faster = min((row for row in rows if row.status == OK), key=lambda row: row.step_time_ns, default=best)
-    if faster.step_time_ns < best.step_time_ns and error:
+    """Yields a sentence on the layouts that are as fast as that of the plan, as far as can be told."""
+    best, fitting = rows[0], [row for row in rows if row.status == OK]
+    limit_ns = (1 + error) * min((row.step_time_ns for row in fitting), default=0)
+    ties = {row.option: row.step_time_ns for row in reversed(fitting) if row.step_time_ns <= limit_ns}
+    ties = dict(sorted(ties.items(), key=lambda item: item[1]))
+    ties.pop(best.option, None)
+    if ties and error:
+        named = [
+            f"{option} ({_beside(time_ns, best.step_time_ns)})" for option, time_ns in [*ties.items()][:_MOST_TIES]
+        ]
+        more = f" and {len(ties) - len(named)} more" if len(named) < len(ties) else ""
         yield (
-            f"{faster.option} is predicted {best.step_time_ns / faster.step_time_ns - 1:.1%} faster, within the "
-            f"{error:.1%} by which predictions err on these devices: of those the simplest is the answer"
+            f"a tie with {', '.join(named)}{more}: predictions of two layouts err by {error:.1%} beside each other; "
+            "the simplest is the answer"
         )
+
+
+def _beside(time_ns: int, best_ns: int) -> str:
+    ratio = best_ns / max(time_ns, 1)
+    return f"predicted {ratio - 1:.1%} faster" if ratio > 1 else f"{1 / max(ratio, 1e-9) - 1:.1%} slower"
 
 
 def _notes(candidate: Candidate, parts: Parts) -> Iterator[str]:

@@ -24,7 +24,7 @@ from gdp.report import sentences
 from gdp.report.advice_answer import advice_report
 from gdp.report.batches_answer import in_flight_of, of_throughput
 from gdp.report.limits import Limits
-from gdp.report.tables import MOST_DEVICES, SHOWN_OF_MANY, format_ms, new_table
+from gdp.report.tables import MOST_DEVICES, SHOWN_OF_MANY, format_ms, format_range, new_table
 from gdp.report.timeline_text import TimelineText
 from gdp.search.place_question import PlaceQuestion
 from gdp.simulator.plan import Plan
@@ -54,7 +54,7 @@ def place_report(
     count = sentences.num_microbatches(simulation)
     title = f"{graph.name} in {count} micro-batches" if count > 1 else graph.name
     yield Text(f"{title} ({sizes}) on {cluster.name}, placer {plan.placer}: {searched}")
-    yield Text(sentences.headline(plan, plan.search.baselines, count), style="bold")
+    yield Text(sentences.headline(plan, plan.search.baselines, count, simulation.step_range), style="bold")
     if serving:
         yield Text(serving, style="bold")
     for sentence in (*sentences.of_speed(simulation, amounts), *sentences.of_search(plan.search, simulation)):
@@ -160,7 +160,7 @@ def compare_report(comparison: Comparison, served: ServedStep | None = None) -> 
         table.add_row(
             row.placer,
             _status(row.status),
-            format_ms(row.step_time_ns),
+            "-" if row.step_time_ns is None else format_range(row.step_time_ns, row.step_range),
             *(() if served is None else (served.rate_text(row.step_time_ns),)),
             format_ms(min(times, default=None)),
             format_ms(max(times, default=None)),

@@ -8,6 +8,7 @@ from typing import Any
 
 from gdp.cluster import Cluster
 from gdp.costs.op_times import count_time_sources
+from gdp.costs.ranges import StepRange
 from gdp.graph import Graph
 from gdp.graph.held_memory import HeldMemory
 from gdp.graph.parameter_bytes import ParameterBytes
@@ -41,6 +42,13 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
     """Returns name, devices and fingerprint of a cluster."""
     devices = [device.name for device in cluster.devices]
     return {"name": cluster.name, "devices": devices, "fingerprint": cluster.fingerprint}
+
+
+def range_entry(step_time_ns: int | None, step_range: StepRange | None) -> dict[str, Any]:
+    """Returns the keys of the range of a step time; null where there is none."""
+    if step_time_ns is None or step_range is None:
+        return {"step_time_range_ns": None, "range_rests_on": None}
+    return {"step_time_range_ns": list(step_range.of(step_time_ns)), "range_rests_on": step_range.rests_on}
 
 
 def _gap(step_time_ns: int, bound_ns: int) -> float | None:
@@ -80,6 +88,7 @@ def place_document(
         "peak_memory_bytes": plan.peak_memory_bytes.tolist(),
         "busy_fraction": plan.search.busy_fraction.tolist(),
         "host_wait_fraction": simulation.host_wait_fraction.tolist(),
+        **range_entry(plan.step_time_ns, simulation.step_range),
         "mfu": simulation.mfu and simulation.mfu[0],
         "per_second": per_second(plan.step_time_ns, amounts),
         "baselines": {
@@ -120,6 +129,7 @@ def compare_document(
                 "seconds": row.seconds,
                 "simulations": row.simulations,
                 "lower_bound_ns": comparison.bound_of(row),
+                **range_entry(row.step_time_ns, row.step_range),
                 "layout": None if row.layout is None else row.layout.document(),
                 "reason": row.reason or None,
             }
@@ -157,6 +167,7 @@ def simulate_document(
         "peak_memory_bytes": simulation.peak_memory_bytes.tolist(),
         "busy_fraction": simulation.busy_fraction.tolist(),
         "host_wait_fraction": simulation.host_wait_fraction.tolist(),
+        **range_entry(simulation.step_time_ns, simulation.step_range),
         "mfu": simulation.mfu and simulation.mfu[0],
         "feasible": simulation.feasible,
         "reasons": simulation.reasons,

@@ -116,7 +116,7 @@ def summary(data: PageData) -> dict[str, Any]:
         "placer": writable(plan.placer),
         "seed": plan.seed,
         "version": writable(plan.gdp_version),
-        "headline": sentences.headline(plan, data.baselines, num_microbatches),
+        "headline": sentences.headline(plan, data.baselines, num_microbatches, simulation.step_range),
         "reasons": [writable(short(reason)) for reason in simulation.reasons],
         "bound": sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns, num_microbatches, copies.num_replicas),
         "layout": layout_document(plan, data.layouts),

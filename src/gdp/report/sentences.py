@@ -7,12 +7,13 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.cluster import Cluster
+from gdp.costs.ranges import StepRange
 from gdp.graph import Graph
 from gdp.graph.held_memory import HeldMemory, is_cache
 from gdp.graph.parameter_bytes import ParameterBytes
 from gdp.models.serving import ServedStep
 from gdp.notebook import digits, format_gib
-from gdp.report.tables import format_ms
+from gdp.report.tables import format_ms, format_range
 from gdp.search.solvers import SOLVERS
 from gdp.simulator.orders import BY_CALL
 from gdp.simulator.plan import Baseline, Plan, Search
@@ -22,11 +23,11 @@ _MOST_NAMED, _NAMED_OF_MANY = 64, 8  # devices: of more the first are named
 _NEARLY_FULL = 0.95  # of a memory limit; a choice: allocators lose some per cent to fragmentation
 
 
-def headline(plan: Plan, baselines: Mapping[str, Baseline], count: int = 1) -> str:
+def headline(plan: Plan, baselines: Mapping[str, Baseline], count: int = 1, step_range: StepRange | None = None) -> str:
     """Returns the step time and its ratios to one device, the expert of the GDP paper and the best baseline.
 
     `count` is the number of micro-batches of the step. A layout is compared with the whole batch on one device; other
-    plans with the step that they are of.
+    plans with the step that they are of. `step_range` is that of the step time.
     """
     step_time_ns = plan.step_time_ns
     times = {
@@ -51,11 +52,11 @@ def headline(plan: Plan, baselines: Mapping[str, Baseline], count: int = 1) -> s
         against[0] = against[0].replace(" times ", " times as fast as ", 1)
     if "single" in baselines and "single" not in times:
         against.append(f"no single device can hold {'it' if plan.layout is None else 'the whole batch'}")
-    return f"Step time {format_ms(step_time_ns)}" + (": " + ", ".join(against) if against else "")
+    return f"Step time {format_range(step_time_ns, step_range)}" + (": " + ", ".join(against) if against else "")
 
 
 def of_speed(simulation: Simulation, amounts: Mapping[str, int] = MappingProxyType({})) -> Iterator[str]:
-    """Yields a sentence on what a step does per second, its `amounts`, and on its share of the peak rate of devices."""
+    """Yields what a step does per second, its `amounts`, its share of the peak rate, and what its range rests on."""
     rates = [f"{digits(rate, 4)} {noun}" for noun, rate in per_second(simulation.step_time_ns, amounts).items()]
     parts = [f"{' and '.join(rates)} per second"] if rates else []
     if simulation.mfu is not None:
@@ -64,6 +65,8 @@ def of_speed(simulation: Simulation, amounts: Mapping[str, int] = MappingProxyTy
         parts.append(f"MFU {digits(100 * share, 3)}% of the {dtype} rate of {count} device{'s' * (count > 1)}")
     if parts:
         yield f"{'; '.join(parts)}."
+    if simulation.step_range is not None:
+        yield f"The range has 8 of 10 steps; it rests on {simulation.step_range.rests_on}."
 
 
 def per_second(step_time_ns: int, amounts: Mapping[str, int]) -> dict[str, float]:
@@ -95,8 +98,8 @@ def of_search(search: Search, simulation: Simulation) -> Iterator[str]:
         yield "Ops start by the call of their layer, as if each call were a micro-batch."
     if (times := search.under_noise) is not None:
         yield (
-            f"Expected with op times that vary by {times.noise:.1%}: {format_ms(times.mean_ns)}, 95th percentile "
-            f"{format_ms(times.p95_ns)} ({times.num_draws} draws)."
+            f"Expected with op times that vary by {times.noise:.1%}: {format_ms(times.mean_ns)} "
+            f"({times.num_draws} draws)."
         )
 
 

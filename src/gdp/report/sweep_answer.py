@@ -11,7 +11,8 @@ from gdp.models.serving import ServedStep, serving_entry
 from gdp.notebook import digits, format_gib
 from gdp.planning.advice import AS_FAST
 from gdp.planning.sweep import BATCH, DEVICES, MACHINES, MICROBATCHES, SweepRow
-from gdp.report.tables import format_ms, new_table
+from gdp.report.documents import range_entry
+from gdp.report.tables import format_ms, format_range, new_table
 from gdp.report.timeline import drawn, line_colour
 from gdp.simulator.plan import Plan
 
@@ -59,7 +60,7 @@ class SweepAnswer:
             sums = [price.dollars_per_hour, price.per_dollar(rate)] * has_dollars + [price.per_joule(rate)] * has_watts
             table.add_row(
                 str(row.value),
-                format_ms(plan.step_time_ns),
+                format_range(plan.step_time_ns, plan.step_range),
                 _figure(rate),
                 *self._middle(row, plan, plan.search.order, served),
                 *map(_figure, sums),
@@ -92,6 +93,7 @@ class SweepAnswer:
                 self.what: row.value,
                 "status": "failed" if plan is None else plan.status,
                 "step_time_ns": row.step_time_ns,
+                **range_entry(row.step_time_ns, None if plan is None else plan.step_range),
                 "lower_bound_ns": None if plan is None else row.bound_ns,
                 "peak_memory_bytes": None if plan is None else plan.peak_memory_bytes.tolist(),
                 "order": None if plan is None or plan.search is None else plan.search.order,

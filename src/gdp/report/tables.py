@@ -9,6 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 
+from gdp.costs.ranges import StepRange
 from gdp.notebook import digits, printable
 
 
@@ -27,6 +28,14 @@ class Printable:
 def format_ms(time_ns: int | None) -> str:
     """Returns a time in ms with four significant digits: `123.4 ms`; `-` for None."""
     return "-" if time_ns is None else f"{digits(time_ns / 1e6, 4)} ms"
+
+
+def format_range(time_ns: int, step_range: StepRange | None) -> str:
+    """Returns a time with the range that measured steps justify: `1,640 ms (1,476 to 1,952)`."""
+    if step_range is None:
+        return format_ms(time_ns)
+    low, high = (digits(end_ns / 1e6, 3) for end_ns in step_range.of(time_ns))
+    return f"{format_ms(time_ns)} ({low} to {high})"
 
 
 def short(name: str, most: int = 120) -> str:

@@ -7,6 +7,7 @@ from itertools import chain
 import numpy as np
 
 from gdp.arrays import I64
+from gdp.costs.ranges import tie_share
 from gdp.notebook import size
 from gdp.parallel.batches import BatchStream
 from gdp.parallel.layout import NONE, Layout
@@ -209,11 +210,8 @@ class Candidate:
 
     @property
     def error(self) -> float:
-        """The relative error that predictions have on its devices; 0 where it is not known of them all."""
-        if self.simulation is None:
-            return 0.0
-        devices = self.problem.cluster.devices
-        return float(min(devices[device].prediction_error for device in np.unique(self.placement).tolist()))
+        """The share by which the times of two plans may differ and be a tie; 0 where that is not known."""
+        return 0.0 if self.simulation is None else tie_share(self.problem.graph, self.problem.cluster, self.placement)
 
     @property
     def complexity(self) -> tuple[int, ...]:
@@ -232,9 +230,9 @@ class Candidate:
 def simplest(candidates: Sequence[Candidate]) -> Candidate:
     """Returns the simplest of the candidates that are as fast as the best, as far as can be told.
 
-    The step times of two candidates are a tie where they differ by no more than predictions err on the devices of the
-    best. The answer is slower than the best rival in hindsight by at most this error, by the predictions; where it is
-    not known, as on GPUs, the best candidate is the answer.
+    The step times of two candidates are a tie where they differ by no more than predictions err beside each other on
+    the devices of the best. By the predictions, the answer is slower than the best rival by at most this error; where
+    it is not known, as of graphs without shapes on GPUs, the best candidate is the answer.
     """
     best = min(candidates)
     if not (best.fits and best.error):

@@ -19,6 +19,7 @@ from numba.extending import overload
 from gdp import notebook
 from gdp.arrays import I64
 from gdp.compiled import INLINED, inner, kernel
+from gdp.costs.ranges import StepKind, StepRange, range_of
 from gdp.costs.rates import peak_rate
 from gdp.errors import InputError
 from gdp.graph.copies import MODEL
@@ -92,6 +93,16 @@ class Simulation:
     def _shares(self, times_ns: I64) -> npt.NDArray[np.float64]:
         sums = np.bincount(self.placement, times_ns, self.problem.num_devices)
         return np.asarray(sums / max(self.step_time_ns, 1), np.float64)
+
+    @cached_property
+    def step_range(self) -> StepRange | None:
+        """The range of its time by measured steps of its kind; None where ops are not priced by kernels."""
+        return range_of(self.problem.graph, self.problem.cluster, self.placement)
+
+    @property
+    def step_kind(self) -> StepKind | None:
+        """The kind of step that the error of its time depends on; None where ops are not priced by kernels."""
+        return StepKind.of(self.problem.graph, self.problem.cluster, self.placement)
 
     @cached_property
     def mfu(self) -> tuple[float, str] | None:

@@ -1,0 +1,115 @@
+"""Ranges: how far steps on cards are from their predictions, by kind of step; and when two plans are a tie.
+
+A range has 80 % of measured steps of its kind. ranges.toml has factors on the predicted time, made from what others
+measured (`python -m benchmarks measured --ranges FILE`), and says how. N ops, D devices.
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from math import exp, hypot, log
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gdp.arrays import I64
+from gdp.cluster import Cluster, Device
+from gdp.cluster.achieved import GPU, family_of
+from gdp.costs.kernels import CLASSES
+from gdp.costs.op_times import has_kernels, step_kernels
+from gdp.costs.rates import kernel_times
+from gdp.graph import Graph
+
+_THIN = [number for number, name in enumerate(CLASSES) if name.startswith(("grouped", "depthwise"))]
+_MANY = 0.1  # of the time in them; predictions of such steps err more
+
+
+@dataclass(frozen=True, slots=True)
+class StepRange:
+    """The range of 80 % of measured steps about a predicted time, and the text of what it rests on."""
+
+    low: float  # factors on the predicted time
+    high: float
+    rests_on: str
+
+    def of(self, time_ns: int) -> tuple[int, int]:
+        """Returns the shortest and the longest time in ns."""
+        return int(time_ns * self.low), int(time_ns * self.high)
+
+
+class StepKind(NamedTuple):
+    """The traits of a step that the error of its prediction depends on, besides the card."""
+
+    is_trained: bool
+    runtime: str
+    has_exchanges: bool  # several devices are in use
+    is_thin: bool  # much of the time is in convolutions of groups or of single channels
+
+    @classmethod
+    def of(cls, graph: Graph, cluster: Cluster, placement: I64) -> "StepKind | None":
+        """Returns the kind of a step under `placement` [N]; None where a device in use does not price kernels."""
+        devices = _used(cluster, placement)
+        cards = [device for device in devices if not device.is_cpu]  # a CPU beside them holds what is offloaded
+        if any(graph.times_ns) or not (cards and all(has_kernels(graph, card) for card in cards)):
+            return None
+        kernels = step_kernels(graph, cards[0].runtime)  # shares of the time are much alike on all
+        counts = np.bincount(kernels.ops, minlength=len(kernels.offsets) - 1)
+        times_ns = kernel_times(kernels, cards[0]) * np.repeat(counts, np.diff(kernels.offsets))
+        thin_ns = times_ns[np.isin(kernels.kinds, _THIN)].sum()
+        is_trained = bool(graph.is_in_phase("backward").any())
+        return cls(is_trained, cards[0].runtime, len(devices) > 1, bool(thin_ns > _MANY * times_ns.sum()))
+
+    def __str__(self) -> str:
+        """Returns `eager training on several devices with many grouped convolutions`."""
+        where = "several devices" if self.has_exchanges else "one device"
+        thin = " with many grouped convolutions" * self.is_thin
+        return f"{self.runtime} {'training' if self.is_trained else 'inference'} on {where}{thin}"
+
+
+def range_of(graph: Graph, cluster: Cluster, placement: I64) -> StepRange | None:
+    """Returns the range of the step time under `placement`; None where devices in use do not price kernels."""
+    kind = StepKind.of(graph, cluster, placement)
+    if kind is None:
+        return None
+    return range_on(kind, sorted({device.kind for device in _used(cluster, placement) if not device.is_cpu}))
+
+
+def range_on(kind: StepKind, cards: Sequence[str], table: Mapping[str, Any] | None = None) -> StepRange:
+    """Returns the range of steps of a kind on `cards`, by the figures of `table` or of ranges.toml.
+
+    A spread that comes in addition is independent: squares of the logarithms add up.
+    """
+    figures = table or _table()
+    cell = next((cell for cell in figures["cells"] if StepKind(*cell["kind"]) == kind), None)
+    low, high = (cell or figures["other"])["factors"]
+    text = f"{cell['rows']:,} measured steps of {kind}" if cell else f"measured steps of other kinds, none of {kind}"
+    unknown = [card for card in cards if family_of(card) == GPU]
+    strange = unknown or [card for card in cards if family_of(card) not in figures["judged"]]
+    if strange:
+        spread = log(figures["unknown" if unknown else "family"])
+        low, high = exp(-hypot(log(low), spread)), exp(hypot(log(high), spread))
+        text += f", none on cards like {' or '.join(strange)}"
+    return StepRange(low, high, text)
+
+
+def tie_share(graph: Graph, cluster: Cluster, placement: I64) -> float:
+    """Returns the share by which the step times of two plans of a model may differ and be a tie; 0 where that is not
+    known of all devices in use."""
+    ties, is_modelled = _table()["ties"], not any(graph.times_ns)
+    return float(
+        min(
+            ties["cpu"] if device.is_cpu else ties["card"] if is_modelled and has_kernels(graph, device) else 0.0
+            for device in _used(cluster, placement)
+        )
+    )
+
+
+def _used(cluster: Cluster, placement: I64) -> list[Device]:
+    return [cluster.devices[device] for device in np.unique(placement).tolist()]
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads((files("gdp.costs") / "ranges.toml").read_text(encoding="utf-8"))
