@@ -22,7 +22,10 @@ MOST_ROWS, PRIOR_ROWS = 30, 10
 _DEVIATIONS = 1.2816  # from the middle of a normal distribution to the ends of 80 % of it
 # percentiles 5 to 95 of a normal distribution
 _PRIOR = np.array([-1.645, -1.036, -0.674, -0.385, -0.126, 0.126, 0.385, 0.674, 1.036, 1.645])
-_NO_ROWS = 2.0  # times the variance, for kinds of steps that have no rows
+_NO_ROWS = 2.0  # times the spread, for kinds of steps that have no rows; untuned
+_OF_UNKNOWN = (
+    0.5  # of the spread of cards of no family, for those of one without rows: its figures are from papers; untuned
+)
 CPU_TIE = 0.066  # the median error over all models of `python -m benchmarks execution-against`
 
 Table = Mapping[str, Any]
@@ -39,19 +42,15 @@ def table_of(steps: Steps) -> Table:
     for rows in groups.values():
         for kind in {row.step_kind for row in rows}:
             cells[kind].append(np.array([_log(row) for row in rows if row.step_kind == kind]))
-    families = defaultdict[str, list[float]](list)
-    for (_, card), values in logs.items():
-        families[family_of(card)].append(float(np.median(values)))
-    medians = [np.mean(values) for values in families.values()]
-    between = float(np.std(medians, ddof=1)) if len(medians) > 1 else prior
     shares = np.log(list(product_shares().values()))
+    unknown = float(_DEVIATIONS * np.sqrt(np.mean((shares - shares[0]) ** 2)))
     pairs = [abs(_log(a) - _log(b)) for rows in _choices(steps) for a, b in combinations(rows, 2)]
     return {
-        "judged": sorted(families),
-        "family": float(np.exp(_DEVIATIONS * between)),
-        "unknown": float(np.exp(_DEVIATIONS * np.sqrt(np.mean((shares - shares[0]) ** 2)))),
+        "judged": sorted({family_of(card) for _, card in groups}),
+        "family": float(np.exp(_OF_UNKNOWN * unknown)),
+        "unknown": float(np.exp(unknown)),
         "ties": {"card": float(np.expm1(np.median(pairs))) if pairs else 0.0, "cpu": CPU_TIE},
-        "other": {"factors": _factors(np.array(spread) * np.sqrt(_NO_ROWS))},
+        "other": {"factors": _factors(np.array(spread) * _NO_ROWS)},
         "cells": [
             {"kind": list(kind), "rows": sum(map(len, parts)), "factors": _factors(_weighted(parts, prior))}
             for kind, parts in sorted(cells.items())
@@ -67,11 +66,11 @@ def text_of(table: Table, command: str) -> str:
         for cell in table["cells"]
     )
     return f"""# Where 80 % of measured steps are, as factors on the predicted time, by kind of step: is it trained, its
-# runtime, is it on several devices, is much of its time in grouped or depthwise convolutions. Made from judged rows, as
-# benchmarks/measured_sources/ranges.py says, by
+# runtime, is it on several devices, is most of its time in products, is much of it in grouped or depthwise
+# convolutions. Made from judged rows, as benchmarks/measured_sources/ranges.py says, by
 #   {command}
 judged = [{", ".join(_text(family) for family in table["judged"])}] # families of the cards of the rows
-family = {table["family"]:.3f} # more, on other families: as median errors differ among those
+family = {table["family"]:.3f} # more, on other families: half of `unknown`, in logarithms
 unknown = {table["unknown"]:.3f} # more, on cards of no family: as products of the families reach of their sheets
 
 # The median error of the ratio of two layouts of one model on one machine; of CPUs of `execution-against`
@@ -79,7 +78,7 @@ unknown = {table["unknown"]:.3f} # more, on cards of no family: as products of t
 card = {table["ties"]["card"]:.3f}
 cpu = {table["ties"]["cpu"]:.3f}
 
-# Kinds of steps without rows: all rows, with twice the variance
+# Kinds of steps without rows: all rows, with twice the spread
 [other]
 factors = {table["other"]["factors"]}
 {cells}"""

@@ -12,14 +12,14 @@ from gdp.costs.ranges import StepKind, range_of, range_on, tie_share
 from gdp.graph import Graph
 from gdp.models.pytorch import capture
 
-TRAINING = StepKind(is_trained=True, runtime="eager", has_exchanges=False, is_thin=False)
+TRAINING = StepKind(is_trained=True, runtime="eager", has_exchanges=False, is_of_products=True, is_thin=False)
 FIGURES = {
     "judged": ["a100"],
     "family": 1.2,
     "unknown": 1.5,
     "ties": {"card": 0.05, "cpu": 0.06},
     "other": {"factors": [0.5, 2.0]},
-    "cells": [{"kind": [True, "eager", False, False], "rows": 40, "factors": [0.9, 1.1]}],
+    "cells": [{"kind": [True, "eager", False, True, False], "rows": 40, "factors": [0.9, 1.1]}],
 }
 
 
@@ -34,7 +34,7 @@ def test_range_of_a_kind_that_was_judged() -> None:
     """100 ms on a card of a family whose steps were judged: 90 to 110 ms, by 40 rows of the kind."""
     found = range_on(TRAINING, ["a100-sxm-80g"], FIGURES)
     assert found.of(100_000_000) == (90_000_000, 110_000_000)
-    assert found.rests_on == "40 measured steps of eager training on one device"
+    assert found.rests_on == "40 measured steps of eager training on one device, mostly products"
 
 
 @pytest.mark.parametrize(("card", "factor"), [("h100-sxm-80g", 1.2), ("my-own-card", 1.5)])
@@ -43,23 +43,28 @@ def test_other_cards_have_wider_ranges(card: str, factor: float) -> None:
     found = range_on(TRAINING, [card, "a100-sxm-80g"], FIGURES)
     assert found.low == pytest.approx(exp(-hypot(log(0.9), log(factor))))
     assert found.high == pytest.approx(exp(hypot(log(1.1), log(factor))))
-    assert found.rests_on.endswith(f"on one device, none on cards like {card}")
+    assert found.rests_on.endswith(f"on one device, mostly products, none on cards like {card}")
 
 
 def test_kind_without_rows_rests_on_others() -> None:
     """CUDA graphs were not judged: the range is that of other kinds, and says so."""
     found = range_on(TRAINING._replace(runtime="cuda-graphs"), ["a100-sxm-80g"], FIGURES)
     assert (found.low, found.high) == (0.5, 2.0)
-    assert found.rests_on == "measured steps of other kinds, none of cuda-graphs training on one device"
+    assert (
+        found.rests_on == "measured steps of other kinds, none of cuda-graphs training on one device, mostly products"
+    )
 
 
 def test_kind_of_a_step(step: Graph) -> None:
     """A step says whether it is trained, how it is run, on how many devices, and that its convolutions are thin."""
     one, two = np.zeros(step.num_ops, np.int64), np.arange(step.num_ops) % 2
     cards = Cluster.parse("2xa100-sxm-80g:compile")
-    assert StepKind.of(step, cards, one) == (True, "compile", False, True)
-    assert StepKind.of(step, cards, two) == (True, "compile", True, True)
-    assert str(StepKind.of(step, cards, two)) == "compile training on several devices with many grouped convolutions"
+    assert StepKind.of(step, cards, one) == (True, "compile", False, True, True)
+    assert StepKind.of(step, cards, two) == (True, "compile", True, True, True)
+    assert (
+        str(StepKind.of(step, cards, two))
+        == "compile training on several devices, mostly products, many grouped convolutions"
+    )
 
 
 def test_there_is_no_range_where_kernels_are_not_priced(step: Graph) -> None:

@@ -16,14 +16,15 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.cluster import Cluster, Device
-from gdp.cluster.achieved import GPU, family_of
+from gdp.cluster.achieved import GPU, OF_FLOPS, family_of
 from gdp.costs.kernels import CLASSES
 from gdp.costs.op_times import has_kernels, step_kernels
 from gdp.costs.rates import kernel_times
 from gdp.graph import Graph
 
 _THIN = [number for number, name in enumerate(CLASSES) if name.startswith(("grouped", "depthwise"))]
-_MANY = 0.1  # of the time in them; predictions of such steps err more
+# of the time: predictions of steps with so many of them err more; steps with more of products err otherwise. Untuned
+_MANY_THIN, _MOST_PRODUCTS = 0.1, 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class StepKind(NamedTuple):
     is_trained: bool
     runtime: str
     has_exchanges: bool  # several devices are in use
+    is_of_products: bool  # most of the time is in products, attention and convolutions
     is_thin: bool  # much of the time is in convolutions of groups or of single channels
 
     @classmethod
@@ -57,15 +59,21 @@ class StepKind(NamedTuple):
         kernels = step_kernels(graph, cards[0].runtime)  # shares of the time are much alike on all
         counts = np.bincount(kernels.ops, minlength=len(kernels.offsets) - 1)
         times_ns = kernel_times(kernels, cards[0]) * np.repeat(counts, np.diff(kernels.offsets))
-        thin_ns = times_ns[np.isin(kernels.kinds, _THIN)].sum()
+        thin, products = (
+            times_ns[chosen].sum() / times_ns.sum()
+            for chosen in (np.isin(kernels.kinds, _THIN), kernels.kinds < len(OF_FLOPS))
+        )
         is_trained = bool(graph.is_in_phase("backward").any())
-        return cls(is_trained, cards[0].runtime, len(devices) > 1, bool(thin_ns > _MANY * times_ns.sum()))
+        return cls(
+            is_trained, cards[0].runtime, len(devices) > 1, bool(products > _MOST_PRODUCTS), bool(thin > _MANY_THIN)
+        )
 
     def __str__(self) -> str:
-        """Returns `eager training on several devices with many grouped convolutions`."""
+        """Returns `eager training on several devices, mostly products`."""
         where = "several devices" if self.has_exchanges else "one device"
-        thin = " with many grouped convolutions" * self.is_thin
-        return f"{self.runtime} {'training' if self.is_trained else 'inference'} on {where}{thin}"
+        most = ", mostly products" if self.is_of_products else ", mostly not products"
+        thin = ", many grouped convolutions" * self.is_thin
+        return f"{self.runtime} {'training' if self.is_trained else 'inference'} on {where}{most}{thin}"
 
 
 def range_of(graph: Graph, cluster: Cluster, placement: I64) -> StepRange | None:
