@@ -89,7 +89,8 @@ class PlaceRequest:
         has_layout = self.parallel not in (None, "none")
         others = {"--placer": self.options.placer != "auto", "--for": self.target is not None}
         if self.batches is not None:
-            _check_reading_for_batches(self.reading)
+            if self.reading.microbatching.count > 1:
+                raise InputError("--microbatches: accumulates gradients, and --batches serves; leave one of them out")
             has_checkpoint = self.options.checkpoint is not None
             more = {"--parallel": has_layout, "--checkpoint": has_checkpoint, "--sweep": sweep is not None}
             refuse_beside("--batches", {**more, **others})
@@ -192,11 +193,6 @@ class PlaceRequest:
     def is_local(self) -> bool:
         """True for the devices of this machine."""
         return self.devices.strip() == "local"
-
-
-def _check_reading_for_batches(reading: Reading) -> None:
-    if reading.microbatching.count > 1:
-        raise InputError("--microbatches: accumulates gradients, and --batches serves; leave one of them out")
 
 
 def _check_reading_for_layouts(reading: Reading, *, is_file: bool) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def write(path: Path | None, model: Model) -> None:
         "captured": model.is_captured,
         "seconds": model.seconds,
         "notes": list(model.notes),
-        "served": None if model.served is None else model.served.to_document(),
+        "served": None if model.served is None else asdict(model.served),
     }
     cache.write(path, document)
 

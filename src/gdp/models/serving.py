@@ -68,13 +68,9 @@ class ServedStep:
     context: int  # tokens that the cache has room for, for each sequence
     cache_bytes: int  # of keys, values and states, of all sequences
 
-    def to_document(self) -> dict[str, Any]:
-        """Returns the fields by name."""
-        return asdict(self)
-
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> "ServedStep":
-        """Reads what `to_document` returned. Raises KeyError, TypeError or ValueError for anything else."""
+        """Reads the fields by name. Raises KeyError, TypeError or ValueError for anything else."""
         values = {field.name: document[field.name] for field in fields(cls)}
         if values["phase"] not in PHASES[1:]:
             raise ValueError(values["phase"])
@@ -92,7 +88,7 @@ class ServedStep:
     def figures(self, step_time_ns: int) -> dict[str, Any]:
         """Returns the facts with the time to the first token, or with tokens per second, for a step time."""
         is_decode, per_second = self.phase == "decode", self.per_second(step_time_ns)
-        return self.to_document() | {
+        return asdict(self) | {
             "time_to_first_token_ns": None if is_decode else step_time_ns,
             "prompt_tokens_per_second": None if is_decode else per_second,
             "tokens_per_second": per_second if is_decode else None,

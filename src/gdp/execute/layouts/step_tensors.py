@@ -9,8 +9,7 @@ from gdp.arrays import I64
 from gdp.graph import Graph
 from gdp.graph.copies import numbers_in
 from gdp.models.pytorch import Program
-from gdp.models.pytorch.optimizers import contiguous
-from gdp.models.pytorch.strides import StridedLayout
+from gdp.models.pytorch.strides import StridedLayout, contiguous
 
 
 class StepTensors:

@@ -9,7 +9,7 @@ the output layer, unless the format says otherwise. docs/models-transformers.md 
 import fnmatch
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -263,15 +263,6 @@ def _fp8(content: Mapping[str, Any]) -> GroupFormat:
     return replace(_FORMATS["fp8"], label=f"FP8, blocks of {rows} x {columns}", group=rows * columns, skipped=skipped)
 
 
-def _fbgemm_fp8(content: Mapping[str, Any]) -> GroupFormat:
-    return GroupFormat("FP8, a scale for each output channel", 8, 32, 0, FLOAT8, _skipped(content))
-
-
-def _mxfp4(content: Mapping[str, Any]) -> GroupFormat:
-    """gpt-oss: the experts alone; products are computed in the model's dtype."""
-    return replace(_FORMATS["mxfp4"], skipped=_skipped(content), experts_only=True)
-
-
 def _compressed_tensors(content: Mapping[str, Any]) -> GroupFormat:
     """compressed-tensors (vLLM's llm-compressor): one group of modules; `ignore` names those that are left out."""
     groups = list(content["config_groups"].values())
@@ -304,13 +295,14 @@ def _compressed_tensors(content: Mapping[str, Any]) -> GroupFormat:
     )
 
 
-_METHODS = {
+_METHODS: Mapping[str, Callable[[Any], WeightFormat]] = {
     "awq": _awq,
     "gptq": _gptq,
     "auto-round": _gptq,
     "bitsandbytes": _bitsandbytes,
     "fp8": _fp8,
-    "fbgemm_fp8": _fbgemm_fp8,
-    "mxfp4": _mxfp4,
+    "fbgemm_fp8": lambda of: GroupFormat("FP8, a scale for each output channel", 8, 32, 0, FLOAT8, _skipped(of)),
+    # gpt-oss: the experts alone; products are computed in the model's dtype
+    "mxfp4": lambda of: replace(_FORMATS["mxfp4"], skipped=_skipped(of), experts_only=True),
     "compressed-tensors": _compressed_tensors,
 }

@@ -158,8 +158,8 @@ def product_shapes(call: OnnxCall, flops: int, dtype: str) -> str:
     return product_text(dtype, parts, call.out.numel // (parts * n), n, flops // (2 * call.out.numel))
 
 
-def _gemm(call: OnnxCall) -> int:
-    return _product(call) + (call.out.numel if call.has(2) else 0)
+def _gemm(call: OnnxCall, bias: int = 2) -> int:
+    return _product(call) + (call.out.numel if call.has(bias) else 0)
 
 
 def _product_of_weights(call: OnnxCall, weight: int, bias: int) -> int:
@@ -229,12 +229,6 @@ def _grouped_query_attention(call: OnnxCall) -> int:
     past = call.input(3).shape[2] if call.has(3) else 0
     total = present.shape[2] if present is not None else length + past
     return _attention_flops(batch * length * total, int(call.attributes["num_heads"]), width, width)
-
-
-def _quantised_gemm(call: OnnxCall) -> int:
-    """a, its scale and zero point, b, its scale and zero point, c."""
-    inner = call.input(0).shape[0 if call.attributes.get("transA", 0) else 1]
-    return call.out.numel * (2 * inner + call.has(6))
 
 
 def _experts(call: OnnxCall) -> int:
@@ -337,7 +331,7 @@ _FORMULAS: dict[str, Formula] = by_name(
         "FusedGemm": lambda call: _gemm(call) + call.out.numel,
         # weights in blocks of few bits; unpacking the blocks is not counted
         "MatMulNBits MatMulBnb4": lambda call: call.out.numel * (2 * int(call.attributes["K"]) + call.has(5)),
-        "QGemm": _quantised_gemm,
+        "QGemm": lambda call: _gemm(call, 6),  # behind a and b, each with its scale and zero point
         "QAttention": lambda call: _attention_with_projection(call, 8),
         "MoE QMoE": _experts,
         "Conv ConvTranspose": _convolution,

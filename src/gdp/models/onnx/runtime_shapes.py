@@ -15,8 +15,8 @@ Inferred = list[tuple[int, list[int | None] | None, bool]]
 """By output: the type's code, the shape, whether it is a sequence; (0, None, False) if nothing is known."""
 
 
-def _product_shape(call: OnnxCall) -> _Shapes:
-    a, b = list(call.input(0).shape), list(call.input(1).shape)
+def _product_shape(call: OnnxCall, second: int = 1) -> _Shapes:
+    a, b = list(call.input(0).shape), list(call.input(second).shape)
     if call.attributes.get("transBatchA", 0):  # the first dimension goes behind the others of the batch
         a.insert(-1, a.pop(0))
     if call.attributes.get("transBatchB", 0):
@@ -26,12 +26,6 @@ def _product_shape(call: OnnxCall) -> _Shapes:
     if call.attributes.get("transB", 0):
         b[-2:] = b[:-3:-1]
     return [[*np.broadcast_shapes(tuple(a[:-2]), tuple(b[:-2])), a[-2], b[-1]]]
-
-
-def _quantised_gemm_shape(call: OnnxCall) -> _Shapes:
-    """a, its scale and zero point, b, its scale and zero point, c, scale and zero point of the result."""
-    a, b = call.input(0).shape, call.input(3).shape
-    return [[a[1 if call.attributes.get("transA", 0) else 0], b[0 if call.attributes.get("transB", 0) else 1]]]
 
 
 def _quantised_concat_shape(call: OnnxCall) -> _Shapes:
@@ -112,7 +106,7 @@ _RULES: dict[str, Callable[[OnnxCall], _Shapes]] = by_name(
     {
         "FusedMatMul TransposeMatMul DynamicQuantizeMatMul MatMulIntegerToFloat": _product_shape,
         "MatMulNBits MatMulBnb4": lambda call: [[*call.input(0).shape[:-1], int(call.attributes["N"])]],
-        "QGemm": _quantised_gemm_shape,
+        "QGemm": lambda call: _product_shape(call, 3),  # behind a, its scale and zero point
         "QLinearConcat": _quantised_concat_shape,
         "QLinearWhere": lambda call: [np.broadcast_shapes(*(call.input(place).shape for place in (0, 1, 4)))],
         "QLinearGlobalAveragePool": _global_pool_shape,

@@ -20,7 +20,7 @@ from gdp.errors import InputError
 from gdp.graph.shapes import call_text
 from gdp.models.model import IMPLEMENTATIONS
 from gdp.models.pytorch.recorded_calls import Call, Ref
-from gdp.models.pytorch.strides import StridedLayout
+from gdp.models.pytorch.strides import StridedLayout, contiguous
 
 aten = torch.ops.aten
 Widened = Callable[[], int]
@@ -262,12 +262,6 @@ def _is_matrix(weight: StridedLayout) -> bool:
 def dense(layout: StridedLayout) -> StridedLayout:
     """Returns `layout` at the start of memory of its own."""
     return layout._replace(offset=0)
-
-
-def contiguous(size: tuple[int, ...], dtype: torch.dtype) -> StridedLayout:
-    """Returns the layout of a contiguous tensor."""
-    strides = tuple(math.prod(max(length, 1) for length in size[axis + 1 :]) for axis in range(len(size)))
-    return StridedLayout(size, strides, 0, dtype)
 
 
 def numel(layout: StridedLayout) -> int:

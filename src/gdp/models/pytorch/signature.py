@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gdp.models.pytorch.program import Program
 from gdp.models.pytorch.recorded_calls import Call, Ref
-from gdp.models.pytorch.strides import StridedLayout
+from gdp.models.pytorch.strides import StridedLayout, contiguous
 
 LIBRARY = f"torch {torch.__version__}"
 """The library whose kernels a time was measured with."""
@@ -49,12 +49,6 @@ def _argument(program: Program, item: Any) -> str:
 
 def _layout(layout: StridedLayout) -> str:
     text = f"{str(layout.dtype).removeprefix('torch.')}{list(layout.size)}"
-    dense, step = [], 1
-    for size in reversed(layout.size):
-        dense.append(step)
-        step *= size
-    is_dense = all(
-        size == 1 or stride == expected
-        for size, stride, expected in zip(layout.size, layout.stride, reversed(dense), strict=True)
-    )
+    dense = zip(layout.size, layout.stride, contiguous(layout.size, layout.dtype).stride, strict=True)
+    is_dense = all(size == 1 or stride == expected for size, stride, expected in dense)
     return text if is_dense else f"{text} strides {list(layout.stride)}"

@@ -1,5 +1,6 @@
 """StridedLayout: the place of a tensor in its memory, and the views and copies made from it."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,12 @@ class StridedLayout(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+
+
+def contiguous(size: tuple[int, ...], dtype: torch.dtype) -> StridedLayout:
+    """Returns the layout of a contiguous tensor."""
+    strides = tuple(math.prod(max(length, 1) for length in size[axis + 1 :]) for axis in range(len(size)))
+    return StridedLayout(size, strides, 0, dtype)
 
 
 def empty(layout: StridedLayout, device: torch.device | None = None, *, is_pinned: bool = False) -> Tensor:
