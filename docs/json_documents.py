@@ -591,6 +591,39 @@ class Measure(TypedDict):
     path: str
 
 
+class FittedNumber(TypedDict):
+    """A number of a kind of device or link."""
+
+    of: str
+    number: Literal["product", "bandwidth", "issue", "rate", "latency"]
+    before: Annotated[float, d("a share, FLOP or bytes per second, or ns")]
+    after: float
+    factor: float
+    prior: Annotated[float, d("deviation of its logarithm among machines")]
+
+
+class FittedStep(TypedDict):
+    """Errors of a measured step, as shares of its time."""
+
+    row: int
+    model: str
+    measured_ms: float
+    before: float
+    after: float
+    left_out: Annotated[float, d("with numbers that the other rows set")]
+    disagrees: bool
+
+
+class Fit(TypedDict):
+    """`gdp devices fit --json`."""
+
+    cluster: ClusterFile
+    fingerprint: str
+    numbers: list[FittedNumber]
+    rows: list[FittedStep]
+    path: str
+
+
 class GraphFile(TypedDict):
     """`gdp-graph`, as JSON; [columns](machine-model.md#6-files) have the same fields."""
 
@@ -669,6 +702,7 @@ ANSWERS: Mapping[str, Any] = {
     "workloads": Workloads,
     "devices-detect": Detect,
     "devices-measure": Measure,
+    "devices-fit": Fit,
 }
 """What `--json` prints, by command."""
 FILES: Mapping[str, Any] = {

@@ -51,6 +51,7 @@ def _answers(directory: Path) -> dict[str, list[Any]]:
     Path("prices.json").write_text(json.dumps({"p100-pcie-16g": {"dollars_per_hour": 0.7, "watts": 250}}))
     timed = {"match": ".", "time": {"p100-pcie-16g": "95us"}}
     Path("costs.json").write_text(json.dumps({"format": "gdp-op-costs", "version": 1, "ops": [timed]}))
+    Path("runs.csv").write_text("model,ms,devices\ngraph.json,3,l4-24g\n")
     place = ("place", "--budget", "20sims", *QUICK)
     few = (*place, "--no-advice")
     names = recurrent().op_names
@@ -114,6 +115,7 @@ def _answers(directory: Path) -> dict[str, list[Any]]:
         "workloads": (("workloads",),),
         "devices-detect": (("devices", "detect", "--out", "local.yaml"),),
         "devices-measure": (("devices", "measure", "--quick", "--devices", "cpu0", "--out", "measured.json"),),
+        "devices-fit": (("devices", "fit", "--runs", "runs.csv", "--out", "mine.yaml"),),
         "cluster": (("devices", "show", "2x(2xp100-pcie-16g)@100gbit"),),
     }
     return {name: [_printed(directory, *words) for words in listed] for name, listed in commands.items()}

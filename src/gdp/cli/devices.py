@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gdp.cli.options import JsonOption
+from gdp.cli.options import DevicesOption, JsonOption
 from gdp.cli.shared import check_writable, log, print_json, print_text, show
 from gdp.errors import InputError
 
@@ -198,6 +198,54 @@ def devices_measure(
         print_text("A device alone has these times as much:\n")
         show(listings.rows_report([{"device": name, **factors} for name, factors in calibration.alone.items()]))
     print_text("\n".join(["", *(f"note: {note}" for note in calibration.notes), f"Written to {out}"]))
+    return 0
+
+
+@devices_app.command("fit")
+def devices_fit(
+    runs: Annotated[
+        Path, typer.Option(metavar="FILE", help="CSV, YAML or JSON of rows: model, ms, devices, runtime, batch, ...")
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The cluster file to write, such as mine.yaml.")],
+    devices: DevicesOption = None,
+    json: JsonOption = False,
+) -> int:
+    """Fit what cards, their host and links achieve to steps that you measured, and write it to a cluster file.
+
+    A row has the time of a step in ms, and options of gdp place by their names.
+    """
+    check_writable(out)
+    from gdp.cluster import Cluster
+    from gdp.planning.machine_fit import fit_machine
+    from gdp.planning.measured_steps import read_steps
+    from gdp.report import listings
+    from gdp.report.progress import live
+
+    steps = read_steps(runs, devices)
+    widest = max((step.cluster for step in steps), key=lambda cluster: cluster.num_devices)
+    with live("fitting the machine to measured steps"):
+        fit = fit_machine(steps, Cluster.parse(devices) if devices else widest)
+    fit.fitted.save(out)
+    if json:
+        cluster = {"cluster": fit.fitted.to_document(), "fingerprint": fit.fitted.fingerprint}
+        print_json(cluster | {"numbers": fit.number_rows(), "rows": fit.step_rows(), "path": str(out)})
+        return 0
+    show(listings.rows_report(fit.number_rows()))
+    print_text("")
+    percent = ("before", "after", "left_out")
+    show(listings.rows_report([row | {key: f"{row[key]:+.1%}" for key in percent} for row in fit.step_rows()]))
+    print_text("\nErrors are those of predicted times; left_out: with numbers that the other rows set.")
+    for row in fit.disagreeing:
+        print_text(
+            f"warning: {steps[row].where} disagrees with the others; check its options, what else the machine did and "
+            "whether the first steps are in its time, or leave it out"
+        )
+    for kind, what in fit.unlikely:
+        print_text(
+            f"warning: {what} of {kind} is {fit.factors[kind, what]:.3g} times what it is elsewhere, beyond three "
+            "deviations; check that rows have the time of steps alone, as their columns say"
+        )
+    print_text(f"Written to {out}; use it with --devices {out}")
     return 0
 
 

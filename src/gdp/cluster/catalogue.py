@@ -8,7 +8,7 @@ own context.
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
@@ -89,6 +89,21 @@ class ExchangeFigures:
     def latency_ns(self) -> int:
         """The least time of a message."""
         return sum(self.protocols["ll"][:2])
+
+    def over(self, bytes_per_second: int, latency_ns: int, num_cards: int) -> "ExchangeFigures":
+        """Returns the figures in proportion to a route between two of `num_cards`, where it has others than these."""
+        is_known = any(bytes_per_second == self.rate(count) for count in range(2, max(num_cards, 8) + 1))
+        rate = 1.0 if is_known else bytes_per_second / self.rate(num_cards)
+        latency = latency_ns / self.latency_ns
+        if rate == latency == 1.0:
+            return self
+        rates = {count: known * rate for count, known in self.rates.items()}
+        protocols = {
+            name: (round(begin * latency), round(step * latency), part)
+            for name, (begin, step, part) in self.protocols.items()
+        }
+        nvls = None if self.nvls is None else (round(self.nvls[0] * latency), self.nvls[1] * rate)
+        return replace(self, rates=rates, protocols=protocols, nvls=nvls)
 
     def rate(self, num_cards: int) -> int:
         """Returns bytes per second for `num_cards`: on a line in logarithms between those that are known."""

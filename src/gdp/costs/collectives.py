@@ -182,6 +182,9 @@ def _of_place(
         return None
     order, size = np.argsort(host_of, kind="stable"), int(counts[0])
     link = EXCHANGES[inside[0]] if inside else None
+    if link is not None:
+        near, num_alike = is_other & ~is_far, int((cluster.exchanges[devices[0]] == inside[0]).sum()) + 1
+        link = link.over(int(rates[near].min()), int(latency_ns[near].max()), num_alike)
     rate, network_rate = math.inf if link is None else link.rate(-(-num_used // len(first))), math.inf
     leaders = [list(range(size))] * len(first)  # of each replica of a host the one that uses its network card
     if len(first) > 1:

@@ -1,0 +1,198 @@
+"""Fits the few numbers of a machine to steps that its user measured: the most likely ones, given those of its family.
+
+    minimize  sum over rows huber(log(predicted / measured) / 0.08) + sum over numbers (log(fitted / known) / prior)^2
+
+A row errs by what the cost model errs, so few rows move a number little, and a number that no row tells of stays as it
+is. R rows, P numbers.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gdp.cluster import Cluster, Device
+from gdp.cluster.achieved import OF_BYTES, OF_FLOPS, share
+from gdp.cluster.changes import routes_of
+from gdp.cluster.device import Route
+from gdp.errors import InputError
+from gdp.planning.measured_steps import MeasuredStep
+
+PRIORS: Mapping[str, float] = MappingProxyType(
+    {"product": 0.05, "bandwidth": 0.05, "issue": 0.2, "rate": 0.1, "latency": 0.2}
+)
+"""Standard deviations of logarithms. Cards of one family differ by some percent in clocks and bandwidth, hosts and
+links by more: untuned."""
+ROW_ERROR = 0.08  # of a prediction with the right numbers; untuned: above most priors, so that few rows move little
+_LEAST_ERROR, _DISAGREES = 0.02, 3.0  # sigmas
+_HUBER = 1.5  # sigmas, beyond which a row counts by its distance
+_STEP = 0.02  # of a logarithm, for differences
+
+F64 = npt.NDArray[np.float64]
+Number = tuple[str, str]
+"""A kind of device or link, and which number of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class MachineFit:
+    """The numbers of a machine before and after, and what the rows say of them."""
+
+    steps: Sequence[MeasuredStep]
+    cluster: Cluster  # as it was known
+    numbers: Sequence[Number]  # [P]
+    logs: F64  # [P] of factors
+    before: F64  # [R] predicted over measured times, in logarithms
+    after: F64  # [R]
+    left_out: F64  # [R] of each row, where the others alone fit
+
+    @property
+    def factors(self) -> Mapping[Number, float]:
+        """The number that each is multiplied by."""
+        return dict(zip(self.numbers, np.exp(self.logs).tolist(), strict=True))
+
+    @cached_property
+    def fitted(self) -> Cluster:
+        """The cluster with the fitted numbers."""
+        return with_factors(self.cluster, self.factors)
+
+    @property
+    def sigma(self) -> float:
+        """The deviation of rows after the fit, which no single row sets."""
+        return float(np.clip(1.4826 * np.median(np.abs(self.after)), _LEAST_ERROR, ROW_ERROR))
+
+    @property
+    def disagreeing(self) -> list[int]:
+        """The rows that the others contradict, beyond three sigmas."""
+        return np.flatnonzero(np.abs(self.after) > _DISAGREES * self.sigma).tolist()
+
+    @property
+    def unlikely(self) -> list[Number]:
+        """The numbers that rows carry beyond three deviations of their priors."""
+        return [key for key, log in zip(self.numbers, self.logs, strict=True) if abs(log) > _DISAGREES * PRIORS[key[1]]]
+
+    def number_rows(self) -> list[dict[str, Any]]:
+        """Returns what each number was and is, beside its prior."""
+        every = [*(step.cluster for step in self.steps), self.cluster]
+        known = {key: value for cluster in every for key, value in known_numbers(cluster).items()}
+        return [
+            {"of": kind, "number": what, "before": known[kind, what], "prior": PRIORS[what]}
+            | {"after": known[kind, what] * factor, "factor": factor}
+            for (kind, what), factor in self.factors.items()
+        ]
+
+    def step_rows(self) -> list[dict[str, Any]]:
+        """Returns the errors of each row, as shares of the measured time."""
+        logs = {"before": self.before, "after": self.after, "left_out": self.left_out}
+        return [
+            {"row": row + 1, "model": step.model, "measured_ms": step.measured_ns / 1e6}
+            | {name: float(np.expm1(values[row])) for name, values in logs.items()}
+            | {"disagrees": row in self.disagreeing}
+            for row, step in enumerate(self.steps)
+        ]
+
+
+def fit_machine(
+    steps: Sequence[MeasuredStep], cluster: Cluster, on_progress: Callable[[str], None] = lambda text: None
+) -> MachineFit:
+    """Returns the fit of `cluster`, and of what rows have beside it. InputError for a step that is not modelled."""
+    from scipy.optimize import least_squares
+
+    numbers = list(dict.fromkeys(key for each in (cluster, *(s.cluster for s in steps)) for key in known_numbers(each)))
+    priors = np.array([PRIORS[what] for _, what in numbers])
+    measured, known = np.log([step.measured_ns for step in steps]), dict[tuple[object, ...], float]()
+
+    def predicted(row: int, logs: F64) -> float:
+        """The logarithm of a row's ratio; only numbers of its own cluster count."""
+        own = known_numbers(steps[row].cluster)
+        factors = {key: float(np.exp(log)) for key, log in zip(numbers, logs, strict=True) if key in own}
+        at = row, *factors.items()
+        if at not in known:
+            time_ns = steps[row].predicted_ns(with_factors(steps[row].cluster, factors))
+            if not time_ns:
+                raise InputError(f"{steps[row].where}: takes no time; name a model that computes")
+            known[at] = float(np.log(time_ns))
+        return known[at] - float(measured[row])
+
+    def residuals(logs: F64) -> F64:
+        on_progress(f"{len(known)} steps simulated")
+        ratios = [predicted(row, logs) for row in range(len(steps))]
+        return np.array([*np.array(ratios) / ROW_ERROR, *logs / priors])
+
+    def jacobian(logs: F64) -> F64:
+        base = residuals(logs)
+        shifts = np.eye(len(numbers)) * _STEP
+        return np.stack([(residuals(logs + shift) - base) / _STEP for shift in shifts], axis=1)
+
+    def loss(squares: F64) -> F64:  # Huber's for rows, squares for priors
+        is_far = (np.arange(len(squares)) < len(steps)) & (squares > _HUBER**2)
+        root = np.sqrt(np.maximum(squares, _HUBER**2))
+        rho = np.where(is_far, 2 * _HUBER * root - _HUBER**2, squares)
+        return np.stack([rho, np.where(is_far, _HUBER / root, 1), np.where(is_far, -0.5 * _HUBER / root**3, 0)])
+
+    start = np.zeros(len(numbers))
+    before = residuals(start)[: len(steps)] * ROW_ERROR
+    found = least_squares(residuals, start, jacobian, loss=loss, xtol=1e-3, ftol=1e-4, max_nfev=20)
+    after = residuals(found.x)[: len(steps)] * ROW_ERROR
+    slopes = jacobian(found.x)
+    weights = np.append(np.minimum(1, _HUBER * ROW_ERROR / np.maximum(np.abs(after), 1e-9)), np.ones(len(numbers)))
+    left_out = []
+    for row in range(len(steps)):  # a Gauss-Newton step from the fit, without the row
+        rest = np.where(np.arange(len(weights)) == row, 0, weights)
+        change = np.linalg.solve(slopes.T @ (rest[:, None] * slopes), -slopes.T @ (rest * residuals(found.x)))
+        left_out.append(predicted(row, found.x + change))
+    return MachineFit(steps, cluster, numbers, found.x, before, after, np.array(left_out))
+
+
+def known_numbers(cluster: Cluster) -> dict[Number, float]:
+    """Returns the numbers that may be fitted: shares of a kind of device (or rates, where it tells none), the ns that a
+    kernel takes its host, and bytes per second and ns of routes by what they are."""
+    numbers: dict[Number, float] = {}
+    for device in cluster.devices:
+        has_shares = bool(device.achieved)
+        numbers[device.kind, "product"] = (
+            share(device.achieved, "product") if has_shares else device.flops_per_second["float32"]
+        )
+        numbers[device.kind, "bandwidth"] = (
+            share(device.achieved, "pointwise") if has_shares else device.memory_bytes_per_second
+        )
+        if issue_ns := device.issue_ns or device.launch_ns:
+            numbers[device.kind, "issue"] = issue_ns
+    for route in routes_of(cluster).values():
+        numbers.setdefault((route.exchange or "links", "rate"), route.bytes_per_second)
+        if route.latency_ns:
+            numbers.setdefault((route.exchange or "links", "latency"), route.latency_ns)
+    return numbers
+
+
+def with_factors(cluster: Cluster, factors: Mapping[Number, float]) -> Cluster:
+    """Returns `cluster` with its numbers multiplied by `factors`; those of other machines do not count."""
+
+    def factor(kind: str, what: str) -> float:
+        return factors.get((kind, what), 1.0)
+
+    def changed(device: Device) -> Device:
+        product, bandwidth = factor(device.kind, "product"), factor(device.kind, "bandwidth")
+        issue, host = factor(device.kind, "issue"), "issue_ns" if device.issue_ns else "launch_ns"
+        device = replace(device, **{host: round(getattr(device, host) * issue)})
+        if not device.achieved:
+            rates = {dtype: round(rate * product) for dtype, rate in device.flops_per_second.items()}
+            rate = round(device.memory_bytes_per_second * bandwidth)
+            return replace(device, flops_per_second=MappingProxyType(rates), memory_bytes_per_second=rate)
+        shares = {"product": 1.0, "pointwise": 1.0} | dict(device.achieved)
+        of = {**dict.fromkeys(OF_FLOPS, product), **dict.fromkeys(OF_BYTES, bandwidth)}
+        return replace(device, achieved=MappingProxyType({name: of.get(name, 1) * shares[name] for name in shares}))
+
+    def of_route(route: Route) -> Route:
+        rate, latency = (factor(route.exchange or "links", what) for what in ("rate", "latency"))
+        return replace(
+            route,
+            bytes_per_second=max(round(route.bytes_per_second * rate), 1),
+            latency_ns=round(route.latency_ns * latency),
+        )
+
+    routes = {pair: of_route(route) for pair, route in routes_of(cluster).items()}
+    return Cluster.build(cluster.name, [changed(device) for device in cluster.devices], routes)
