@@ -12,28 +12,17 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from gdp.cluster.catalogue import COPY_LATENCY_NS, GB, LINKS, SOCKET
+from gdp.cluster.detect import nvml
 from gdp.cluster.detect.gpu_figures import slot_of
-from gdp.cluster.detect.nvml import (
-    BOARD,
-    HOST_BRIDGE,
-    NODE,
-    ONE_SWITCH,
-    SWITCH,
-    SWITCHES,
-    SYSTEM,
-    Gpu,
-    ancestor_of,
-    groups_below,
-)
 from gdp.cluster.device import Route
 
 _WORDS = {
-    BOARD: "one board",
-    ONE_SWITCH: "one PCIe switch",
-    SWITCHES: "PCIe switches",
-    HOST_BRIDGE: "one host bridge",
-    NODE: "one NUMA node",
-    SYSTEM: "different NUMA nodes",
+    nvml.BOARD: "one board",
+    nvml.ONE_SWITCH: "one PCIe switch",
+    nvml.SWITCHES: "PCIe switches",
+    nvml.HOST_BRIDGE: "one host bridge",
+    nvml.NODE: "one NUMA node",
+    nvml.SYSTEM: "different NUMA nodes",
 }
 
 # From one core's process to another's in gdp run, and the copy into memory that both share (docs/notes/execution.md).
@@ -58,14 +47,14 @@ class Link:
 class Links:
     """Links and routes between cards and the host, by the cards' names."""
 
-    def __init__(self, gpus: Mapping[str, Gpu], ancestors: Mapping[tuple[int, int], int]) -> None:
+    def __init__(self, gpus: Mapping[str, nvml.Gpu], ancestors: Mapping[tuple[int, int], int]) -> None:
         self._gpus, self._ancestors, cards = gpus, ancestors, list(gpus.values())
-        groups = groups_below(cards, ancestors, SWITCHES)
+        groups = nvml.groups_below(cards, ancestors, nvml.SWITCHES)
         shared = sorted({group for group in groups if groups.count(group) > 1})
         self._switches = {
             name: f"switch{shared.index(group)}" for name, group in zip(gpus, groups, strict=True) if group in shared
         }
-        self._nodes = dict(zip(gpus, groups_below(cards, ancestors, NODE), strict=True))
+        self._nodes = dict(zip(gpus, nvml.groups_below(cards, ancestors, nvml.NODE), strict=True))
 
     def link(self, a: str, b: str) -> Link:
         """Returns the connection of two cards."""
@@ -96,7 +85,7 @@ class Links:
         if self._switches.get(a, a) != self._switches.get(b, b):  # up to the host and down again
             up += [f"{self._switches[a]}.pcie.up"] if a in self._switches else []
             down += [f"{self._switches[b]}.pcie.down"] if b in self._switches else []
-            if self._level(a, b) == SYSTEM:
+            if self._level(a, b) == nvml.SYSTEM:
                 up.append(f"node{self._nodes[a]}.{SOCKET}.out")
                 down.append(f"node{self._nodes[b]}.{SOCKET}.in")
                 rates.append(LINKS[SOCKET].bytes_per_second)  # the number of links is unknown: as in presets
@@ -108,11 +97,11 @@ class Links:
         direct = max(first.nvlinks.get(second.number, 0), second.nvlinks.get(first.number, 0))
         if direct:  # both see it, unless one does not answer
             return direct, False
-        switched = min(first.nvlinks.get(SWITCH, 0), second.nvlinks.get(SWITCH, 0))
+        switched = min(first.nvlinks.get(nvml.SWITCH, 0), second.nvlinks.get(nvml.SWITCH, 0))
         return switched, switched > 0
 
     def _level(self, a: str, b: str) -> int | None:
-        return ancestor_of(self._ancestors, self._gpus[a], self._gpus[b])
+        return nvml.ancestor_of(self._ancestors, self._gpus[a], self._gpus[b])
 
     def _slot_rate(self, name: str) -> int:
         return pcie_bytes_per_second(*slot_of(self._gpus[name]))
