@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map
 
 from gdp.arrays import Bool
 from gdp.errors import InputError
-from gdp.execute.layouts.step_program import StepProgram, micro_batch_of
+from gdp.execute.layouts.step_program import StepProgram, gradient_spans, micro_batch_of
 from gdp.execute.layouts.updates import UpdateOfPiece, refs
 from gdp.execute.plan_executor import PlanExecutor
 from gdp.graph import Graph
@@ -211,9 +211,7 @@ class Clipping:
 
 def gradients_of_updates(program: Program, option: str) -> list[ReadGradient]:
     """Returns the gradients that updates read, in the order of parameters; InputError names the option."""
-    part, origins = micro_batch_of(program)
-    cut = program.gradient_pieces.values() if isinstance(program, StepProgram) else ()
-    spans = {tensor: span for pieces in cut for tensor, span in pieces.spans.items()}
+    (part, origins), spans = micro_batch_of(program), gradient_spans(program)
     empty = {tensor for tensor, (first, last) in spans.items() if first == last}
     place = {name: number for number, name in enumerate(program.gradients)}
     gradients: list[tuple[int, ReadGradient]] = []

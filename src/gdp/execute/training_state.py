@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gdp import files
 from gdp.errors import InputError
-from gdp.execute.layouts.step_program import StepProgram, micro_batch_of
+from gdp.execute.layouts.step_program import gradient_spans, micro_batch_of
 from gdp.execute.plan_executor import PlanExecutor
 from gdp.models.pytorch import Program
 from gdp.models.pytorch.optimizers import MASTER
@@ -48,10 +48,7 @@ class OptimizerState:
 
     def __init__(self, program: Program) -> None:
         part, origins = micro_batch_of(program)
-        cut = program.gradient_pieces.values() if isinstance(program, StepProgram) else ()
-        spans: dict[int, Span] = {
-            program.keepers[tensor]: span for pieces in cut for tensor, span in pieces.spans.items()
-        }
+        spans = {program.keepers[tensor]: span for tensor, span in gradient_spans(program).items()}
         self._layouts, self._copied_values = program.layouts, program.state_copies.keys()
         self.updates: dict[str, ParameterUpdate] = {}
         for op, origin in enumerate(origins):

@@ -4,7 +4,7 @@ import contextlib
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from types import MappingProxyType
@@ -56,10 +56,10 @@ class DeviceRecord:
     """One device's part of a step. Times in ns of this host's `time.perf_counter_ns`."""
 
     held: Mapping[int, Tensor | None]  # by number: tensors that its script did not drop
-    ops: tuple[int, ...] = ()
-    start_ns: tuple[int, ...] = ()
-    finish_ns: tuple[int, ...] = ()
-    wait_ns: tuple[int, ...] = ()  # for tensors from other devices, before each op started; 0 if it takes none
+    ops: Sequence[int] = ()
+    start_ns: Sequence[int] = ()
+    finish_ns: Sequence[int] = ()
+    wait_ns: Sequence[int] = ()  # for tensors from other devices, before each op started; 0 if it takes none
     end_ns: int = 0  # when all was done
 
     def shifted(self, offset_ns: int) -> "DeviceRecord":

@@ -174,11 +174,11 @@ class PlaceQuestion:
             self.layout,
             self.num_batches,
             self.groups,
-            options.seed,
-            options.checkpoint,
-            options.num_threads,
-            on_progress,
-            options.settings,
+            seed=options.seed,
+            checkpoint=options.checkpoint,
+            num_threads=options.num_threads,
+            on_progress=on_progress,
+            settings=options.settings,
         )
 
 

@@ -28,9 +28,25 @@ OnProgress = Callable[[Candidate], None]
 _WITHOUT_PROGRAM = {PROGRAM: EXCHANGES_FIRST, ZERO_BUBBLE_PROGRAM: ZERO_BUBBLE}
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SearchTerms:
+    """What an answer may depend on besides the budget, whatever the question."""
+
+    seed: int = 0
+    checkpoint: str | None = None  # the file of a policy; None: the one that comes with gdp
+    num_threads: int | None = None  # None: as many as there are processors
+    on_progress: OnProgress | None = None  # told of candidates, better or not, whose figures are true
+    settings: Settings = DEFAULTS
+
+    def tell(self, candidate: Candidate) -> None:
+        """Reports a candidate to whoever asked."""
+        if self.on_progress is not None:
+            self.on_progress(candidate)
+
+
 @dataclass(frozen=True, eq=False)
-class Question:
-    """A problem, and all that an answer may depend on besides the budget. N ops.
+class Question(SearchTerms):
+    """A problem whose ops are to be placed. N ops.
 
     It judges placements, of the problem as given or of its reduction.
     """
@@ -38,13 +54,8 @@ class Question:
     problem: Problem
     reduction: Reduction  # of `problem`, to the same steps in fewer ops
     bound_ns: int = 0  # no step is faster: a search that reaches it ends
-    seed: int = 0
     noise: Noise | None = None  # step times are means over its op times; None: under the problem's own
     starts: Sequence[Candidate] = ()  # of `problem`: searches begin from these too
-    checkpoint: str | None = None  # the file of a policy; None: the one that comes with gdp
-    num_threads: int | None = None  # None: as many as there are processors
-    on_progress: OnProgress | None = None  # told of candidates, better or not, whose figures are true
-    settings: Settings = DEFAULTS
     known: Sequence[Candidate] = ()  # of `problem`, judged and told of already
 
     @classmethod
@@ -69,11 +80,6 @@ class Question:
         """Returns whether `clock` has the time that so many simulations take; always, when it counts simulations."""
         is_timed = clock.seconds_left is not None and clock.has(0.0)
         return clock.has(num_simulations * self.simulation_s if is_timed else 0.0)
-
-    def tell(self, candidate: Candidate) -> None:
-        """Reports a candidate to whoever asked."""
-        if self.on_progress is not None:
-            self.on_progress(candidate)
 
     def judge(self, simulation: Simulation, order: str | None = None) -> Candidate:
         """Returns the candidate that `simulation`, a step of the problem as given, is; its ops started in `order`."""
@@ -131,7 +137,7 @@ class Question:
 
 
 @dataclass(frozen=True, eq=False)
-class BatchQuestion:
+class BatchQuestion(SearchTerms):
     """A batch that may be cut over devices: a question to layouts, batches in flight and rivals."""
 
     parts: Parts
@@ -140,21 +146,11 @@ class BatchQuestion:
     layout: Layout | None = None  # None: any
     num_batches: int = 0  # in flight of a forward pass; 0: one training step is cut
     groups: I64 | None = None  # [N] of the ops of a batch: a server has those of one on one device, in order
-    seed: int = 0
-    checkpoint: str | None = None  # the file of a policy for op placement; None: the one that comes with gdp
-    num_threads: int | None = None  # None: as many as there are processors
-    on_progress: OnProgress | None = None  # told of each candidate that is simulated
-    settings: Settings = DEFAULTS
 
     def about(self, problem: Problem, **others: object) -> Question:
         """Returns the question of how to place the ops of `problem`; `others` are further fields."""
         own = {"seed": self.seed, "checkpoint": self.checkpoint, "num_threads": self.num_threads}
         return Question.about(problem, **own, settings=self.settings, **others)
-
-    def tell(self, candidate: Candidate) -> None:
-        """Reports a candidate to whoever asked."""
-        if self.on_progress is not None:
-            self.on_progress(candidate)
 
 
 class Solution(NamedTuple):

@@ -291,6 +291,12 @@ def micro_batch_of(program: Program) -> tuple[Program, Sequence[int]]:
     return program, range(program.graph.num_ops)
 
 
+def gradient_spans(program: Program) -> dict[int, tuple[int, int]]:
+    """Returns the elements of its gradient that each piece has, by tensor; {} where gradients are whole."""
+    cut = program.gradient_pieces.values() if isinstance(program, StepProgram) else ()
+    return {tensor: span for pieces in cut for tensor, span in pieces.spans.items()}
+
+
 def _copied_source(source: StepSource, assembly: Assembly, op: int) -> StepSource:
     tensor = next(own for own in assembly.tensors.made_by[op] if assembly.tensors.origin[own] == source.tensor)
     return replace(source, tensor=tensor)

@@ -15,7 +15,6 @@ which messages go in the order of the sender's script.
 """
 
 import contextlib
-import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ from queue import Queue
 from threading import Thread
 from typing import Any, NoReturn
 
+import orjson
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -108,14 +108,14 @@ class Messages:
                 self.fail(Failure(peer, "does not do what the others do; all ranks must make the same calls"))
 
     def gather(self, own: Any) -> list[Any]:
-        """Returns the value of each rank on all ranks, which have met."""
-        content = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
+        """Returns the value of each rank, one of JSON, on all ranks, which have met."""
+        content = torch.frombuffer(bytearray(orjson.dumps(own)), dtype=torch.uint8)
         sizes = {peer: torch.zeros(1, dtype=torch.int64) for peer in self._peers}
         self.exchange(torch.tensor([len(content)]), sizes)
         contents = {peer: torch.empty(int(size), dtype=torch.uint8) for peer, size in sizes.items()}
         self.exchange(content, contents)
         contents[self.ranks.rank] = content
-        return [pickle.loads(contents[rank].numpy().tobytes()) for rank in range(len(contents))]
+        return [orjson.loads(contents[rank].numpy().tobytes()) for rank in range(len(contents))]
 
     def collect(self, own: Mapping[Any, Tensor], *, everywhere: bool) -> dict[Any, Tensor]:
         """Returns on the first rank, or `everywhere`, copies on the CPU of the tensors of all ranks, which have met.
@@ -124,12 +124,15 @@ class Messages:
         """
         held: dict[Any, Tensor] = {}
         works: list[tuple[int, Any]] = []
-        forms = self.gather([(key, tuple(item.shape), item.stride(), item.dtype) for key, item in own.items()])
+        forms = self.gather([(key, tuple(item.shape), item.stride(), str(item.dtype)) for key, item in own.items()])
         rows = [(source, *form) for source, of_rank in enumerate(forms) for form in of_rank]
-        for tag, (source, key, size, stride, dtype) in enumerate(rows, _COLLECTED):
+        for tag, (source, name, size, stride, dtype) in enumerate(rows, _COLLECTED):
+            key = tuple(name) if isinstance(name, list) else name
             is_own, takes = source == self.ranks.rank, everywhere or self.ranks.is_first
             if is_own or takes:
-                held[key] = memory = torch.empty_strided(size, stride, dtype=dtype)
+                held[key] = memory = torch.empty_strided(
+                    size, stride, dtype=getattr(torch, dtype.removeprefix("torch."))
+                )
             if is_own:
                 bytes_of(memory).copy_(bytes_of(own[key]))
                 takers = self._peers if everywhere else [0] * (source != 0)
