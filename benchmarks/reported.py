@@ -22,6 +22,8 @@ from benchmarks import model_configs
 from benchmarks.benchmark import Benchmark, Say, pick
 from benchmarks.rows import Rows
 from gdp import files
+from gdp.cluster import Cluster
+from gdp.cluster.changes import at_sheets
 
 _REPORTS: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 LISTS = ("captures", "answers")
@@ -29,6 +31,7 @@ _CONFIGS: Mapping[str, Any] = _REPORTS["configs"]
 _LONG = 110  # characters of an answer in words
 _LIMIT_S = 600.0
 _ERROR, _TEXT, _FILE = "error", "text", "file "
+_SHEET = "sheet:"  # before the kind of a card
 _MODEL = 1  # the word of a command that names the model
 _DEFAULTS = {"place": {"--budget": "5s", "--no-cache": ""}, "compare": {"--budget": "5s"}}  # by the command
 
@@ -136,6 +139,10 @@ def _words(command: str, directory: Path) -> list[str]:
         words[_MODEL] = f"hf:{name}?{sizes}" if sizes else f"hf:{name}"
     elif name in model_configs.names():
         words[_MODEL] = model_configs.write_model(model, directory)
+    for place, word in enumerate(words):
+        if word.startswith(_SHEET):
+            at_sheets(Cluster.parse(word.removeprefix(_SHEET))).save(directory / "sheet.json")
+            words[place] = "sheet.json"
     for option, value in _DEFAULTS.get(verb, {}).items():
         if option not in words:
             words += [option, value] if value else [option]

@@ -10,20 +10,13 @@ moves 1 byte per ns without latency over a channel of its own.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import permutations
 
 from gdp.cluster import Cluster, Device, Route
 from gdp.graph import Graph, Op, Tensor
 
 ONE_BYTE_PER_NS = 10**9
-
-
-def at_sheets(devices: str) -> Cluster:
-    """Returns the devices at the rates of their sheets, with launches and without hosts: for figures by hand."""
-    cluster = Cluster.parse(devices)
-    sheets = [replace(device, issue_ns=0, achieved={}) for device in cluster.devices]
-    return replace(cluster, devices=tuple(sheets))
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ def test_kernels_are_told_by_class_with_what_bounds_them(graph_file, capsys):
     assert [row["count"] for row in found["ops"]] == [2, 1]
     # 274.9 GFLOP at 312 TFLOP/s are 881 us; 100.7 MB at 2,039 GB/s are 49 us: neither is reached in full
     assert 881e3 < product["time_ns"] < 2 * 881e3
-    assert 49e3 < pointwise["time_ns"] < 2 * 49e3
+    # of its reads, half of the cache of 42 MB is still there
+    assert 39e3 < pointwise["time_ns"] < 2 * 49e3
     # three kernels are issued one by one
     assert found["host_ns"] > 0
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gdp.cluster import Cluster
+from gdp.cluster.changes import at_sheets
 from gdp.costs.op_times import op_times
 from gdp.execute.equality import compare, eager_step
 from gdp.models.pytorch import Capture, capture
-from hand_cases import at_sheets
 
 IDS = torch.zeros(4, 5, dtype=torch.long)
 
@@ -465,7 +466,7 @@ def test_small_products_take_the_time_of_their_rate() -> None:
     ]
     for function, operand, card, tera in cases:
         graph = capture(Calls(lambda _, a, b, f=function: f(a, b), 1), (operand, operand), training=False).graph
-        times = op_times(graph, at_sheets(card))
+        times = op_times(graph, at_sheets(Cluster.parse(card)))
         assert times.max() == pytest.approx(2 * size**3 / tera / 1000, rel=0.03)
 
 

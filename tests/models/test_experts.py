@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 import gdp
 from gdp.bounds.lower_bound import lower_bound
+from gdp.cluster import Cluster
+from gdp.cluster.changes import at_sheets
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.models.experts import share_hit
 from gdp.models.source import load
 from gdp.simulator.problem import Problem
-from hand_cases import at_sheets
 
 GB = 10**9
 MIXTRAL = {  # mistralai/Mixtral-8x7B-v0.1
@@ -135,7 +136,7 @@ def test_qwen3_reads_eight_experts_of_128(tmp_path: Path) -> None:
     graph = decode_graph(QWEN3, tmp_path)
     assert graph.bytes_accessed.sum() == pytest.approx(expected, rel=0.05)
     launches = 5001 * int(((graph.flops > 0) | (graph.bytes_accessed > 0)).sum())  # and a ns to round up
-    bound = lower_bound(Problem.build(graph, at_sheets("a100-sxm-80g")))
+    bound = lower_bound(Problem.build(graph, at_sheets(Cluster.parse("a100-sxm-80g"))))
     assert bound <= launches + graph.bytes_accessed.sum() / 2039
 
 

@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from gdp.cluster import Cluster
+from gdp.cluster.changes import at_sheets
 from gdp.costs.op_times import op_times
 from gdp.errors import InputError
 from gdp.execute.equality import compare, eager_step
@@ -22,7 +24,6 @@ from gdp.models.model import Reading
 from gdp.models.pytorch import Capture, autocast, capture, capture_fn
 from gdp.models.pytorch.cards import as_if_on_a_card
 from gdp.models.source import ModelSource
-from hand_cases import at_sheets
 
 ROWS, WIDTH, HIDDEN = 8192, 1024, 4096
 
@@ -128,7 +129,7 @@ def test_four_ways_to_bfloat16() -> None:
     assert ways["bfloat16"].graph.fingerprint == ways["dtype"].graph.fingerprint
     for way, model in ways.items():
         assert sorted(rows_of(model.graph)) == sorted(BY_HAND[way]), way
-        times_ns = op_times(model.graph, at_sheets("1xa100-sxm-80g"))[:, 0]
+        times_ns = op_times(model.graph, at_sheets(Cluster.parse("1xa100-sxm-80g")))[:, 0]
         # 2 x 8192 x 1024 x 4096 FLOPs and 8192 x 4096 sums at 312 TFLOP/s take 220.4 us, more than their 92.3 MB at
         # 2039 GB/s (45.3 us); 5 us to launch. The second product has a fourth of the sums
         first, second = (time for time, kind in zip(times_ns.tolist(), model.graph.kinds, strict=True) if "mm" in kind)
