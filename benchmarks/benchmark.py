@@ -26,6 +26,7 @@ from gdp.errors import InputError, suggest
 
 Say = Callable[[str], None]
 HELP = {
+    "ablation": "What each term of the costs brings, too; it takes a quarter of an hour.",
     "against": "Trained beside gdp's plan.",
     "all": "Every row, in place of a sample.",
     "batch": "Samples of a step; of paper: the checkpoint of gdp-batch. Default: gdp's own policy.",

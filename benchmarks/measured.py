@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.benchmark import Benchmark, Say, pick
+from benchmarks.measured_sources.ablation import TERMS, without
 from benchmarks.measured_sources.exchanges import ExchangeTable
 from benchmarks.measured_sources.gpt import GPTSteps
 from benchmarks.measured_sources.image_models import ImageInference, ImageTraining
@@ -22,6 +25,7 @@ from gdp import files
 from gdp.errors import InputError
 
 _KINDS = ProductTable, AttentionTable, ExchangeTable, GPTSteps, MPTSteps, ImageTraining, ImageInference
+_ABLATED = ProductTable.name, GPTSteps.name, ImageTraining.name, ImageInference.name
 SOURCES = tuple(kind.name for kind in _KINDS)
 
 
@@ -36,18 +40,33 @@ class MeasuredBenchmark(Benchmark):
     runs: Path | None = None
     card: str = "a100-sxm-40g"
     ranges: Path | None = None
+    ablation: bool = False
 
     def measure(self, rows: Rows, say: Say) -> dict[str, Any]:
         graphs, steps = CapturedGraphs(rows), dict[str, list[PredictedRow]]()
         tables = [_table(source, graphs, say, steps) for source in self._chosen()]
         steps = {name: kept for name, of in steps.items() if (kept := [row for row in of if row.step_kind is not None])}
+        terms = self._terms(graphs, say) if self.ablation else {}
         if self.ranges is None:
-            return {"tables": tables, "coverage": coverage(steps)}
+            return {"tables": tables, "coverage": coverage(steps), "terms": terms}
         if not any(not row.is_set for of in steps.values() for row in of):
             raise InputError("measured: ranges are made from judged steps; no source of --sources has them")
         table = table_of(steps)
         files.write_bytes(self.ranges, text_of(table, self.command).encode())
-        return {"tables": tables, "coverage": coverage(steps, table)}
+        return {"tables": tables, "coverage": coverage(steps, table), "terms": terms}
+
+    def _terms(self, graphs: CapturedGraphs, say: Say) -> dict[str, dict[str, float]]:
+        """Returns the median errors of judged rows, and of tables, without each term, by source."""
+        found: dict[str, dict[str, float]] = {}
+        for term in ("", *TERMS):
+            with without(term):
+                for source in self._chosen():
+                    if source.name in _ABLATED:
+                        predictions, _ = predicted(source, source.rows(), graphs)
+                        rows = [each for each in predictions if source.sets_all or not each.is_set]
+                        found.setdefault(term or "nothing", {})[source.name] = float(np.median([e.error for e in rows]))
+            say(f"without {term or 'nothing'}: {found[term or 'nothing']}")
+        return found
 
     def _chosen(self) -> list[MeasuredSource]:
         if self.runs is not None:

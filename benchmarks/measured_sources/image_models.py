@@ -109,7 +109,7 @@ class ImageInference(ImageModelSteps):
     """Inference on an RTX 3090 and an RTX 4090."""
 
     name, phase = "timm-inference", "infer"
-    about = "timm's inference, PyTorch 2.4 and 2.9; what is compiled is predicted as if it were not"
+    about = "timm's inference, PyTorch 2.4 and 2.9"
 
 
 def _drawn(model: str) -> str:

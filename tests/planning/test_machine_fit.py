@@ -90,7 +90,7 @@ def _write(rows):
 
 
 def test_a_machine_that_differs_is_found_from_its_steps(runs):
-    """Ten rows bring each number at least half of the way, and errors of steps below a quarter of what they were."""
+    """Ten rows bring each number at least half of the way, and errors of steps below 0.4 of what they were."""
     fit = fit_machine(runs(), Cluster.parse(CARD))
     for key, true in TRUTH.items():
         share = np.log(fit.factors[key]) / np.log(true)
