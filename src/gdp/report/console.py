@@ -235,7 +235,7 @@ def _time_sources(graph: Graph, cluster: Cluster) -> Iterator[RenderableType]:
     counts = count_time_sources(graph, cluster)
     for device, count in counts.items():
         measured = f"{count['measured']:,} of {graph.num_ops:,} measured"
-        yield Text(f"Op times on {device}: {measured}, {count['roofline']:,} by the roofline, {count['free']:,} free.")
+        yield Text(f"Op times on {device}: {measured}, {count['roofline']:,} modelled, {count['free']:,} free.")
 
 
 def _baselines(plan: Plan) -> Table:
