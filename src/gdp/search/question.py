@@ -30,7 +30,7 @@ _WITHOUT_PROGRAM = {PROGRAM: EXCHANGES_FIRST, ZERO_BUBBLE_PROGRAM: ZERO_BUBBLE}
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SearchTerms:
-    """What an answer may depend on besides the budget, whatever the question."""
+    """The terms of a search that an answer may depend on besides the budget, whatever the question."""
 
     seed: int = 0
     checkpoint: str | None = None  # the file of a policy; None: the one that comes with gdp
