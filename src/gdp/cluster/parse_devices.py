@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 
 from gdp.cluster.catalogue import EXCHANGES, GB, KINDS, LINKS, MACHINES, NETWORK_LATENCY_NS, SOCKET, LinkKind
-from gdp.cluster.device import MAX_DEVICES, Device, Route
+from gdp.cluster.device import MAX_DEVICES, RUNTIMES, Device, Route
 from gdp.errors import InputError, suggest
 
 _GROUP = re.compile(r"(?:([0-9]+)x)?([^:]*)(?::(.*))?")
@@ -171,7 +171,9 @@ def _parts(local: str, text: str, host: str) -> list[_Part]:
         override = match[3]
         links = [name for name in LINKS if name.startswith(("pcie", "nvlink"))]
         if override is not None and (override not in links or kind.is_cpu):
-            raise InputError(f"devices {text!r}: no link {override!r} for {match[2]}; {suggest(override, links)}")
+            raise InputError(
+                f"devices {text!r}: no link {override!r} for {match[2]}; {suggest(override, [*links, *RUNTIMES])}"
+            )
         is_pcie = override is not None and override.startswith("pcie")
         port = LINKS[override if override and is_pcie else kind.port]
         nvlink = LINKS.get(override or kind.nvlink) if not is_pcie else None
