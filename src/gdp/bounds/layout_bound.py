@@ -51,8 +51,9 @@ def _whole(device: Device) -> Device:
     """Returns the device without what a part of an op may take less of: launches, work that is cut into tiles, and
     reads of what is not in the cache."""
     shares = {name: value for name, value in device.achieved.items() if name not in NUMBERS}
-    achieved = MappingProxyType(shares | {"cache_bytes": 1e15}) if shares else device.achieved
-    return replace(device, launch_ns=0, issue_ns=0, achieved=achieved)
+    if device.achieved.get("cache_bytes"):
+        shares["cache_bytes"] = 1e15  # all of them
+    return replace(device, launch_ns=0, issue_ns=0, achieved=MappingProxyType(shares))
 
 
 def _shared_out(work_ns: I64, counts: I64) -> int:

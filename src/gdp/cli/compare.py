@@ -45,10 +45,11 @@ def compare(
         from gdp.files import format_of
         from gdp.models.source import ModelSource
         from gdp.parallel.layout import AUTO, NONE, Layout
+        from gdp.planning.options import run_by
         from gdp.search.place_question import SearchOptions
         from gdp.simulator.plan import FORMAT, Asked
 
-        devices = None if devices is None else inputs.run_by(devices, runtime, model_options.reading().serving)
+        devices = None if devices is None else run_by(devices, runtime, model_options.reading().serving)
         asked: dict[str, Any] = {}  # of a plan: `auto` answers what it was asked
         if format_of(plan_or_model) == FORMAT:
             planned = inputs.open_plan(Path(plan_or_model), given)

@@ -20,10 +20,11 @@ def costs(
     json: JsonOption = False,
 ) -> int:
     """Show where the time of one step of MODEL goes on each kind of device: kernels by class, ops, what limits them."""
-    from gdp.cli.inputs import read_graph, run_by
+    from gdp.cli.inputs import read_graph
     from gdp.cluster import Cluster
     from gdp.costs.breakdown import Breakdown
     from gdp.models.source import ModelSource
+    from gdp.planning.options import run_by
     from gdp.report.costs_answer import costs_document, costs_report
 
     if devices is None:

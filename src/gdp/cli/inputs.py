@@ -10,14 +10,12 @@ from typing import Any
 
 from gdp.cli.shared import log
 from gdp.cluster import Cluster
-from gdp.cluster.device import CUDA_GRAPHS, RUNTIMES, split_runtime
-from gdp.errors import InputError, UnevenBatchError, WrongBatchError, prefixed, suggest
+from gdp.errors import InputError, UnevenBatchError, WrongBatchError, prefixed
 from gdp.export import accelerate_maps
 from gdp.export.accelerate_maps import NAMES, PREFIX
 from gdp.graph import Graph
 from gdp.models.hugging_face.sizes import without_context
 from gdp.models.model import Model
-from gdp.models.serving import Serving
 from gdp.models.source import ModelSource
 from gdp.planning.compare import DEFAULT_PLACERS, Rival
 from gdp.planning.options import LIMITS, READING
@@ -31,17 +29,6 @@ from gdp.search.solvers import SOLVERS, solver_of
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
-
-
-def run_by(devices: str, runtime: str | None, serving: Serving) -> str:
-    """Returns DEVICES with the runtime that `--runtime` names behind them, or that servers have: they replay steps of
-    decode from CUDA graphs. InputError for an unknown one."""
-    if runtime is None:
-        is_open = serving.phase == "decode" and devices and split_runtime(devices)[1] is None
-        return f"{devices}:{CUDA_GRAPHS}" if is_open else devices
-    if runtime not in RUNTIMES:
-        raise InputError(f"--runtime is {runtime!r}; {suggest(runtime, RUNTIMES)}")
-    return f"{split_runtime(devices)[0]}:{runtime}"
 
 
 def read_graph(source: ModelSource) -> Model:

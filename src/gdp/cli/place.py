@@ -95,7 +95,7 @@ def place(
     with live("loading gdp"):
         from gdp.budget import Budget
         from gdp.cli.answer import respond
-        from gdp.cli.inputs import check_checkpoint, run_by
+        from gdp.cli.inputs import check_checkpoint
         from gdp.cli.request import PlaceRequest
         from gdp.cli.sweep import sweep_place
         from gdp.cluster import Cluster
@@ -103,6 +103,7 @@ def place(
         from gdp.cluster.quantities import parse_fraction
         from gdp.models.source import ModelSource
         from gdp.parallel.layout import AUTO, NONE, Layout
+        from gdp.planning.options import run_by
         from gdp.planning.sweep import MACHINES, Sweep
         from gdp.search.place_question import SearchOptions
 

@@ -40,7 +40,8 @@ def simulate(
 
     Exit status 2 if the plan has other figures, 3 if it exceeds memory or breaks a constraint.
     """
-    from gdp.cli.inputs import build_problem, open_plan, read_graph, read_planned, run_by
+    from gdp.cli.inputs import build_problem, open_plan, read_graph, read_planned
+    from gdp.planning.options import run_by
 
     if costs is not None:
         if costs.suffix != ".npz":

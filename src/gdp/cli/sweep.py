@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from gdp import files
 from gdp.budget import Clock
-from gdp.cli.inputs import read_graph, run_by
+from gdp.cli.inputs import read_graph
 from gdp.cli.options import ConstraintOptions
 from gdp.cli.plan_files import PlanFiles
 from gdp.cli.request import PlaceRequest
@@ -18,6 +18,7 @@ from gdp.models.model import Model
 from gdp.models.serving import ServedStep
 from gdp.models.source import ModelSource
 from gdp.parallel.layout import NONE
+from gdp.planning.options import run_by
 from gdp.planning.plan_cache import KeptAnswer
 from gdp.planning.sweep import BATCH, DEVICES, MICROBATCHES, Sweep, SweepRow, place_row
 from gdp.report import progress

@@ -13,12 +13,11 @@ import numpy as np
 from gdp import files
 from gdp.cluster import Cluster
 from gdp.cluster.cluster_file import read_yaml
-from gdp.cluster.device import CUDA_GRAPHS, split_runtime
 from gdp.errors import InputError, prefixed, suggest
 from gdp.graph import Graph
 from gdp.models.source import ModelSource
 from gdp.parallel.layout import AUTO, NONE, Layout
-from gdp.planning.options import READING, reading_of
+from gdp.planning.options import READING, reading_of, run_by
 from gdp.search.batch_parts import Parts
 from gdp.search.rivals.rivals import equal_stages, simulate_layout
 from gdp.simulator.problem import Problem
@@ -95,11 +94,7 @@ def _read(row: object, where: str, devices: str | None, clusters: dict[str, Clus
         raise InputError(f"{where}: ms is {values['ms']!r}; the time of a step in ms, above 0, is expected")
     with prefixed(where):
         options = {name: _option(name, value) for name, value in values.items() if name in READING}
-        reading, text, runtime = reading_of(options), str(values["devices"]), values.get("runtime")
-        if runtime is not None:
-            text = f"{split_runtime(text)[0]}:{runtime}"
-        elif reading.serving.phase == "decode" and split_runtime(text)[1] is None:
-            text = f"{text}:{CUDA_GRAPHS}"  # as servers replay it
+        text = run_by(str(values["devices"]), values.get("runtime"), reading_of(options).serving)
         if text not in clusters:
             clusters[text] = Cluster.parse(text)
         asked = str(values.get("parallel", NONE))

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from gdp.cluster import Cluster
-from gdp.cluster.device import split_runtime
+from gdp.cluster.device import CUDA_GRAPHS, RUNTIMES, split_runtime
 from gdp.cluster.quantities import parse_fraction, parse_size
-from gdp.errors import InputError
+from gdp.errors import InputError, suggest
 from gdp.models.lora import Lora
 from gdp.models.model import Microbatching, Reading, check_dtype, check_precision
 from gdp.models.op_costs import OpCosts
@@ -140,3 +140,14 @@ def _check_device(name: str, option: str, find: Callable[[str], object]) -> None
         find(name)
     except InputError as error:
         raise InputError(f"{option}: {error}") from None
+
+
+def run_by(devices: str, runtime: str | None, serving: Serving) -> str:
+    """Returns DEVICES with the runtime that `--runtime` names behind them, or that servers have: they replay steps of
+    decode from CUDA graphs. InputError for an unknown one."""
+    if runtime is None:
+        is_open = serving.phase == "decode" and devices and split_runtime(devices)[1] is None
+        return f"{devices}:{CUDA_GRAPHS}" if is_open else devices
+    if runtime not in RUNTIMES:
+        raise InputError(f"--runtime is {runtime!r}; {suggest(runtime, RUNTIMES)}")
+    return f"{split_runtime(devices)[0]}:{runtime}"
