@@ -73,10 +73,13 @@ def test_set_rows_are_few_and_there() -> None:
     keys: dict[str, set[str]] = {}
     for line in read_table(SET_ROWS, ("source", "key")):
         keys.setdefault(line["source"], set()).add(line["key"])
-    training, gpt = ({row.key: row for row in source.rows()} for source in (ImageTraining(), GPTSteps()))
-    assert set(keys) == {"timm-training", "gpt"}
-    assert len({training[key].case.model for key in keys["timm-training"]}) == 25
-    assert {training[key].card for key in keys["timm-training"]} == {"rtx3090-24g"}
+    training, inference, gpt = (
+        {row.key: row for row in source.rows()} for source in (ImageTraining(), ImageInference(), GPTSteps())
+    )
+    assert set(keys) == {"timm-training", "timm-inference", "gpt"}
+    images = [training[key] for key in keys["timm-training"]] + [inference[key] for key in keys["timm-inference"]]
+    assert len({row.case.model for row in images}) == 25
+    assert {row.card for row in images} == {"rtx3090-24g"}
     assert len(keys["gpt"] & gpt.keys()) == len(keys["gpt"]) == 24
 
 
