@@ -9,7 +9,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from gdp.models.pytorch.program import Program
 from gdp.models.pytorch.replacements import ATTENTION, LSTM
 
-COMPILED = "the module is compiled, and its step is priced as an eager one; --runtime compile prices fused kernels"
+COMPILED = "torch.compile's module is priced as it steps eagerly; --runtime compile prices its fused kernels"
 DATA_PARALLEL = "nn.{kind} is left out: the plain module is captured, with the whole batch"
 LSTM_LAYERS = (
     "a layer of nn.LSTM, nn.GRU or nn.RNN is one op, oneDNN's of CPUs; its time on a GPU, where cuDNN runs it, is an "
