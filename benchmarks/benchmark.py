@@ -47,6 +47,7 @@ HELP = {
     "methods": "Placers.",
     "models": "Workloads, or configs; `all` are thirty.",
     "one_budget": "Training from scratch.",
+    "only_devices": "Ops are not measured: what was measured of the devices predicts them.",
     "patience": "Placements in a row that bring nothing, and a run ends.",
     "placements": "Predicted and measured.",
     "placers": "FILE.py:FUNCTION or module:FUNCTION of anybody, and ours.",

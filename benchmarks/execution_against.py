@@ -35,6 +35,7 @@ from gdp.execute.calibrate.calibrate import calibrate
 from gdp.execute.targets import Target, target_of
 from gdp.graph.layers import LayerPaths
 from gdp.search.place import place
+from gdp.simulator.problem import Problem
 
 RIVALS = tuple(name for name in ARMS if name != EAGER)
 _OWN = "gdp"
@@ -59,6 +60,7 @@ class ExecutionAgainstBenchmark(Benchmark):
     placement_rounds: int = 3  # of all, one after the other
     placement_repeats: int = 2  # steps of each in a round
     calibration_steps: int = 5
+    only_devices: bool = False  # ops are not measured: what was measured of the devices predicts them
     quick: bool = False  # measure devices in seconds
 
     def __post_init__(self) -> None:
@@ -111,7 +113,8 @@ def _measure(
     subject: Subject, cluster: Cluster, targets: Sequence[Target], config: ExecutionAgainstBenchmark
 ) -> dict[str, Any]:
     """Returns the row of a subject."""
-    measured = MeasuredSubject(subject, cluster, targets, num_steps=config.calibration_steps)
+    num_steps = 0 if config.only_devices else config.calibration_steps
+    measured = MeasuredSubject(subject, cluster, targets, num_steps=num_steps)
     plan = place(measured.parts, cluster, budget=config.budget, seed=_SEED, robust=0.0)
     step = measured.step(plan)
     program = measured.program(step)
@@ -148,8 +151,7 @@ def rival_setting(measured: MeasuredSubject) -> RivalSetting:
     graph = measured.parts.exact(NUM_PROCESSES)
     layers = LayerPaths.of(graph)
     paths = tuple(path for path, of_list in zip(layers.names, layers.lists, strict=True) if of_list)
-    name = measured.cluster.devices[0].name
-    times_ns = np.array([table[name] for table in graph.times_ns], np.int64)
+    times_ns = Problem.build(graph, measured.cluster).op_time_ns[:, 0]
     return RivalSetting(subject=measured.subject, layers=paths, cut=balanced_cut(graph, times_ns))
 
 

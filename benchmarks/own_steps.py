@@ -33,7 +33,8 @@ from gdp.simulator.plan import Plan
 class MeasuredSubject:
     """The steps of the parts of a subject's batch, with op times measured on `targets`, the devices of `cluster`.
 
-    All parts are read at once, so that a search for a layout spends its time on the search.
+    With no steps to measure ops in, the cluster alone tells their times. All parts are read at once, so that a search
+    for a layout spends its time on the search.
     """
 
     def __init__(self, subject: Subject, cluster: Cluster, targets: Sequence[Target], *, num_steps: int) -> None:
@@ -64,6 +65,8 @@ class MeasuredSubject:
         module, (args, kwargs) = subject.module(num_parts), subject.inputs(num_parts)[0]
         executable = Executable(capture(module, args, kwargs, name=subject.name), module, args, kwargs)
         self._executables[num_parts] = executable
+        if not self._num_steps:
+            return executable.capture.graph
         times_ns: I64 = op_times(executable, self.targets, self._num_steps)
         return with_op_times(executable.capture.graph, self.cluster, times_ns)
 

@@ -116,6 +116,10 @@ SUBJECTS: Mapping[str, Subject] = {
                 "vocabulary": 8000,
             },
         ),
+        Subject("depthwise", "depthwise convolutions", families.CONV_MIXER, 8),
+        Subject("lstm", "PyTorch's LSTM", families.LSTM, 32),
+        Subject("graph", "graph network of gathers", families.GRAPH_NET, 16),
+        Subject("cached", "decoder with a cache", families.CACHED_DECODER, 16),
     )
 }
 

@@ -77,6 +77,26 @@ CLIP = Family(
     "image and text transformer, {num_layers} layers of {image_hidden}, {num_layers} of {text_hidden}",
     {"num_layers": 12, "image_hidden": 768, "text_hidden": 512},
 )
+CONV_MIXER = Family(
+    "conv_mixer",
+    "depthwise image classifier, {num_layers} layers of {channels} channels",
+    {"num_layers": 8, "channels": 256},
+)
+LSTM = Family(
+    "lstm",
+    "PyTorch's LSTM, {num_layers} layers of {hidden}, {num_steps} tokens",
+    {"num_layers": 2, "hidden": 384, "num_steps": 32},
+)
+GRAPH_NET = Family(
+    "graph_net",
+    "graph network, {num_layers} layers of {hidden}, {num_nodes} nodes, {num_edges} edges",
+    {"num_layers": 4, "hidden": 192, "num_nodes": 256, "num_edges": 2048},
+)
+CACHED_DECODER = Family(
+    "cached_decoder",
+    "decoder, {num_layers} layers of {hidden}, {num_steps} tokens after {num_cached} in a cache",
+    {"num_layers": 4, "hidden": 320, "num_steps": 48, "num_cached": 192},
+)
 DLRM = Family(
     "dlrm",
     "recommender, {num_tables} tables of at most {max_rows:,} rows of {hidden}",
