@@ -2,29 +2,42 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gdp.errors import InputError, suggest
 from gdp.graph.microbatches import check_count
+from gdp.parallel.shards import WHOLE, Shards
 
 MAX_REPLICAS = 1024  # as many as there may be devices
 NONE, BLOCKS, AUTO = "none", "blocks", "auto"  # what is recomputed; AUTO: as many blocks as memory asks for
 SELECTIVE = "selective"  # all blocks, but for attention and every second product
-_KEYS = ("data", "tensor", "stages", "microbatches", "zero", "recompute", "offload")
-_BESIDE = ("batch", "places", "ring", "hosts", "exchanges", "whole")  # what plan files have besides the layout
+_SHARDS = ("tensor", "sequence", "expert", "context")
+_KEYS = ("data", *_SHARDS, "stages", "microbatches", "zero", "recompute", "offload")
+_BESIDE = (
+    "batch",
+    "places",
+    "ring",
+    "hosts",
+    "exchanges",
+    "whole",
+    "groups",
+)  # what plan files have besides the layout
 _MEANT = {  # what users of other tools write; the docs have the table
     "dp": "data",
     "ddp": "data",
     "pp": "stages",
     "tp": "tensor",
+    "sp": "sequence",
+    "ep": "expert",
+    "cp": "context",
     "ac": "recompute",
     "checkpointing": "recompute",
     "ga": "microbatches",
     "gradient_accumulation": "microbatches",
 }
-_MISSING = ("context", "cp", "expert", "ep", "sequence", "sp")  # kinds of parallelism that layouts do not have
-_HELP = "such as data=4,microbatches=8,zero=1,recompute=auto,stages=2"
+_SEQUENCE = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False, AUTO: None}
+_HELP = "such as data=4,tensor=2,microbatches=8,zero=1,recompute=auto,stages=2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +53,7 @@ class Layout:
     recompute: str | tuple[str, ...] = NONE  # NONE, BLOCKS, SELECTIVE, AUTO, or paths of modules
     stages: int | None = None  # None: ops are placed freely
     offload: str | tuple[str, ...] = NONE  # activations of blocks that wait on a CPU: NONE, BLOCKS, AUTO, or paths
+    shards: Shards = WHOLE  # how ops are cut over the cards of a group; each replica lies on groups then
 
     def __post_init__(self) -> None:
         if not 1 <= self.data <= MAX_REPLICAS:
@@ -77,6 +91,11 @@ class Layout:
         return len(set(self.microbatches)) == 1
 
     @property
+    def of_groups(self) -> "Layout":
+        """The layout over groups of cards: what is left beside the shards."""
+        return self if self.shards == WHOLE else replace(self, shards=WHOLE)
+
+    @property
     def is_whole(self) -> bool:
         """True if nothing is cut: the step as captured."""
         return self == Layout()
@@ -87,7 +106,7 @@ class Layout:
         offload = {} if self.offload == NONE else {"offload": _listed(self.offload)}
         return offload | {
             "data": self.data,
-            "tensor": 1,
+            **self.shards.document(),
             "stages": self.stages,
             "microbatches": counts[0] if self.is_even else list(counts),
             "zero": self.zero,
@@ -106,14 +125,13 @@ class Layout:
                 raise InputError(f"layout: unknown keys {', '.join(map(repr, unknown))}; leave them out")
             if any(type(number) is not int for number in numbers):
                 raise TypeError
-            if document["tensor"] != 1:
-                raise InputError(f"layout: tensor is {document['tensor']!r}; 1 is expected")
             return cls(
                 tuple(map(int, counts)) if isinstance(counts, list) else (int(counts),) * int(document["data"]),
                 int(document["zero"]),
                 recompute,
                 None if document["stages"] is None else int(document["stages"]),
                 offload,
+                Shards.of_document(document),
             )
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, InputError):
@@ -139,15 +157,11 @@ class Layout:
                 values["zero"], key = "3", "data"
             key = _MEANT.get(key, key)
             value = BLOCKS if (key, value) == ("recompute", "full") else value
-            if key in _MISSING:
-                raise InputError(f"--parallel: {key}: this kind of parallelism is not supported; leave it out")
             if key not in _KEYS:
                 raise InputError(f"--parallel: {key!r} is unknown; {suggest(key, _KEYS)}")
             if key in values:
                 raise InputError(f"--parallel: {key} is given twice; leave one out")
             values[key] = value
-        if _integer(values, "tensor", 1) != 1:
-            raise InputError("--parallel: tensor parallelism is not supported; leave tensor out")
         counts = tuple(_number("microbatches", item) for item in values.get("microbatches", "1").split(":"))
         data = _integer(values, "data", len(counts))
         if not 1 <= data <= MAX_REPLICAS:
@@ -157,13 +171,18 @@ class Layout:
                 f"--parallel: microbatches has {len(counts)} numbers for {data} replicas; one, or one each, is expected"
             )
         recompute, offload = (_modules(values.get(key, NONE)) for key in ("recompute", "offload"))
+        sequence = values.get("sequence", AUTO).lower()
+        if sequence not in _SEQUENCE:
+            raise InputError(f"--parallel: sequence is {sequence!r}; on, off or auto (on in training) is expected")
         try:
+            tensor, *others = (_integer(values, key, 1) for key in ("tensor", "expert", "context"))
             return cls(
                 counts if len(counts) == data else counts * data,
                 _integer(values, "zero", 0),
                 recompute,
                 _integer(values, "stages", 0) if "stages" in values else None,
                 offload,
+                Shards(tensor, _SEQUENCE[sequence], *others),
             )
         except InputError as error:
             raise InputError(f"--parallel: {error}") from None
@@ -172,6 +191,7 @@ class Layout:
         """Returns the layout as `--parallel` takes it: `data=4,microbatches=2,zero=1`; `none` for the whole step."""
         counts = self.microbatches
         parts = [f"data={self.data}"] if self.data > 1 else []
+        parts += [str(self.shards)] if self.shards != WHOLE else []
         parts += [f"stages={self.stages}"] if self.stages is not None else []
         parts += [f"microbatches={':'.join(map(str, counts[:1] if self.is_even else counts))}"] * (max(counts) > 1)
         parts += [f"zero={self.zero}"] if self.zero else []

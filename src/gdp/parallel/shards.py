@@ -1,0 +1,64 @@
+"""Shards: how the ops of a step are cut over the ranks of a group of alike cards, which run one local program."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gdp.errors import InputError
+
+MAX_RANKS = 64  # of a group: as many cards as one island of fast links has today
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The degrees of a local program: that of one of `num_ranks` ranks. InputError for numbers that make no sense.
+
+    Experts lie whole on `expert` of the tensor ranks each; 1: every rank has columns of all experts.
+    """
+
+    tensor: int = 1
+    sequence: bool | None = None  # tokens are cut over the tensor ranks between cut ops; None: in training
+    expert: int = 1
+    context: int = 1  # parts of a sequence, around which keys and values go in a ring
+
+    def __post_init__(self) -> None:
+        for key in ("tensor", "expert", "context"):
+            if not 1 <= getattr(self, key) <= MAX_RANKS:
+                raise InputError(f"{key} is {getattr(self, key)}; 1 to {MAX_RANKS} ranks are expected")
+        if self.sequence and self.tensor == 1:
+            raise InputError("sequence cuts tokens over tensor ranks, and there is one; add tensor=2 or more")
+        if self.tensor % self.expert:
+            raise InputError(f"expert={self.expert} places experts on tensor ranks; let it divide tensor={self.tensor}")
+
+    def settled(self, *, training: bool) -> "Shards":
+        """Returns the same shards, which say whether tokens are cut between cut ops: by default in training."""
+        return replace(self, sequence=training and self.tensor > 1) if self.sequence is None else self
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of cards of a group."""
+        return self.tensor * self.context
+
+    def document(self) -> dict[str, Any]:
+        """Returns the degrees as in `--json` and in plan files: `tensor`, and others that are used."""
+        degrees = {"expert": self.expert, "context": self.context}
+        cut = {} if self.sequence is None else {"sequence": self.sequence}
+        return {"tensor": self.tensor} | cut | {key: degree for key, degree in degrees.items() if degree > 1}
+
+    @classmethod
+    def of_document(cls, document: Mapping[str, Any]) -> "Shards":
+        """Returns the shards of a layout's document; TypeError for values that are no numbers."""
+        numbers = [document.get(key, 1) for key in ("tensor", "expert", "context")]
+        is_cut = document.get("sequence")
+        if any(type(number) is not int for number in numbers) or type(is_cut) not in (bool, type(None)):
+            raise TypeError("degrees are whole numbers")
+        return cls(numbers[0], is_cut, *numbers[1:])
+
+    def __str__(self) -> str:
+        """Returns the degrees as `--parallel` takes them: `tensor=4,sequence=on`; "" where nothing is cut."""
+        parts = [f"{key}={getattr(self, key)}" for key in ("tensor", "expert", "context") if getattr(self, key) > 1]
+        cut = [] if self.sequence is None else [f"sequence={'on' if self.sequence else 'off'}"]
+        return ",".join(parts[:1] + cut + parts[1:])
+
+
+WHOLE = Shards()
