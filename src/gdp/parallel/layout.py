@@ -7,7 +7,7 @@ from typing import Any
 
 from gdp.errors import InputError, suggest
 from gdp.graph.microbatches import check_count
-from gdp.parallel.shards import WHOLE, Shards
+from gdp.models.shards import WHOLE, Shards
 
 MAX_REPLICAS = 1024  # as many as there may be devices
 NONE, BLOCKS, AUTO = "none", "blocks", "auto"  # what is recomputed; AUTO: as many blocks as memory asks for
