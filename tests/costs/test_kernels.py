@@ -93,7 +93,7 @@ def test_odd_channels_are_padded() -> None:
     ("text", "expected"),
     [
         # in training 3 passes of 512 bytes and 4 vectors of 32 bytes; in inference 2
-        (f"native_batch_norm {IMAGE} float32[8] float32[8] - - 1 ~ ~ > {IMAGE}", [("norm", 3 * 512 + 64)]),
+        (f"native_batch_norm {IMAGE} float32[8] float32[8] - - 1 ~ ~ > {IMAGE}", [("batch_norm", 3 * 512 + 64)]),
         (f"native_batch_norm {IMAGE} float32[8] float32[8] - - 0 ~ ~ > {IMAGE}", [("norm", 2 * 512 + 64)]),
         (f"native_batch_norm_backward {IMAGE} {IMAGE} > {IMAGE}", [("norm", 5 * 512)]),
         ("native_layer_norm float32[4,8] (8) > float32[4,8]", [("norm", 256)]),

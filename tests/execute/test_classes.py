@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gdp import Cluster
-from gdp.execute.calibrate.classes import _share, with_achieved
+from gdp.execute.calibrate.classes import _share, _shares, _TimedOp, with_achieved
 from gdp.execute.calibrate.work import QUICK
 from gdp.execute.targets import CPU, Target
 
@@ -15,6 +15,13 @@ def test_shares_are_medians_by_modelled_time() -> None:
     """Half of the modelled time of a class is that of ops that reach a larger share."""
     assert _share([(0.5, 30), (0.1, 10), (2.0, 20)]) == 0.5  # 10, 40 and 60 of 60 ns
     assert _share([(0.0, 1)]) == 1e-4
+
+
+def test_shares_of_several_classes_are_what_others_leave() -> None:
+    """An op of two classes tells the one that no op has alone, of the time that the known one leaves."""
+    alone = _TimedOp({"norm": 10.0}, 20.0)  # half of the rate
+    both = _TimedOp({"norm": 10.0, "copy": 6.0}, 80.0)  # 20 ns are the norm's, 60 are left
+    assert _shares([both, alone]) == {"norm": 0.5, "copy": 0.1}
 
 
 def test_cores_have_shares_of_all_classes(tmp_path: Path) -> None:
@@ -31,6 +38,8 @@ def test_cores_have_shares_of_all_classes(tmp_path: Path) -> None:
             "depthwise_convolution",
             "norm",
             "gather",
+            "element_gather",
+            "depthwise_wide_weight_gradient",
             "softmax",
         } <= device.achieved.keys()
     path = tmp_path / "local.yaml"

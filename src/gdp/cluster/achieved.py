@@ -23,6 +23,7 @@ OF_FLOPS: Mapping[str, str] = MappingProxyType(
         "grouped_convolution_backward": "grouped_convolution",  # in channels_last
         "depthwise_convolution": "product",  # of the rate of float32
         "depthwise_weight_gradient": "depthwise_convolution",
+        "depthwise_wide_weight_gradient": "depthwise_weight_gradient",  # of more than 3 in height or width
     }
 )
 OF_BYTES: Mapping[str, str] = MappingProxyType(
@@ -32,8 +33,11 @@ OF_BYTES: Mapping[str, str] = MappingProxyType(
         "copy": "pointwise",  # to another type, or into a part: element by element
         "transpose": "copy",
         "gather": "pointwise",
+        "element_gather": "gather",  # an index for each element
         "reduction": "pointwise",
+        "function": "pointwise",  # exponentials and the like, which processor cores compute for long
         "norm": "pointwise",
+        "batch_norm": "norm",  # with statistics
         "softmax": "pointwise",
         "pool": "pointwise",
         "optimizer": "pointwise",

@@ -18,6 +18,8 @@ from gdp.graph.shapes import Array
 _HALVES = ("float16", "bfloat16")
 _WIDTH = 8
 """Channels that tensor cores take together in half precision, 16 bytes: fewer are padded."""
+_NARROW = 3
+"""Height and width of windows up to which libraries have depthwise kernels of their own for the weights' gradient."""
 _COPIED_SHARE = 0.36
 """Of the transposes of a forward pass alone: cuDNN 9 reads some layers as they are. Fitted on the set models' inference
 on an RTX 3090 (benchmarks/data/measured)."""
@@ -65,7 +67,8 @@ class _Convolution:
         size = self._product(made)
         flops = 2 * math.prod(size)
         if self._groups > 1 and self._channels[0] == 1:  # PyTorch's own kernels, on the units of float32
-            kind = "depthwise_weight_gradient" if is_weight else "depthwise_convolution"
+            wide = "wide_" * (max(made.size[2:]) > _NARROW)
+            kind = f"depthwise_{wide}weight_gradient" if is_weight else "depthwise_convolution"
             return [Kernel(kind, flops, num_bytes, dtype="float32")]
         activations = [each for each in (made, *read) if each is not self._weight]
         moved = [2 * array_bytes(each) for each in activations if self._is_copied(each)]

@@ -9,6 +9,9 @@ from gdp.graph.shapes import Array, ShapedCall
 _BITS = re.compile(r"\d+")
 _LONGEST_KEPT = 1024  # elements of a row that PyTorch's softmax keeps in registers; longer ones are read twice
 _TENSORS_OF_A_KERNEL = 48  # of three lists: depth_to_max_tensors in PyTorch's MultiTensorApply.cuh
+_FUNCTIONS = re.compile(
+    r"gelu|silu|swish|mish|\.elu|celu|selu|softplus|sigmoid|tanh|exp(?!and)|log(?!ical)|erf|pow|rsqrt|sin|cos"
+)
 _COPIES = "aten.cat", "aten.stack"
 
 
@@ -79,7 +82,9 @@ def _kind(call: ShapedCall) -> str:
         return "transpose"
     large = max((array.num_elements for array in (*call.arrays, *call.results)), default=0)
     types = {array.dtype for array in (*call.arrays, *call.results) if array.num_elements == large}
-    return "copy" if len(types) > 1 or call.kind in _COPIES else "pointwise"
+    if len(types) > 1 or call.kind in _COPIES:
+        return "copy"
+    return "function" if _FUNCTIONS.search(call.kind) else "pointwise"
 
 
 def _made_contiguous(*arrays: Array) -> list[Kernel]:
@@ -91,7 +96,8 @@ def batch_norm(op: PricedOp) -> list[Kernel]:
     """In training the statistics are read first; in inference they are known."""
     call = op.calls[0]
     is_training = "no_training" not in call.kind and call.arguments[5] != 0
-    return [Kernel("norm", op.flops, op.bytes + is_training * array_bytes(call.arrays[0]))]
+    kind = "batch_norm" if is_training else "norm"
+    return [Kernel(kind, op.flops, op.bytes + is_training * array_bytes(call.arrays[0]))]
 
 
 def batch_norm_backward(op: PricedOp) -> list[Kernel]:

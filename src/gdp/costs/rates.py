@@ -17,7 +17,7 @@ from gdp.costs.products import item_bytes, multiprocessors_of, tiled_ns, togethe
 
 SMALL_FLOATS, HALVES = ("float8", "float4"), ("bfloat16", "float16")
 # Classes whose kernels read weights, or products', whose shares are fitted with what caches hold
-_OF_OTHERS = [CLASSES.index(name) for name in (*OF_FLOPS, "product_bytes", "gather", "optimizer")]
+_OF_OTHERS = [CLASSES.index(name) for name in (*OF_FLOPS, "product_bytes", "gather", "element_gather", "optimizer")]
 _HELD = 0.5  # of the cache, fitted on the 24 set rows of GPT on A100, where 0.25 and 1 are worse
 _ATTENTION = [CLASSES.index(name) for name in ("attention", "attention_backward")]
 

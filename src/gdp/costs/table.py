@@ -20,6 +20,7 @@ _CLASS_OF_NAME = (  # the first that a kind's name has decides
     ("(?<!ga)mm|matmul|linear|gemm|dot|einsum|baddbmm|addmv|bilinear|_mv$", "product"),
     ("norm", "norm"),
     ("softmax|logsumexp|nll|cross_entropy", "softmax"),
+    (r"^(?:gather|take|put|scatter(?:_\w+)?)$", "element_gather"),
     ("embedding|gather|index|scatter|take|select|sort|topk|unique|nonzero", "gather"),
     ("sum|mean|var|std|amax|amin|argmax|argmin|prod|cumsum|any|all_|reduce", "reduction"),
     ("transpose|permute|contiguous|clone|copy|cat|stack|roll|flip|im2col|col2im", "transpose"),

@@ -2,7 +2,8 @@
 
 A step of a model with layers of all classes is run on all cores at once. An op takes its kernels' time at the figures
 of the device, divided by the share of their class: the median over ops and sizes, in the caches and out of them, each
-counted by its modelled time: other programs do not change that.
+counted by its modelled time: other programs do not change that. Ops of one class tell its share first, then those of
+several what they have besides.
 """
 
 from collections import defaultdict
@@ -10,12 +11,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gdp.arrays import I64
 from gdp.cluster import Device
 from gdp.costs.kernels import CLASSES, kernels_of
 from gdp.costs.rates import kernel_times
@@ -23,9 +26,11 @@ from gdp.costs.table import rule_of
 from gdp.execute.calibrate.work import Extent, Log
 from gdp.execute.measurement import PlacedProgram, measure_programs
 from gdp.execute.targets import Target
+from gdp.graph import Graph
 from gdp.models.pytorch import capture
 
-_WORDS, _STEPS = 10_000, 5
+_WORDS, _NUM_LOGITS, _STEPS = 10_000, 1_000, 5
+_LEAST = 0.1  # of an op's time, that kernels of a class have which others leave less
 _NO_LAUNCHES = 3  # ops that take as many launches or fewer tell nothing of rates
 
 
@@ -40,6 +45,7 @@ class Probe(nn.Module):
         self.depthwise = nn.ModuleList(nn.Conv2d(width, width, k, padding=k // 2, groups=width) for k in (3, 5, 7))
         self.norms = nn.ModuleList([nn.BatchNorm2d(width), nn.LayerNorm(width)])
         self.words, self.wide = nn.Embedding(_WORDS, width), nn.Linear(width, 3 * width)
+        self.head = nn.Linear(2 * width, _NUM_LOGITS)
 
     def forward(self, images: Tensor, words: Tensor) -> Tensor:
         x = self.grouped(functional.gelu(self.dense(self.first(images))))
@@ -48,14 +54,22 @@ class Probe(nn.Module):
         y = self.norms[1](functional.max_pool2d(x, 3, 1, 1).flatten(2).transpose(1, 2) + self.words(words))
         q, k, v = self.wide(y).unflatten(2, (3, 4, -1)).permute(2, 0, 3, 1, 4)
         y = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        y = torch.cat([y, y.index_select(1, words[0] % y.shape[1])], 2)
-        return (y.softmax(2) * y.sigmoid()).sum(1).square().mean()
+        place = words % y.shape[1]
+        index = place.unsqueeze(2).expand_as(y)
+        y = y + torch.zeros_like(y).scatter_add(1, index, y.gather(1, index))
+        y = torch.cat([y, y.index_select(1, place[0])], 2)
+        y = y.softmax(2) * y.sigmoid()
+        loss = functional.cross_entropy(self.head(y).flatten(0, 1), place.flatten())
+        return loss + y.sum(1).square().mean()
 
 
 def with_achieved(devices: Sequence[Device], targets: Sequence[Target], effort: Extent, log: Log) -> list[Device]:
-    """[D] Returns the devices, those that are processor cores with the shares of classes of kernels measured."""
+    """[D] Returns the devices, those that are processor cores with the shares of classes of kernels measured.
+
+    Alike cores tell them together: what other programs take of one of them is no property of it.
+    """
     cores = [number for number, target in enumerate(targets) if target.device.type == "cpu"]
-    ratios: list[dict[str, list[tuple[float, int]]]] = [defaultdict(list) for _ in devices]
+    timed: dict[str, list[_TimedOp]] = defaultdict(list)  # by kind of core
     for samples, width, side in effort.probes if cores else ():
         log(f"classes of kernels on all cores at once, {samples} images of {side} x {side} with {width} channels")
         model, words = Probe(width), torch.randint(_WORDS, (samples, (side // 4) ** 2))
@@ -63,30 +77,60 @@ def with_achieved(devices: Sequence[Device], targets: Sequence[Target], effort: 
         program = capture(model, inputs, name="classes").program
         step = PlacedProgram(program, program.bind(model, inputs, {}), [np.arange(program.graph.num_ops)])
 
-        def measured(number: int, step: PlacedProgram = step) -> np.ndarray:
+        def measured(number: int, step: PlacedProgram = step) -> I64:
             measurement = measure_programs({"": step}, [targets[number]], steps=_STEPS)[""]
             return measurement.op_medians_ns()[0]
 
         with ThreadPoolExecutor(len(cores)) as pool:
             times_ns = dict(zip(cores, pool.map(measured, cores), strict=True))
-        kernels = kernels_of(program.graph, rule_of)
-        ends = kernels.offsets.tolist()
         for number in cores:
-            own_ns = kernels.summed(kernel_times(kernels, replace(devices[number], launch_ns=0)))
-            launched_ns = kernels.counts * devices[number].launch_ns
-            ratio = own_ns / np.maximum(times_ns[number] - launched_ns, 1)
-            is_long = times_ns[number] > _NO_LAUNCHES * launched_ns
-            for op in np.flatnonzero(is_long & (own_ns > 0)).tolist():
-                row = int(kernels.ops[op])
-                for kind in set(kernels.kinds[ends[row] : ends[row + 1]].tolist()):
-                    ratios[number][CLASSES[kind]].append((float(ratio[op]), int(own_ns[op])))
+            timed[devices[number].kind] += _timed_ops(program.graph, devices[number], times_ns[number])
+    shares = {kind: MappingProxyType(_shares(ops)) for kind, ops in timed.items()}
     return [
-        replace(device, achieved=MappingProxyType({name: _share(values) for name, values in by_class.items()}))
-        for device, by_class in zip(devices, ratios, strict=True)
+        replace(device, achieved=shares[device.kind]) if number in cores else device
+        for number, device in enumerate(devices)
     ]
 
 
-def _share(ratios: Sequence[tuple[float, int]]) -> float:
+class _TimedOp(NamedTuple):
+    """An op of a probe."""
+
+    parts_ns: dict[str, float]  # by class of its kernels: what they would take at the figures of the device
+    time_ns: float  # without launches
+
+
+def _timed_ops(graph: Graph, device: Device, times_ns: I64) -> list[_TimedOp]:
+    """Returns the ops that take more than launches; `times_ns` [N] is what they took."""
+    kernels, timed = kernels_of(graph, rule_of), []
+    kernels_ns, ends = kernel_times(kernels, replace(device, launch_ns=0)), kernels.offsets
+    launched_ns = kernels.counts * device.launch_ns
+    for op in np.flatnonzero(times_ns > _NO_LAUNCHES * launched_ns).tolist():
+        own = slice(ends[kernels.ops[op]], ends[kernels.ops[op] + 1])
+        parts_ns: dict[str, float] = defaultdict(float)
+        for kind, kernel_ns in zip(kernels.kinds[own].tolist(), kernels_ns[own].tolist(), strict=True):
+            parts_ns[CLASSES[kind]] += kernel_ns
+        if sum(parts_ns.values()) > 0:
+            timed.append(_TimedOp(parts_ns, max(float(times_ns[op] - launched_ns[op]), 1.0)))
+    return timed
+
+
+def _shares(ops: Sequence[_TimedOp]) -> dict[str, float]:
+    """Returns the share of each class, by what known ones leave of the times of ops that have the fewest others."""
+    known: dict[str, float] = {}
+    while unknown := [left for op in ops if (left := op.parts_ns.keys() - known.keys())]:
+        fewest, ratios = min(map(len, unknown)), defaultdict[str, list[tuple[float, float]]](list)
+        for parts_ns, time_ns in ops:
+            left = parts_ns.keys() - known.keys()
+            if len(left) == fewest:
+                others_ns = sum(parts_ns[name] / known[name] for name in parts_ns.keys() - left)
+                own_ns = sum(parts_ns[name] for name in left)
+                for name in left:
+                    ratios[name].append((own_ns / max(time_ns - others_ns, _LEAST * time_ns), own_ns))
+        known |= {name: _share(values) for name, values in ratios.items()}
+    return known
+
+
+def _share(ratios: Sequence[tuple[float, float]]) -> float:
     """Returns the median of ratios, each counted by the modelled ns of its op, within what a device may tell."""
     values, weights = map(np.array, zip(*sorted(ratios), strict=True))
     median = values[np.searchsorted(np.cumsum(weights), weights.sum() / 2)]
