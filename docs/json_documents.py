@@ -429,7 +429,7 @@ class CostRow(TypedDict):
     time_ns: Ns
     flops: int
     bytes: Annotated[int, d("that the kernels move")]
-    limit: Annotated[Literal["arithmetic", "memory", "launch"], d("what bounds most of the time")]
+    limit: Annotated[Literal["arithmetic", "memory", "launch", "latency", "link"], d("what bounds most of the time")]
     rule: NotRequired[Annotated[str, d("of ops: what says of which kernels they are")]]
 
 
@@ -543,6 +543,14 @@ class Detect(TypedDict):
 # files
 
 
+class GroupLink(TypedDict):
+    """The link between the cards of a group."""
+
+    bandwidth: Quantity
+    latency: Quantity
+    exchange: NotRequired[Annotated[str, d("as of links")]]
+
+
 class ClusterDevice(TypedDict):
     """A device; a kind that is built in has the other figures."""
 
@@ -555,6 +563,8 @@ class ClusterDevice(TypedDict):
     issue: NotRequired[Annotated[Quantity, d("of its host, for each kernel")]]
     achieved: NotRequired[Annotated[dict[str, float], d("shares of the sheet by class of kernel, and numbers")]]
     runtime: NotRequired[Literal["eager", "compile", "cuda-graphs"]]
+    group: NotRequired[Annotated[list[str], d("the equal cards that it stands for, each with these figures")]]
+    link: NotRequired[Annotated[GroupLink, d("between them, while other groups exchange")]]
 
 
 ClusterLink = TypedDict(

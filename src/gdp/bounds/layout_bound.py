@@ -48,12 +48,13 @@ def _work_ns(graph: Graph, num_parts: int, cluster: Cluster) -> tuple[I64, I64]:
 
 
 def _whole(device: Device) -> Device:
-    """Returns the device without what a part of an op may take less of: launches, work that is cut into tiles, and
-    reads of what is not in the cache."""
+    """Returns the device without what a part of an op may take less of: launches, work that is cut into tiles, reads of
+    what is not in the cache, and steps of exchanges."""
     shares = {name: value for name, value in device.achieved.items() if name not in NUMBERS}
     if device.achieved.get("cache_bytes"):
         shares["cache_bytes"] = 1e15  # all of them
-    return replace(device, launch_ns=0, issue_ns=0, achieved=MappingProxyType(shares))
+    link = device.link and replace(device.link, latency_ns=0)
+    return replace(device, launch_ns=0, issue_ns=0, achieved=MappingProxyType(shares), link=link)
 
 
 def _shared_out(work_ns: I64, counts: I64) -> int:

@@ -23,6 +23,7 @@ def costs(
     from gdp.cli.inputs import read_graph
     from gdp.cluster import Cluster
     from gdp.costs.breakdown import Breakdown
+    from gdp.costs.op_times import ranks_of
     from gdp.models.source import ModelSource
     from gdp.planning.options import run_by
     from gdp.report.costs_answer import costs_document, costs_report
@@ -31,10 +32,12 @@ def costs(
         raise InputError("--devices: name the devices that it runs on, such as rtx4090-24g")
     reading = model_options.reading()
     cluster = Cluster.parse(run_by(devices, runtime, reading.serving))
-    kinds = {device.kind: device for device in cluster.devices if device.achieved}
-    if not kinds:
+    if not any(device.achieved for device in cluster.devices):
         raise InputError(f"--devices {devices}: tells nothing of kernels (achieved); name GPUs of a built-in kind")
     graph = read_graph(ModelSource(model, reading)).graph
+    if (num_ranks := int(ranks_of(graph).max())) > 1:
+        cluster = cluster.grouped(num_ranks)
+    kinds = {device.kind: device for device in cluster.devices if device.achieved}
     found = [Breakdown(graph, device) for device in kinds.values()]
     if json:
         print_json(costs_document(found, top))

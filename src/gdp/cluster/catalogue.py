@@ -19,7 +19,7 @@ from gdp.cluster.achieved import figures_of_kind
 from gdp.cluster.device import Device
 
 GB, TERA, MIB, GIB = 10**9, 10**12, 2**20, 2**30
-SOCKET = "upi"
+SOCKET, NETWORK = "upi", "network"
 
 # An estimate of a CUDA context: second processes on a card, which seem to hold little else, have "470.64 MiB memory
 # in use", "502.71 MiB" (github.com/3DTopia/Phidias-Diffusion/issues/8, RTX 4090;

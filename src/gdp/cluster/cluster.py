@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from gdp import notebook
 from gdp.arrays import I64
-from gdp.cluster import cluster_file
+from gdp.cluster import cluster_file, groups
 from gdp.cluster.detect import Machine, detect
 from gdp.cluster.device import WORD_DEVICES, Device, Route, check_devices, split_runtime
 from gdp.cluster.parse_devices import preset
@@ -52,10 +52,10 @@ class Cluster:
 
     def __repr__(self) -> str:
         """Returns `Cluster('2xl4-24g': 2 l4-24g, 44.0 GiB in all)`."""
-        kinds = Counter(device.kind for device in self.devices)
+        kinds = Counter(f"({each.num_cards}x{each.kind})" if each.group else each.kind for each in self.devices)
         counts = ", ".join(f"{count} {kind}" for kind, count in list(kinds.items())[:4])
         more = f" and {len(kinds) - 4} more kinds" if len(kinds) > 4 else ""
-        total = size(sum(device.memory_bytes for device in self.devices))
+        total = size(sum(device.num_cards * device.memory_bytes for device in self.devices))
         return f"Cluster({self.name!r}: {counts}{more}, {total} in all)"
 
     def _repr_html_(self) -> str:
@@ -125,6 +125,19 @@ class Cluster:
         devices = [device if device.is_cpu else replace(device, runtime=runtime) for device in self.devices]
         check_devices(devices)
         return replace(self, name=f"{split_runtime(self.name)[0]}:{runtime}", devices=tuple(devices))
+
+    def grouped(self, num_ranks: int) -> "Cluster":
+        """Returns the cluster whose cards are groups of `num_ranks` equal ones of a host, see `gdp.cluster.groups`.
+
+        InputError where there is no such group. One whose cards are in such groups is returned as it is.
+        """
+        if all(device.num_cards == num_ranks for device in self.devices if not device.is_cpu):
+            return self
+        return Cluster.build(self.name, *groups.grouped(self, num_ranks))
+
+    def group_sizes(self) -> tuple[int, ...]:
+        """Returns the sizes of groups on the fastest links: (2, 4, 8) on eight cards."""
+        return groups.group_sizes(self)
 
     @classmethod
     def of(cls, value: "Cluster | str | Path") -> "Cluster":

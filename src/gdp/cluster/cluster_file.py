@@ -5,6 +5,7 @@ docs/machine-model.md, section 6, is the definition.
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from types import MappingProxyType
@@ -68,6 +69,16 @@ def _parse_rates(rates: Mapping[str, object], where: str) -> Mapping[str, int]:
     return MappingProxyType({dtype: parse_number(rate, f"{where} {dtype}") for dtype, rate in rates.items()})
 
 
+def _is_figures(value: object) -> bool:
+    """a mapping of bandwidth, latency and exchange"""
+    return type(value) is dict
+
+
+def _parse_link(record: Mapping[str, Any], where: str) -> Route:
+    files.require_keys(record, where, {key: _LINK_FIELDS[key] for key in _OF_LINK}, set(_OF_LINK[:2]))
+    return _read_route(record, where)
+
+
 def _is_names(value: object) -> bool:
     """a list of names"""
     return type(value) is list and all(type(item) is str for item in value)
@@ -96,8 +107,11 @@ _FIGURES: Mapping[str, _Figure] = {
     "issue": ("issue_ns", _is_quantity, parse_time),
     "achieved": ("achieved", _is_numbers, lambda numbers, where: MappingProxyType(dict(numbers))),
     "runtime": ("runtime", _is_text, lambda runtime, where: runtime),
+    "group": ("group", _is_names, lambda names, where: tuple(names)),
+    "link": ("link", _is_figures, _parse_link),
 }
-_TELL_NOTHING: Mapping[str, Any] = {"issue": 0, "achieved": {}, "runtime": EAGER}  # figures that a document may lack
+_TELL_NOTHING: Mapping[str, Any] = {"issue": 0, "achieved": {}, "runtime": EAGER, "group": (), "link": None}
+"""Figures that a document may lack."""
 _SHEET = _FIGURES.keys() - _TELL_NOTHING.keys()  # a document that has all of these says what else its device tells
 _DEVICE_FIELDS = {"name": _is_text, "kind": _is_text} | {field: check for field, (_, check, _) in _FIGURES.items()}
 _LINK_FIELDS = {
@@ -109,6 +123,7 @@ _LINK_FIELDS = {
     "channels": _is_names,
     "exchange": _is_text,
 }
+_OF_LINK = "bandwidth", "latency", "exchange"  # of the link of a group
 
 
 def _read_device(record: object, number: int) -> Device:
@@ -124,15 +139,23 @@ def _read_device(record: object, number: int) -> Device:
             f"{where}: kind {record['kind']!r} is not built in, so {', '.join(missing)} must be given; "
             f"add what is missing, or {suggest(record['kind'], list(KINDS))}"
         )
-    values = {name: read(figures[field], f"{where}: {field}") for field, (name, _, read) in _FIGURES.items()}
+    values = {
+        name: figures[field] if figures[field] is None else read(figures[field], f"{where}: {field}")
+        for field, (name, _, read) in _FIGURES.items()
+    }
     return Device(record["name"], record["kind"], **values)
 
 
 def figures_of(device: Device | DeviceKind) -> dict[str, Any]:
     """Returns the figures of a device, or of those of a kind, as a document has them, without what tells nothing."""
-    figures: dict[str, Any] = {field: getattr(device, name, EAGER) for field, (name, _, _) in _FIGURES.items()}
-    figures["achieved"] = dict(figures["achieved"])
-    return {field: value for field, value in figures.items() if value != _TELL_NOTHING.get(field)}
+    figures: dict[str, Any] = {
+        field: getattr(device, name, _TELL_NOTHING.get(field)) for field, (name, _, _) in _FIGURES.items()
+    }
+    told = {field: value for field, value in figures.items() if value != _TELL_NOTHING.get(field)}
+    texts: dict[str, Any] = {"achieved": dict(figures["achieved"]), "group": list(figures["group"])}
+    if (link := figures["link"]) is not None:
+        texts["link"] = dict(zip(_OF_LINK, (link.bytes_per_second, link.latency_ns, link.exchange), strict=True))
+    return told | {field: text for field, text in texts.items() if field in told}
 
 
 def _read_links(records: Sequence[object], devices: Sequence[Device]) -> dict[tuple[int, int], Route]:
@@ -152,13 +175,7 @@ def _read_links(records: Sequence[object], devices: Sequence[Device]) -> dict[tu
             raise InputError(f"{where}: links {names[sources[0]]!r} to itself; name two different devices")
         if record.get("both", False):
             pairs = list(dict.fromkeys([*pairs, *((b, a) for a, b in pairs)]))
-        bytes_per_second = parse_rate(record["bandwidth"], f"{where}: bandwidth")
-        if bytes_per_second == 0:
-            raise InputError(f"{where}: bandwidth is {record['bandwidth']!r}; more than 0 is expected")
-        latency_ns = parse_time(record["latency"], f"{where}: latency")
-        exchange = record.get("exchange", "")
-        if exchange and exchange not in EXCHANGES:
-            raise InputError(f"{where}: exchange {exchange!r} is unknown; {suggest(exchange, list(EXCHANGES))}")
+        figures = _read_route(record, where)
         channels: list[str] | None = record.get("channels")
         for position, channel in enumerate(channels or ()):
             if not channel or not channel.isprintable() or channel in (channels or ())[:position]:
@@ -174,7 +191,7 @@ def _read_links(records: Sequence[object], devices: Sequence[Device]) -> dict[tu
             if channels is None:
                 own[name] = number
             own_channels = (name,) if channels is None else tuple(channels)
-            routes[pair] = Route(latency_ns, bytes_per_second, own_channels, exchange)
+            routes[pair] = replace(figures, channels=own_channels)
     for channel in own.keys() & named.keys():
         raise InputError(
             f"link {named[channel]}: channel {channel!r} is what link {own[channel]} calls its own; rename it"
@@ -186,6 +203,17 @@ def _read_links(records: Sequence[object], devices: Sequence[Device]) -> dict[tu
             f'links: no entry covers {first}{f" and {more} more pairs" if more else ""}; add one, or use "*"'
         )
     return routes
+
+
+def _read_route(record: Mapping[str, Any], where: str) -> Route:
+    """Returns the figures of a link, without channels."""
+    bytes_per_second = parse_rate(record["bandwidth"], f"{where}: bandwidth")
+    if bytes_per_second == 0:
+        raise InputError(f"{where}: bandwidth is {record['bandwidth']!r}; more than 0 is expected")
+    exchange = record.get("exchange", "")
+    if exchange and exchange not in EXCHANGES:
+        raise InputError(f"{where}: exchange {exchange!r} is unknown; {suggest(exchange, list(EXCHANGES))}")
+    return Route(parse_time(record["latency"], f"{where}: latency"), bytes_per_second, (), exchange)
 
 
 def _endpoints(value: str | list[str], where: str, number_of: Mapping[str, int]) -> list[int]:

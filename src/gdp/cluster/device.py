@@ -1,5 +1,6 @@
 """Devices and routes, the records that clusters are made of."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -18,6 +19,18 @@ EAGER, COMPILE, CUDA_GRAPHS = RUNTIMES = "eager", "compile", "cuda-graphs"
 
 
 @dataclass(frozen=True, slots=True)
+class Route:
+    """The route from one device to another; routes that share one of their `channels`, which are names, take turns on
+    it.
+    """
+
+    latency_ns: int
+    bytes_per_second: int
+    channels: tuple[str, ...]
+    exchange: str = ""  # of its link, in `catalogue.EXCHANGES`: what exchanges over it take; "": nothing is known
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """A device; ops of a dtype that `flops_per_second` lacks run at its "float32" rate, which is required
     (float8 types at that of a half type)."""
@@ -32,23 +45,17 @@ class Device:
     # by class of kernel, as `gdp.cluster.achieved` has them
     achieved: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     runtime: str = EAGER
+    group: tuple[str, ...] = ()  # the equal cards that it stands for, each with these figures; (): a device
+    link: Route | None = None  # from each card of a group to the next one, while other groups exchange
+
+    @property
+    def num_cards(self) -> int:
+        return max(len(self.group), 1)
 
     @property
     def is_cpu(self) -> bool:
         """True for a CPU, which its kind says: cpu-16core, or amd-epyc-1core of `gdp devices detect`."""
         return "cpu" in self.kind.lower() or self.kind.endswith("core")
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """The route from one device to another; routes that share one of their `channels`, which are names, take turns on
-    it.
-    """
-
-    latency_ns: int
-    bytes_per_second: int
-    channels: tuple[str, ...]
-    exchange: str = ""  # of its link, in `catalogue.EXCHANGES`: what exchanges over it take; "": nothing is known
 
 
 def split_runtime(text: str) -> tuple[str, str | None]:
@@ -62,6 +69,8 @@ def check_devices(devices: Sequence[Device]) -> None:
     if not 1 <= len(devices) <= MAX_DEVICES:
         raise InputError(f"devices: there are {len(devices)}; 1 to {MAX_DEVICES:,} are expected")
     numbers: dict[str, int] = {}
+    members = Counter(name for device in devices for name in device.group)
+    members.update(device.name for device in devices if members)
     for number, device in enumerate(devices):
         label = f"device {number} {device.name!r}"
         if not device.name or not device.name.isprintable() or device.name == "*" or "->" in device.name:
@@ -82,6 +91,11 @@ def check_devices(devices: Sequence[Device]) -> None:
         check_achieved(device.achieved, label)
         if device.runtime not in RUNTIMES:
             raise InputError(f"{label}: runtime is {device.runtime!r}; {suggest(device.runtime, RUNTIMES)}")
+        if (device.group or device.link) and (len(device.group) < 2 or device.link is None):
+            raise InputError(f"{label}: group is {list(device.group)}; give two cards or more, and their link")
+        for name in device.group:
+            if not name or not name.isprintable() or members[name] > 1:
+                raise InputError(f"{label}: group has {name!r}; printable names of cards are expected, each once")
         times_ns = {"launch": device.launch_ns, "issue": device.issue_ns}
         for name, value in {"memory": device.memory_bytes, **times_ns}.items():
             if not 0 <= value < 2**63:

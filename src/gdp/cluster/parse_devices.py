@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
-from gdp.cluster.catalogue import EXCHANGES, GB, KINDS, LINKS, MACHINES, NETWORK_LATENCY_NS, SOCKET, LinkKind
+from gdp.cluster.catalogue import EXCHANGES, GB, KINDS, LINKS, MACHINES, NETWORK, NETWORK_LATENCY_NS, SOCKET, LinkKind
 from gdp.cluster.device import MAX_DEVICES, RUNTIMES, Device, Route
 from gdp.errors import InputError, suggest
 
@@ -75,7 +75,7 @@ def preset(text: str) -> tuple[list[Device], dict[tuple[int, int], Route]]:
         raise InputError(f"devices {text!r}: a pod has one uplink rate, as in 2x(4x(8xl4-24g)@10gbit)@20gbit")
     num_local = len(_parts(hosts[2], text, ""))
     _check_count(text, num_pods * num_hosts * num_local)
-    network = _Network(LinkKind("network", gbit * GB // 8, NETWORK_LATENCY_NS), num_cards)
+    network = _Network(LinkKind(NETWORK, gbit * GB // 8, NETWORK_LATENCY_NS), num_cards)
     uplinks = _Uplinks(num_hosts * num_cards, gbit, uplink_gbit) if inner is not None else None
     parts = [
         part
@@ -208,7 +208,7 @@ def _routes(
             routes[source, target] = _nvlink_route(a, b) or Route(*_slot_figures(a, b, None), _slot(a)[0] + _slot(b)[1])
         if a.device.kind == b.device.kind and not a.is_cpu:
             route, is_far = routes[source, target], a.host != b.host
-            link = "network" if is_far else a.nvlink.name if a.nvlink and _nvlink_route(a, b) else a.port.name
+            link = NETWORK if is_far else a.nvlink.name if a.nvlink and _nvlink_route(a, b) else a.port.name
             if (known := EXCHANGES.get(link)) is not None and (not is_far or uplink is None):
                 rate = round(route.bytes_per_second * known.share) if is_far else known.rate(num_cards[a.host])
                 routes[source, target] = Route(known.latency_ns, rate, route.channels, link)

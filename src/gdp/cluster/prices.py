@@ -15,6 +15,7 @@ from gdp import files
 from gdp.cluster.catalogue import KINDS
 from gdp.cluster.cluster import Cluster
 from gdp.cluster.cluster_file import read_yaml
+from gdp.cluster.device import Device
 from gdp.errors import InputError, prefixed, suggest
 
 _KEYS = ("dollars_per_hour", "watts")
@@ -63,15 +64,15 @@ class Prices:
         ]
 
     def of(self, cluster: Cluster) -> Price:
-        """Returns the sums over all devices. A CPU without a price is in those of the cards that it hosts."""
+        """Returns the sums over all cards. A CPU without a price is in those of the cards that it hosts."""
         has_cards = not all(device.is_cpu for device in cluster.devices)
-        dollars = [self._of(device.kind, "dollars_per_hour", device.is_cpu and has_cards) for device in cluster.devices]
-        return Price(_total(dollars), _total([self._of(device.kind, "watts") for device in cluster.devices]))
+        dollars = [self._of(device, "dollars_per_hour", device.is_cpu and has_cards) for device in cluster.devices]
+        return Price(_total(dollars), _total([self._of(device, "watts") for device in cluster.devices]))
 
-    def _of(self, kind: str, key: str, is_free: bool = False) -> float | None:
-        built_in = KINDS.get(kind)
-        known = self.own.get(kind, {}).get(key, None if built_in is None else getattr(built_in, key))
-        return 0.0 if known is None and is_free else known
+    def _of(self, device: Device, key: str, is_free: bool = False) -> float | None:
+        built_in = KINDS.get(device.kind)
+        known = self.own.get(device.kind, {}).get(key, None if built_in is None else getattr(built_in, key))
+        return (0.0 if is_free else None) if known is None else device.num_cards * known
 
 
 def _total(figures: list[float | None]) -> float | None:

@@ -11,11 +11,11 @@ from gdp.cluster import Device
 from gdp.cluster.device import CUDA_GRAPHS
 from gdp.costs.kernels import CLASSES, Kernels
 from gdp.costs.op_times import step_kernels
-from gdp.costs.rates import gap_ns, kernel_times, memory_times
+from gdp.costs.rates import collective_times, gap_ns, is_collective, kernel_times, memory_times
 from gdp.graph import Graph
 
-LIMITS = ("arithmetic", "memory", "launch")
-"""What may bound a kernel: multiplying, memory, or its start and end."""
+LIMITS = ("arithmetic", "memory", "launch", "latency", "link")
+"""What may bound a kernel: multiplying, memory, or its start and end; an exchange: the time of its steps, or bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,9 @@ class Breakdown:
     def _limit(self) -> I64:
         launch_ns = gap_ns(self.device) * self.kernels.launches
         is_in_memory = memory_times(self.kernels, self.device) * 2 >= self._times_ns - launch_ns
-        return np.where(launch_ns * 2 > self._times_ns, 2, np.where(is_in_memory, 1, 0))
+        limit = np.where(launch_ns * 2 > self._times_ns, 2, np.where(is_in_memory, 1, 0))
+        begin_ns = collective_times(self.kernels, self.device)[0]
+        return np.where(is_collective(self.kernels), np.where(begin_ns * 2 > self._times_ns, 3, 4), limit)
 
     @property
     def time_ns(self) -> float:

@@ -13,6 +13,9 @@ NVLink SHARP inside a host and trees between hosts. Of B bytes and R cards (H ho
     send                         1            1                         B                    0
 
 `gdp.cluster.catalogue.EXCHANGES` has the figures of kinds of links. All costs are lines in B: a time is a few numbers.
+
+Ranks of a group exchange in ops of kinds `collective.all_reduce` and so on. Over links without figures these take the
+hops of a ring: the latency of a route for each step, the bytes at its rate.
 """
 
 import math
@@ -23,13 +26,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gdp.arrays import I64
-from gdp.cluster import Cluster
-from gdp.cluster.catalogue import EXCHANGES, ExchangeFigures
+from gdp.cluster import Cluster, Device
+from gdp.cluster.catalogue import EXCHANGES, NETWORK, ExchangeFigures
 from gdp.errors import InputError
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all_reduce", "reduce_scatter", "all_gather"
+COLLECTIVE = "collective"  # ops of ranks are called collective.all_reduce and so on
 KINDS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, "broadcast", "all_to_all", "send")
-NETWORK = "network"
 _NVLS_CARDS = 8  # all cards of a switch: of fewer, NCCL 2.27 takes rings
 _NETWORK_POST_NS = 1_000  # the least of any step where some are between hosts: getNetOverhead of tuning.cc
 _TREE_SHARE, _TREE_LL_SHARE = 0.92, 1 / 3.8  # of the rate: tuning.cc
@@ -49,6 +52,18 @@ class AlikeCards:
     rate: float = math.inf  # bytes per second of a card, over this link
     num_hosts: int = 1
     network_rate: float = math.inf  # bytes per second out of a host, over all network cards that they use
+
+    @classmethod
+    def of_group(cls, device: Device) -> "AlikeCards":
+        """Returns the cards of a group."""
+        count, link = device.num_cards, device.link
+        assert link is not None
+        rate, protocols = link.bytes_per_second, {"hops": (0, link.latency_ns, 1.0)}
+        if link.exchange:
+            figures = EXCHANGES[link.exchange].over(rate, link.latency_ns, count)
+        else:
+            figures = ExchangeFigures({count: rate}, 1.0, math.inf, protocols, None, {})
+        return cls(count, figures, rate)
 
     def lines(self, exchange: str) -> tuple[Line, ...]:
         """Returns what each protocol and algorithm takes; the exchange takes the least."""
@@ -79,6 +94,10 @@ class AlikeCards:
     def time_ns(self, exchange: str, num_bytes: int) -> int:
         """Returns the time of an exchange of a buffer of `num_bytes`; `all_gather`: of the gathered one."""
         return _least_ns(self.lines(exchange), num_bytes)
+
+    def begin_ns(self, exchange: str, num_bytes: int) -> int:
+        """Returns what of this time any exchange takes, however few its bytes are."""
+        return min(self.lines(exchange), key=lambda line: line[0] + num_bytes * line[1])[0]
 
 
 def _least_ns(lines: Sequence[Line], num_bytes: int) -> int:
@@ -145,12 +164,14 @@ def exchange_times(
 ) -> tuple[tuple[int, ...], ExchangeTimes] | None:
     """Returns the order [R] of replicas on `devices` [R, P] in rings, host by host, and what their exchanges take.
 
-    None where the links tell nothing of exchanges, or differ between the replicas or their places.
+    Of replicas on groups, corresponding cards exchange: as many times at once as a group has cards. None where the
+    links tell nothing of exchanges, or differ between the replicas or their places.
     """
     grid = np.array(devices, np.int64)
     if len(grid) < 2 or not cluster.exchanges.size:
         return None
-    found = {_of_place(cluster, place, grid.size) for place in grid.T}
+    num_used = sum(cluster.devices[device].num_cards for device in grid.flat)
+    found = {_of_place(cluster, place, num_used) for place in grid.T}
     if len(found) != 1 or (alike := found.pop()) is None:
         return None
     order, legs, cards = alike
@@ -184,6 +205,7 @@ def _of_place(
     link = EXCHANGES[inside[0]] if inside else None
     if link is not None:
         near, num_alike = is_other & ~is_far, int((cluster.exchanges[devices[0]] == inside[0]).sum()) + 1
+        num_alike *= cluster.devices[devices[0]].num_cards
         link = link.over(int(rates[near].min()), int(latency_ns[near].max()), num_alike)
     rate, network_rate = math.inf if link is None else link.rate(-(-num_used // len(first))), math.inf
     leaders = [list(range(size))] * len(first)  # of each replica of a host the one that uses its network card

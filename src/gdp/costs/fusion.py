@@ -15,12 +15,13 @@ import numpy as np
 
 from gdp.arrays import I64, Bool
 from gdp.cluster.achieved import OF_FLOPS
+from gdp.costs.collectives import COLLECTIVE
 from gdp.costs.table import class_of
 from gdp.graph import Graph
 from gdp.graph.fingerprint import numbered
 from gdp.graph.shapes import parsed_calls
 
-_OWN = {*OF_FLOPS, "optimizer"}  # classes that are not fused
+_OWN = {*OF_FLOPS, "optimizer", COLLECTIVE}  # classes that are not fused
 _FALLBACKS = ("sort", "topk", "unique", "nonzero", "multinomial", "randperm", "grid_sampl", "rnn", "lstm", "gru", "fft")
 _SOURCES = ("parameter", "buffer", "input")
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from gdp.arrays import F64, I64
 from gdp.cluster.achieved import OF_BYTES, OF_FLOPS
+from gdp.costs.collectives import COLLECTIVE
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.fingerprint import numbered
@@ -20,7 +21,7 @@ from gdp.graph.shapes import ShapedCall, parsed_calls
 if TYPE_CHECKING:
     from gdp.costs.fusion import Fusion
 
-CLASSES = (*OF_FLOPS, *OF_BYTES)
+CLASSES = (*OF_FLOPS, *OF_BYTES, COLLECTIVE)
 SIZES = 6
 """Sizes that a kernel may have."""
 
@@ -31,7 +32,9 @@ class Kernel(NamedTuple):
     kind: str  # of CLASSES
     flops: int
     bytes: int  # read and written in device memory
-    size: tuple[int, ...] = ()  # of products: parts, m, n, k; of attention: see `gdp.costs.attention`; (): not known
+    # of products: parts, m, n, k; of attention: see `gdp.costs.attention`; of a collective: its exchange's place in
+    # KINDS; (): not known
+    size: tuple[int, ...] = ()
     launches: float = 1.0  # less than 1: the op is a part of a kernel that other ops are in
     dtype: str = ""  # of its arithmetic; "": the op's
 

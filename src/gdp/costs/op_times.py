@@ -23,19 +23,24 @@ from gdp.arrays import I64, Bool, wide
 from gdp.cluster import Cluster, Device
 from gdp.cluster.catalogue import KINDS
 from gdp.cluster.device import COMPILE
+from gdp.costs.collectives import COLLECTIVE
+from gdp.costs.collectives import KINDS as EXCHANGES
 from gdp.costs.fusion import fused
 from gdp.costs.kernels import Kernels, kernels_of
 from gdp.costs.rates import HALVES, SMALL_FLOATS, kernel_times, peak_rate
-from gdp.costs.table import rule_of
-from gdp.errors import InputError
+from gdp.costs.table import class_of, rule_of
+from gdp.errors import InputError, suggest
 from gdp.graph import Graph
 from gdp.graph.fingerprint import numbered
+from gdp.graph.shapes import parsed_calls
 
 NS_PER_SECOND = 10**9
 # what PyTorch calls types that devices have no rate of their own for; they take float32's as a matter of course
 _PLAIN_DTYPES = {"bool", "complex32", "complex64", "complex128"} | {
     f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
+ANY_RANKS = -1
+"""Of a collective whose shapes are not known: it runs on groups of any size."""
 _MAX = 2**63 - 1
 _MOST_TIMES = 2**28  # of ops on unlike devices, 2 GB
 
@@ -59,14 +64,14 @@ def op_times(graph: Graph, cluster: Cluster) -> I64:
 
 def op_time_classes(graph: Graph, cluster: Cluster) -> tuple[I64, I64]:
     """Returns the times [N, C] of `op_times` on each class of devices that are alike, and the class [D] of each."""
-    measured, rows_by_dtype = _measured_times(graph), _rows_by_dtype(graph)
+    measured, rows_by_dtype, num_ranks = _measured_times(graph), _rows_by_dtype(graph), ranks_of(graph)
     columns: dict[object, I64] = {}  # [N] by figures: most devices are like others
     classes = []
     for device in cluster.devices:
         names = [name for name in (device.kind, device.name) if name in measured]
         rates = tuple(sorted(device.flops_per_second.items()))
         rest = device.memory_bytes_per_second, device.launch_ns, tuple(device.achieved.items()), device.runtime
-        figures = rates, *rest, device.issue_ns, *names
+        figures = rates, *rest, device.issue_ns, device.num_cards, device.link, *names
         if figures not in columns:
             times_ns, is_measured = _times_on(device, measured, graph.num_ops)
             modelled_ns = (
@@ -74,18 +79,49 @@ def op_time_classes(graph: Graph, cluster: Cluster) -> tuple[I64, I64]:
                 if has_kernels(graph, device)
                 else _roofline(graph, device, rows_by_dtype, ~is_measured)
             )
-            columns[figures] = np.where(is_measured, times_ns, modelled_ns)
+            if num_ranks.any():
+                modelled_ns = np.where(num_ranks, _by_kernels(graph, device), modelled_ns)
+            known_ns = np.where(is_measured, times_ns, modelled_ns)
+            columns[figures] = np.where(_can_exchange(num_ranks, device), known_ns, -1)
         classes.append(list(columns).index(figures))
     return np.stack(list(columns.values()), axis=1), np.array(classes, np.int64)
 
 
+def ranks_of(graph: Graph) -> I64:
+    """Returns the ranks [N] that each op exchanges between: 0 for other ops, ANY_RANKS where its shapes tell nothing.
+
+    InputError names an op of an unknown kind.
+    """
+    num_ranks = np.zeros(graph.num_ops, np.int64)
+    kinds, code = numbered(graph.kinds)
+    known = np.array([class_of(kind) == COLLECTIVE for kind in kinds])[code]
+    for op in np.flatnonzero(known).tolist():
+        where, kind = f"op {op} {graph.op_names[op]!r}", graph.kinds[op].removeprefix(f"{COLLECTIVE}.")
+        if kind not in EXCHANGES:
+            raise InputError(f"{where}: {kind!r} is no kind of collective; {suggest(kind, EXCHANGES)}")
+        calls = parsed_calls(graph.shapes[op])
+        count = next(iter(calls[0].arguments[1:]), None) if calls else ANY_RANKS
+        if calls and not (isinstance(count, int) and count > 1):
+            raise InputError(f"{where}: has {count!r} ranks; a number of 2 or more is expected behind the tensor")
+        num_ranks[op] = count
+    return num_ranks
+
+
+def _can_exchange(num_ranks: I64, device: Device) -> Bool:
+    """Returns [N] the ops but collectives that it takes another number of cards for."""
+    fits = (num_ranks == ANY_RANKS) | (num_ranks == device.num_cards)
+    return np.asarray((num_ranks == 0) | (fits & bool(device.group)))
+
+
 def count_time_sources(graph: Graph, cluster: Cluster) -> dict[str, dict[str, int]]:
     """By device name, how many of the N ops have which source: `measured`, `cannot_run`, `roofline` or `free`."""
-    measured = _measured_times(graph)
+    measured, num_ranks = _measured_times(graph), ranks_of(graph)
     is_free = (graph.flops == 0) & (graph.bytes_accessed == 0)
     counts = {}
     for device in cluster.devices:
         times_ns, is_measured = _times_on(device, measured, graph.num_ops)
+        cannot = ~_can_exchange(num_ranks, device)
+        times_ns, is_measured = np.where(cannot, -1, times_ns), is_measured | cannot
         counts[device.name] = {
             "measured": int((is_measured & (times_ns >= 0)).sum()),
             "cannot_run": int((is_measured & (times_ns < 0)).sum()),

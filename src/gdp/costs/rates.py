@@ -8,10 +8,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from gdp.arrays import F64
+from gdp.arrays import F64, Bool
 from gdp.cluster import Device
 from gdp.cluster.achieved import OF_BYTES, OF_FLOPS, share
 from gdp.costs.attention import attention_ns
+from gdp.costs.collectives import COLLECTIVE, KINDS, AlikeCards
 from gdp.costs.kernels import CLASSES, Kernels
 from gdp.costs.products import item_bytes, multiprocessors_of, tiled_ns, together_ns
 
@@ -44,7 +45,24 @@ def kernel_times(kernels: Kernels, device: Device) -> F64:
     floors_ns = [figures.get(f"{name}_floor_ns", 0) for name in ("product", "decode", "prefill")]
     times_ns[cut] += floors_ns[0]
     times_ns[fused] += np.where(sizes[fused, 2] == 1, *floors_ns[1:])
-    return np.asarray(times_ns + gap_ns(device) * kernels.launches)
+    exchange_ns = collective_times(kernels, device)[1]
+    return np.where(is_collective(kernels), exchange_ns, times_ns + gap_ns(device) * kernels.launches)
+
+
+def is_collective(kernels: Kernels) -> Bool:
+    """Returns [K] the exchanges of the ranks of a group."""
+    return np.asarray(kernels.kinds == CLASSES.index(COLLECTIVE))
+
+
+def collective_times(kernels: Kernels, device: Device) -> tuple[F64, F64]:
+    """Returns the ns [K] that exchanges in a group take to begin, and in all; 0 for other kernels and devices."""
+    begin_ns, times_ns = np.zeros((2, len(kernels.kinds)))
+    if device.group:
+        cards = AlikeCards.of_group(device)
+        for place in np.flatnonzero(is_collective(kernels)).tolist():
+            what = KINDS[int(kernels.sizes[place, 0])], int(kernels.bytes[place])
+            begin_ns[place], times_ns[place] = cards.begin_ns(*what), cards.time_ns(*what)
+    return begin_ns, times_ns
 
 
 def gap_ns(device: Device) -> float:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from gdp.costs import convolutions, passes
 from gdp.costs.attention import ATTENTION, attention
+from gdp.costs.collectives import COLLECTIVE, KINDS
 from gdp.costs.kernels import Kernel, PricedOp, Rule
 from gdp.costs.products import PRODUCTS, product
 
@@ -39,12 +40,23 @@ _PATTERNS = tuple((re.compile(pattern), kind) for pattern, kind in _CLASS_OF_NAM
 def class_of(kind: str) -> str:
     """Returns the class of kernels that an op of this kind is, by its name alone."""
     name = kind.rpartition(".")[2].lower()
+    if kind.startswith(f"{COLLECTIVE}."):
+        return COLLECTIVE
     return next((found for pattern, found in _PATTERNS if pattern.search(name)), "pointwise")
 
 
 def one_kernel(op: PricedOp) -> list[Kernel]:
     """One kernel of the op's FLOPs and bytes: what is not known better."""
     return [Kernel(class_of(op.kind), op.flops, op.bytes)]
+
+
+def collective(op: PricedOp) -> list[Kernel]:
+    """One exchange of the ranks of a group; its buffer is the larger one of what it reads and makes."""
+    exchange = KINDS.index(op.kind.removeprefix(f"{COLLECTIVE}."))
+    if not op.calls:
+        return [Kernel(COLLECTIVE, 0, op.bytes, (exchange,))]
+    call = op.calls[0]
+    return [Kernel(COLLECTIVE, 0, max(map(passes.array_bytes, (*call.arrays[:1], *call.results))), (exchange,))]
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
@@ -72,11 +84,13 @@ def rule_of(op: PricedOp) -> tuple[str, Rule]:
     """Returns the rule of an op and its name."""
     if len(op.calls) > 1:
         return "calls", _call_by_call
-    rule = _rule_of_call(op) if op.calls else one_kernel
+    rule = _rule_of_call(op) if op.calls or class_of(op.kind) == COLLECTIVE else one_kernel
     return rule.__name__, rule
 
 
 def _rule_of_call(op: PricedOp) -> Rule:
+    if class_of(op.kind) == COLLECTIVE:
+        return collective
     is_plain = class_of(op.kind) in ("pointwise", "transpose")
     return RULES.get(op.calls[0].kind.removeprefix("aten."), passes.pointwise if is_plain else one_kernel)
 

@@ -1,6 +1,7 @@
 """Shows devices, links and other rows as tables in a terminal; imports nothing that places or simulates."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import permutations
 
 from rich.console import RenderableType
@@ -8,6 +9,7 @@ from rich.text import Text
 
 from gdp.cluster import Cluster, Device, Route
 from gdp.cluster.catalogue import KINDS, LINKS, MACHINES, DeviceKind, LinkKind
+from gdp.cluster.groups import divisors, group_name, islands
 from gdp.cluster.prices import Price, Prices
 from gdp.notebook import digits, format_gib
 from gdp.report.tables import MOST_DEVICES, SHOWN_OF_MANY, new_table
@@ -28,6 +30,7 @@ def cluster_report(cluster: Cluster) -> Iterator[RenderableType]:
     costs = zip(_costs(Prices().of(cluster)), ("W", "$ an hour"), strict=True)
     if told := [f"{amount} {unit}" for amount, unit in costs if amount != "-"]:
         yield Text(f"All devices: {', '.join(told)}.")
+    yield from _groups(cluster)
     if cluster.num_devices == 1:
         return
     yield ""
@@ -35,6 +38,24 @@ def cluster_report(cluster: Cluster) -> Iterator[RenderableType]:
     for start, end, route, channels in _routes_by_rate(cluster) if is_many else _folded_routes(cluster):
         routes.add_row(start, end, *_rates(route), " ".join(channels) or "-")
     yield routes
+
+
+def _groups(cluster: Cluster) -> Iterator[RenderableType]:
+    """Yields the groups of a cluster, and cards on fast links that could be some; those that are alike are one line."""
+    names, alike = [device.name for device in cluster.devices], dict[tuple[Route, tuple[int, ...]], list[str]]()
+    for device in cluster.devices:
+        if device.link is not None:
+            alike.setdefault((device.link, (device.num_cards,)), []).append(", ".join(device.group))
+    for island in islands(cluster):
+        link = replace(cluster.route(*island[:2]), channels=())
+        alike.setdefault((link, divisors(len(island))), []).append(group_name([names[card] for card in island]))
+    table = new_table("cards", "link", ">bandwidth", ">latency", "groups of")
+    for (link, sizes), cards in alike.items():
+        more = f" and {len(cards) - 1} more" if len(cards) > 1 else ""
+        table.add_row(cards[0] + more, link.exchange or "-", *_rates(link), ", ".join(map(str, sizes)))
+    if alike:
+        yield ""
+        yield table
 
 
 def _routes_by_rate(cluster: Cluster) -> Iterator[tuple[str, str, Route, tuple[str, ...]]]:

@@ -16,7 +16,7 @@ from gdp.arrays import I64, Bool, narrow, pick, rows_of, wide
 from gdp.cluster import Cluster
 from gdp.cluster.changes import only
 from gdp.costs.hosts import host_times
-from gdp.costs.op_times import op_times
+from gdp.costs.op_times import op_times, ranks_of
 from gdp.errors import InputError
 from gdp.graph import Graph, GraphSource
 from gdp.graph.microbatches import microbatch_of
@@ -84,10 +84,10 @@ class Problem:
         runnable = wide(narrow(times) >= 0, cluster.num_devices)
         if not narrow(runnable).any(axis=1).all():
             op = int(np.argmin(narrow(runnable).any(axis=1)))
-            raise InputError(
-                f"op {op} {graph.op_names[op]!r}: no device of {cluster.name!r} can run it; "
-                "give it a time on one or add a device"
-            )
+            num_ranks = int(ranks_of(graph)[op])
+            size = f"{num_ranks} " if num_ranks > 0 else ""
+            remedy = f"it takes a group of {size}equal cards" if num_ranks else "give it a time on one or add a device"
+            raise InputError(f"op {op} {graph.op_names[op]!r}: no device of {cluster.name!r} can run it; {remedy}")
         constraints = Constraints.of(constraints, keywords)
         limits_bytes = memory_limits(cluster, constraints)
         allowed = allowed_devices(graph, cluster, runnable, constraints, limits_bytes)
