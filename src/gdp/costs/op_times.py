@@ -101,7 +101,7 @@ def ranks_of(graph: Graph) -> I64:
             raise InputError(f"{where}: {kind!r} is no kind of collective; {suggest(kind, EXCHANGES)}")
         calls = parsed_calls(graph.shapes[op])
         count = next(iter(calls[0].arguments[1:]), None) if calls else ANY_RANKS
-        if calls and not (isinstance(count, int) and count > 1):
+        if not isinstance(count, int) or (calls and count < 2):
             raise InputError(f"{where}: has {count!r} ranks; a number of 2 or more is expected behind the tensor")
         num_ranks[op] = count
     return num_ranks
