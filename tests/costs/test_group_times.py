@@ -41,9 +41,7 @@ def program(num_ranks: int = 4, samples: int = 1) -> Graph:
         shaped("mm", f"aten.mm {one} {matrix} > {one}", 2 * size + 2 * WIDTH**2, 2 * rows * WIDTH**2),
         shaped("sum", f"collective.all_reduce {one} {num_ranks} > {one}", size),
         shaped("add", f"aten.add {one} {one} > {one}", 3 * size, rows * WIDTH),
-        shaped(
-            "gather", f"collective.all_gather {one} {num_ranks} 0 > {tensor_text(num_ranks * rows)}", num_ranks * size
-        ),
+        shaped("gather", f"collective.all_gather {one} {num_ranks} 0 > {whole}", num_ranks * size),
     ]
     tensors = [Tensor(0, (1, 3), size), Tensor(1, (2,), size), Tensor(2, (3,), size), Tensor(3, (4,), size)]
     return Graph.build("program", ops, [*tensors, Tensor(4, (), num_ranks * size)])
