@@ -72,6 +72,7 @@ class Schedule:
 
     op_start_ns: list[int]  # [N]
     op_begin_ns: list[int]  # [N] when it begins to compute: from its start on it holds its device
+    host_issue_ns: list[list[int]]  # [2][N] when its host begins to issue it, and when it has
     op_finish_ns: list[int]  # [N]
     transfers: list[Transfer]
     order: list[list[int]]  # [D] the ops of each device in the order in which it started them
@@ -172,6 +173,7 @@ def _execute(inputs: Inputs, choose: Callable[[list[int], int, int], int | None]
     start: dict[int, int] = {}
     begin: dict[int, int] = {}
     host_clock = [0] * inputs.num_devices
+    issue: dict[int, tuple[int, int]] = {}
     finish: dict[int, int] = {}
     order: list[list[int]] = [[] for _ in range(inputs.num_devices)]
     running: dict[int, int] = {}  # device -> op
@@ -187,7 +189,8 @@ def _execute(inputs: Inputs, choose: Callable[[list[int], int, int], int | None]
         waiting = [op for op in range(inputs.num_ops) if inputs.placement[op] == device and op not in start]
         op = choose([op for op in waiting if is_ready(op)], device, len(order[device]))
         if op is not None:
-            host_clock[device] += inputs.host_time_ns[op][device]  # section 3a
+            issue[op] = host_clock[device], host_clock[device] + inputs.host_time_ns[op][device]  # section 3a
+            host_clock[device] = issue[op][1]
             start[op], begin[op] = now, max(now, host_clock[device])
             finish[op] = begin[op] + inputs.time_ns(op)
             if inputs.host_waits[op]:
@@ -242,6 +245,7 @@ def _execute(inputs: Inputs, choose: Callable[[list[int], int, int], int | None]
     return Schedule(
         op_start_ns=starts,
         op_begin_ns=[begin[op] for op in range(inputs.num_ops)],
+        host_issue_ns=[[issue[op][end] for op in range(inputs.num_ops)] for end in range(2)],
         op_finish_ns=finishes,
         transfers=transfers,
         order=order,

@@ -20,13 +20,16 @@ from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.accumulation import accumulated
 from gdp.notebook import digits
+from gdp.parallel.layout import Layout
 from gdp.planning.advice import Advice, WhatIf
+from gdp.planning.layout_answer import LayoutAnswer, LayoutRow
 from gdp.report.page import embed, render, write_report
 from gdp.report.page_data import PageData, columns
+from gdp.search.candidate import OK
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
-from gdp.simulator.simulate import simulate
-from hand_cases import make_cluster
+from gdp.simulator.simulate import Simulation, simulate
+from hand_cases import HAND_CASES, make_cluster
 
 needs_browser = pytest.mark.skipif(
     CHROMIUM is None or DRIVER is None, reason="no chromium or no chromedriver (Debian: chromium, chromium-driver)"
@@ -257,6 +260,61 @@ def test_hover_tells_of_ops_and_transfers(driver: Any, made: PageData) -> None:
     assert "MiB" in _find(driver, "#tip").text
 
 
+def _plan_of(simulation: Simulation) -> Plan:
+    """Returns a plan by hand, without a bound."""
+    graph, cluster = simulation.problem.graph, simulation.problem.cluster
+    return Plan(
+        graph.fingerprint,
+        cluster.fingerprint,
+        tuple(device.name for device in cluster.devices),
+        simulation.placement,
+        simulation.order,
+        simulation.step_time_ns,
+        simulation.peak_memory_bytes,
+        0,
+        "hand",
+        0,
+        "0",
+    )
+
+
+@needs_browser
+def test_hosts_have_lanes(shared: Any, tmp_path: Path) -> None:
+    """A device's row shows where it waits for its host, and a row below it when the host issues each op.
+
+    h0 |00.......1122 |   the host takes 2 ns an op, and waits for the end of op 0
+    d0 |::0000000::1:2|   5 of 14 ns are waits, 36 %
+    """
+    case = next(case for case in HAND_CASES if case.name.startswith("a host that waits for an op"))
+    times, hosts = np.array(case.op_time_ns), np.array(case.host_time_ns)
+    problem = Problem(case.graph, case.cluster, times, hosts, times >= 0, np.full(1, 2**40), np.full(3, -1))
+    simulation = simulate(problem, case.placement)
+    row = LayoutRow("data=1", Layout(), 1, OK, 14, 0, (0,), "")
+    answer = LayoutAnswer((row,), 0, 0, ("a tie with <b>data=2</b>",))
+    page = tmp_path / "hosts.html"
+    page.write_text(render(PageData(_plan_of(simulation), simulation, layouts=answer)), encoding="utf-8", newline="")
+    _show(shared, page)
+    listed = _run(shared, "return ['issueStart', 'issueEnd', 'start'].map(name => [...gdpReport.data[name]])")
+    assert listed == [[0, 9, 11], [2, 11, 13], [2, 11, 13]]
+    at = """
+        const t = gdpReport.timeline, { ratio, across, pixels } = t.raster, [row, ns] = arguments;
+        const { top, height } = t.rows[row], [left, x] = [0, ns].map(at => t.chart.convertToPixel("grid", [at, 0])[0]);
+        const first = Math.round((top + height / 2) * ratio) * across + Math.round((x - left) * ratio);
+        const hit = t.hit(x, 8 + top + height / 2), near = new Set(pixels.subarray(first - 6, first + 6));
+        return [hit && t.describe(hit).textContent, [...near].map(pixel => pixel !== 0)]"""
+    told, wait = _run(shared, at, 0, 10)
+    assert told.endswith("waited 9 ns for the device. Then waits 2 ns for the host.")
+    assert "host2 ns, from 9 ns to 11 ns" in told
+    assert sorted(wait) == [False, True]  # hatched
+    assert _run(shared, at, 0, 5)[1] == [True]
+    assert [_run(shared, at, 1, ns)[1] for ns in (1, 5, 12)] == [[True], [False], [True]]
+    text = _find(shared, "main").text
+    assert "d0 waits for its host for 36%" in text
+    assert re.search(r"busy waits for its host.*\n.* 64 % 36 % ", text)
+    assert "A tie with <b>data=2</b>." in text
+    _check_quiet(shared, page)
+
+
 @needs_browser
 def test_says_why_things_waited(shared: Any, tmp_path: Path) -> None:
     """Sentences under ops and transfers tell what they waited for and how long.
@@ -274,19 +332,7 @@ def test_says_why_things_waited(shared: Any, tmp_path: Path) -> None:
     problem = Problem(graph, cluster, times, 0 * times, times >= 0, np.full(2, 2**40), np.full(6, -1))
     placement = np.array([0, 1, 1, 0, 1, 0])
     simulation = simulate(problem, placement)
-    plan = Plan(
-        graph.fingerprint,
-        cluster.fingerprint,
-        ("d0", "d1"),
-        placement,
-        simulation.order,
-        simulation.step_time_ns,
-        simulation.peak_memory_bytes,
-        0,
-        "hand",
-        0,
-        "0",
-    )
+    plan = _plan_of(simulation)
     page = tmp_path / "waits.html"
     page.write_text(render(PageData(plan, simulation)), encoding="utf-8", newline="")
     _show(shared, page)

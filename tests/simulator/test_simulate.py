@@ -38,6 +38,7 @@ def _figures(simulation: Simulation) -> dict[str, object]:
     return {
         "op_start_ns": simulation.op_start_ns.tolist(),
         "op_begin_ns": simulation.op_begin_ns.tolist(),
+        "host_issue_ns": simulation.host_issue_ns.tolist(),
         "op_finish_ns": simulation.op_finish_ns.tolist(),
         "transfers": [tuple(row) for row in np.stack(transfers, axis=1).tolist()],
         "order": [ops.tolist() for ops in simulation.order],
@@ -50,6 +51,7 @@ def _expected(schedule: Schedule) -> dict[str, object]:
     return {
         "op_start_ns": list(schedule.op_start_ns),
         "op_begin_ns": list(schedule.op_begin_ns),
+        "host_issue_ns": schedule.host_issue_ns,
         "op_finish_ns": list(schedule.op_finish_ns),
         "transfers": [tuple(transfer) for transfer in schedule.transfers],
         "order": [list(ops) for ops in schedule.order],

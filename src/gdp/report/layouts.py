@@ -12,7 +12,7 @@ from gdp.notebook import format_gib
 from gdp.parallel.batches import in_flight, layout_in_flight
 from gdp.parallel.layout import BLOCKS, NONE, SELECTIVE, Layout
 from gdp.planning.layout_answer import LayoutAnswer
-from gdp.report.tables import format_ms, new_table
+from gdp.report.tables import format_ms, new_table, writable
 from gdp.search.candidate import ESTIMATED, NOT_ALLOWED, Candidate
 from gdp.simulator.plan import Plan
 
@@ -141,6 +141,7 @@ def layout_document(plan: Plan, answer: LayoutAnswer | None) -> dict[str, Any] |
         "zero": layout.zero,
         "replicas": layout.data,
         "bound_ns": 0 if answer is None else answer.bound_ns,
+        "notes": [] if answer is None else list(map(writable, answer.notes)),
         "rows": [
             {
                 "option": row.option,

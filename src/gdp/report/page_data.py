@@ -81,6 +81,7 @@ def summary(data: PageData) -> dict[str, Any]:
             "name": writable(device.name),
             "kind": writable(device.kind),
             "busy": float(simulation.busy_fraction[number]),
+            "host_wait": float(simulation.host_wait_fraction[number]),
             "ops": counts[number],
             "limit": int(problem.memory_limit_bytes[number]),
             "replica": replicas[number],
@@ -161,6 +162,9 @@ def columns(data: PageData) -> str:
     microbatch = simulation.problem.microbatch
     device_type = "u1" if simulation.problem.num_devices <= _MOST_IN_BYTE else "i4"
     has_microbatches = sentences.num_microbatches(simulation) > 1
+    taken_ns, issue_ns = np.zeros(0), np.zeros((2, 0))
+    if simulation.problem.simulator.has_hosts:
+        taken_ns, issue_ns = simulation.op_start_ns, simulation.host_issue_ns
     header = {
         "names": names,
         "kinds": kinds,
@@ -182,8 +186,11 @@ def columns(data: PageData) -> str:
             "phase": ("u1", phase_of),
             "microbatch": ("i4", microbatch if has_microbatches else []),
             "device": (device_type, placement),
-            "start": ("f8", simulation.op_start_ns),
+            "start": ("f8", simulation.op_begin_ns),
             "finish": ("f8", simulation.op_finish_ns),
+            "taken": ("f8", taken_ns),  # by its device, which then waits for the host
+            "issueStart": ("f8", issue_ns[0]),
+            "issueEnd": ("f8", issue_ns[1]),
             "ready": ("f8", waits.ready_ns),
             "after": ("u1", waits.after),
             "lastInput": ("i4", np.append(graph.producers, -1)[waits.last_input]),

@@ -90,6 +90,18 @@ class Simulation:
         """[D] share of the step in which the device waits for its host to issue the op that it has started."""
         return self._shares(self.op_begin_ns - self.op_start_ns)
 
+    @cached_property
+    def host_issue_ns(self) -> I64:
+        """[2, N] when the host of its device begins to issue each op, and when it has (docs/machine-model.md, 3a)."""
+        own_ns = self.problem.host_time_ns[np.arange(len(self.placement)), self.placement]
+        issued_ns = np.zeros_like(own_ns)
+        for ops in self.order:
+            clock_ns = np.cumsum(own_ns[ops])  # of a host that waits for nothing
+            waited_ns = np.where(self.problem.graph.host_waits[ops], self.op_finish_ns[ops] - clock_ns, 0)
+            # an op ends after it is issued, so each wait puts off all later ops at least as long as those before
+            issued_ns[ops] = clock_ns + np.append(0, np.maximum.accumulate(waited_ns))[:-1]
+        return np.stack((issued_ns - own_ns, issued_ns))
+
     def _shares(self, times_ns: I64) -> npt.NDArray[np.float64]:
         sums = np.bincount(self.placement, times_ns, self.problem.num_devices)
         return np.asarray(sums / max(self.step_time_ns, 1), np.float64)

@@ -51,7 +51,8 @@ function progress() {
       axisLabel: { ...axisText(), showMinLabel: false, showMaxLabel: false, formatter: value => tick(value, highest) } },
     tooltip: { trigger: "axis", ...tipLook(), formatter: found => found.length ? `${digits(found[0].value[0], 3)} s\n${time(found[0].value[1])}` : "" },
     series: [{ type: "line", step: "end", symbolSize: 5, color: css("--plan"), data: line, name: "best step time",
-      markLine: boundLine("yAxis", "insideStartTop") }],
+      markLine: summary.bound_ns ? { silent: true, symbol: "none", lineStyle: { color: css("--bad"), type: "dashed" },
+        label: { position: "insideStartTop", color: css("--bad"), formatter: "bound" }, data: [{ yAxis: summary.bound_ns }] } : undefined }],
   }));
 }
 
@@ -77,13 +78,12 @@ function measured() {
   if (isAbsent("run-part", !run)) return;
   const place = $("run");
   const spread = arm => [time(arm.step_time_ns), arm.step_time_quartiles_ns.map(ns => time(ns)).join(" to ")];
-  const error = signed(run.predicted_step_time_ns / Math.max(run.step_time_ns, 1) - 1);
+  const error = percent(run.predicted_step_time_ns / Math.max(run.step_time_ns, 1) - 1).replace(/^(?=[^-])/, "+");
   const rows = [{ chosen: true, cells: ["plan", ...spread(run), time(run.predicted_step_time_ns), error] }];
   if (run.one_device) rows.push({ cells: [`all on ${middle(run.one_device.device, 60)}`, ...spread(run.one_device), "–", "–"] });
   place.append(element("p", {}, `Medians of ${count(run.steps, "step")}; results ${run.equal ? "agree with" : "differ from"} ${middle(run.reference, 120)}.`),
     table(["", ">median", ">quartiles", ">predicted", ">error"], rows));
   const found = run.prediction;
-  measuredChart(run, found);
   if (!found) return;
   const rest = [">predicted", ">measured"];
   place.append(element("h3", {}, "Devices, busy"), table(["device", ">ops", ...rest, ">waiting"],
@@ -94,23 +94,4 @@ function measured() {
     place.append(element("h3", {}, title), table(["<", ">ops", ...rest],
       listed.map(row => ({ cells: [element("span", { class: "clip" }, middle(row.name, 300)), row.num_ops, time(row.predicted_ns), time(row.measured_ns)] }))));
   }
-}
-
-const signed = share => `${share > 0 ? "+" : ""}${percent(share)}`;
-
-// the step and how long each device is busy in it, predicted above measured
-function measuredChart(run, found) {
-  const rows = [{ name: "step", predicted: run.predicted_step_time_ns, measured: run.step_time_ns },
-    ...(found?.devices ?? []).map(row => ({ name: `${row.name} busy`, predicted: row.predicted_busy_ns, measured: row.busy_ns }))];
-  const longest = Math.max(...rows.flatMap(row => [row.predicted, row.measured]), 1);
-  const bars = (name, value, color) => ({ name, type: "bar", barMaxWidth: 14, barGap: "10%", silent: true, color, data: rows.map(value),
-    label: { show: true, position: "right", color: css("--text"), formatter: item => time(item.value) } });
-  chart("run-chart", 70 + 44 * rows.length, () => ({
-    legend: { top: 0, textStyle: { color: css("--text") } },
-    grid: { left: 120, right: 90, top: 32, bottom: 28 },
-    xAxis: { type: "value", min: 0, max: longest, splitNumber: 3, ...axisLook(),
-      axisLabel: { ...axisText(), hideOverlap: true, showMaxLabel: false, formatter: value => tick(value, longest) } },
-    yAxis: rowAxis(rows.length, { width: 112, overflow: "truncate", formatter: index => middle(rows[index].name, 24) }),
-    series: [bars("predicted", row => row.predicted, css("--plan")), bars("measured", row => row.measured, css("--bar"))],
-  }));
 }

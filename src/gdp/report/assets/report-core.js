@@ -1,7 +1,7 @@
 // Data and small helpers. Names are data: they reach the page as text nodes and canvas text only.
 const $ = id => document.getElementById(id);
 const summary = JSON.parse($("summary").textContent);
-const AT_ONCE = 0, AFTER_OP = 1, AFTER_TRANSFER = 2, DEVICE_BUSY = 3, CHANNEL_BUSY = 4;
+const AT_ONCE = 0, AFTER_OP = 1, AFTER_TRANSFER = 2; // and, as in gdp.report.limits, the device or the channel was busy
 
 // `style` is an object: the page's policy forbids the attribute
 function element(tag, attributes = {}, ...children) {
@@ -184,5 +184,3 @@ const tipLook = () => ({
   renderMode: "richText", confine: true, backgroundColor: css("--raised"), borderColor: css("--line"),
   textStyle: { color: css("--text"), fontSize: 12 },
 });
-const boundLine = (axis, position) => summary.bound_ns ? { silent: true, symbol: "none", lineStyle: { color: css("--bad"), type: "dashed" },
-  label: { position, color: css("--bad"), formatter: "bound" }, data: [{ [axis]: summary.bound_ns }] } : undefined;

@@ -103,9 +103,10 @@ const partColour = part => PARTS[part] === undefined ? OTHER : OKABE_ITO[PARTS[p
 function peakTables(data) {
   const devices = shownDevices().map(number => summary.devices[number]);
   const parts = Object.keys(devices[0]?.parts ?? {}).filter(part => devices.some(device => device.parts[part]));
-  const headings = ["device", "kind", ">ops", ">busy", ">peak", ">limit", ">full", ">at"];
+  const hasHosts = data.taken.length > 0;
+  const headings = ["device", "kind", ">ops", ">busy", ...(hasHosts ? [">waits for its host"] : []), ">peak", ">limit", ">full", ">at"];
   const rows = devices.map(device => ({ cells: [middle(device.name, 40), middle(device.kind, 40), device.ops.toLocaleString("en"), percent(device.busy),
-    bytes(device.peak), bytes(device.limit), percent(device.peak / Math.max(device.limit, 1)), time(device.peak_at)] }));
+    ...(hasHosts ? [percent(device.host_wait)] : []), bytes(device.peak), bytes(device.limit), percent(device.peak / Math.max(device.limit, 1)), time(device.peak_at)] }));
   const divided = devices.map(device => ({ cells: [middle(device.name, 40), partsBar(device, parts), ...parts.map(part => bytes(device.parts[part]))] }));
   const details = devices.filter(device => device.alive.length).map(device => {
     const listed = table(["<output of", ">bytes", ">from", ">until", ""],

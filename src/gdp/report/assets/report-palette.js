@@ -1,17 +1,16 @@
 // Colours that colour-blind people tell apart: Okabe and Ito (2008), their black left to text; grey is all else.
 const OKABE_ITO = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442"];
 const OTHER = "#8d95a3";
+const HATCHED = "repeating-linear-gradient(45deg, #8d95a3 0 3px, transparent 3px 6px)"; // of waits and transfers: no device's colour
 const SCALE = ["#0072b2", "#56b4e9", "#009e73", "#e6c229", "#d55e00", "#cc79a7"]; // of layers, from the first to the last
 const PHASES = { forward: 0, backward: 1, recomputed: 2, update: 3, exchange: 4 };
 const MOST_LISTED = 12; // layers that a legend names one by one
 
-const deviceColour = device => device < 7 ? OKABE_ITO[device] : device === 7 ? OTHER : mix(device);
+// more than eight devices: the same hues, darker
+const deviceColour = device => device < 7 ? OKABE_ITO[device] : device === 7 ? OTHER : darker(OKABE_ITO[device % 7], 0.75 ** Math.min(Math.floor(device / 7), 4));
 
 // the colour of a line, which is thin: yellow is too light for white ground
 const lineColour = device => deviceColour(device) === "#f0e442" && !isDark() ? "#a89b00" : deviceColour(device);
-
-// more than eight devices: the same hues, darker
-const mix = device => darker(OKABE_ITO[device % 7], 0.75 ** Math.min(Math.floor(device / 7), 4));
 
 const rgb = colour => [16, 8, 0].map(shift => (parseInt(colour.slice(1), 16) >> shift) & 255);
 const hex = parts => `#${parts.map(part => Math.round(part).toString(16).padStart(2, "0")).join("")}`;

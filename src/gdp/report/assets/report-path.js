@@ -1,6 +1,5 @@
 // The critical path: sums by layer and by kind, and a list of runs of ops of one module on one device, and transfers, with what each took.
 const SUMS_FIRST = 10, PATH_FIRST = 12, PATH_PAGE = 100;
-const HATCHED = "repeating-linear-gradient(45deg, #8d95a3 0 3px, transparent 3px 6px)"; // no device's colour
 
 // [{op, isTransfer, item, after, from, until}], each from the end of the one before; the op of a transfer makes its tensor
 function pathSteps(data) {

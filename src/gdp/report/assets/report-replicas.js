@@ -107,6 +107,7 @@ function layouts() {
       ...bars, row.fullest === null ? "–" : bytes(row.fullest), middle(row.limit, 120)] };
   });
   const rest = made.length > MOST_LAYOUTS ? [element("details", {}, element("summary", {}, `${made.length - MOST_LAYOUTS} more that are slower or do not fit`), table(headings, made.slice(MOST_LAYOUTS)))] : [];
-  $("layouts").replaceChildren(table(headings, made.slice(0, MOST_LAYOUTS)), ...rest, element("p", { class: "quiet" },
+  $("layouts").replaceChildren(table(headings, made.slice(0, MOST_LAYOUTS)), ...rest,
+    ...summary.layout.notes.map(note => element("p", {}, `${note[0].toUpperCase()}${note.slice(1)}.`)), element("p", { class: "quiet" },
     `~ is an estimate, made from one replica.${summary.layout.bound_ns ? ` The line in each bar is the bound of any layout, ${time(summary.layout.bound_ns)}.` : ""}`));
 }

@@ -1,23 +1,27 @@
 // Rows of the timeline, and what is drawn of them: op by op where an op is a pixel wide, else one block a pixel.
 const DIM = 64; // added to a colour's number: not among what is searched for
 
-const BAND = 26, FOLDED_BAND = 32, MOST_CHANNELS = 64;
+const BAND = 26, LOW_BAND = 8, MOST_CHANNELS = 64;
 
-// {rows, bands: names of the bands in which they are, band: height of one}: a row for each device, and one for each
-// channel or, folded, a low one under each device with what that device sends.
+// {rows, bands: names of the bands in which they are, band: height of one}: a row for each device, a low one under it for
+// its host, and one for each channel or, folded, a low one under each device with what that device sends.
 // A row is {name, isDevice, items, starts, ends, latest, top, height}; items are numbers of ops or transfers, by start.
+// A device's row with a host has `waiting`: from where the device takes each op, which the host may have to issue first.
 function layOut(data, isFolded) {
-  const band = isFolded && data.lanes.length ? FOLDED_BAND : BAND;
+  const hasHosts = data.taken.length > 0, hasSent = isFolded && data.lanes.length > 0;
+  const low = hasHosts ? BAND + LOW_BAND : BAND, band = hasSent ? low + LOW_BAND : low;
   const devices = shownDevices();
   const rows = devices.map((number, at) => {
-    const items = data.order.subarray(data.orderOffsets[number], data.orderOffsets[number + 1]);
-    return { ...lane(summary.devices[number].name, true, items, data.start, data.finish), device: number, top: band * at + 2, height: band === BAND ? 22 : 21 };
+    const { name } = summary.devices[number], items = data.order.subarray(data.orderOffsets[number], data.orderOffsets[number + 1]);
+    return { ...lane(name, true, items, data.start, data.finish), device: number, top: band * at + 2, height: 21,
+      waiting: hasHosts ? lane(name, true, items, data.taken, data.finish) : null };
   });
+  if (hasHosts) rows.push(...rows.map(row => ({ ...lane(`host of ${row.name}`, false, row.items, data.issueStart, data.issueEnd), of: row, top: row.top + 23, height: 6 })));
   const bands = devices.map(number => summary.devices[number].name);
   if (isFolded) {
     const sent = sentByDevice(data);
     devices.forEach((device, at) => sent[device].length &&
-      rows.push({ ...lane(`from ${summary.devices[device].name}`, false, sent[device], data.sentStart, data.sentEnd), top: band * at + 24, height: 6 }));
+      rows.push({ ...lane(`from ${summary.devices[device].name}`, false, sent[device], data.sentStart, data.sentEnd), top: band * (at + 1) - LOW_BAND - 1, height: 6 }));
     return { rows, bands, band };
   }
   const isSeen = sent => isShown(data.from[sent]) || isShown(data.to[sent]);
@@ -85,7 +89,7 @@ function blocks(row, colourOf, low, high, offset, scale) {
     if (end && width <= 1 && list[end - 3] + list[end - 2] === x && Math.abs(list[end - 1] - share) < 0.15) list[end - 2] += width;
     else list.push(x, width, share);
   };
-  const busy = new Float64Array(2 * DIM), touched = [];
+  const busy = new Float64Array(2 * DIM + 1), touched = [];
   let pixel = -1, total = 0;
   const flush = () => {
     if (pixel < 0) return;

@@ -22,12 +22,13 @@ class Raster {
     this.down = down;
   }
 
-  rect(x, y, width, height, colour) {
+  rect(x, y, width, height, colour, isHatched = false) {
     const { across, pixels, ratio } = this;
     const left = Math.max(0, Math.round(x * ratio)), right = Math.min(across, Math.max(Math.round((x + width) * ratio), left + 1));
     const top = Math.max(0, Math.round(y * ratio)), bottom = Math.min(this.down, Math.round((y + height) * ratio));
     for (let line = top * across; line < bottom * across; line += across) {
-      for (let at = line + left; at < line + right; at++) pixels[at] = colour;
+      const down = line / across - line; // x + y of a pixel less its number
+      for (let at = line + left; at < line + right; at++) if (!isHatched || (at + down) % 6 < 3) pixels[at] = colour;
     }
   }
 
@@ -77,7 +78,7 @@ class Timeline {
   colour(by) {
     this.colours = colouring(this.data, by);
     this.stretches = null;
-    legend($("legend"), this.colours.names);
+    legend($("legend"), this.data.taken.length ? [...this.colours.names, { name: "waits for the host, whose lane is below", colour: HATCHED }] : this.colours.names);
   }
 
   // one row for each channel, or what a device sends under its own row
@@ -130,18 +131,20 @@ class Timeline {
     const low = (area.x - zero) / scale, high = (area.x + area.width - zero) / scale;
     const { of, colours } = this.colours, { sentBy } = this.data, matches = this.matches;
     const pixels = [...colours.map(colour => pixel(colour, 1)), ...Array(DIM - colours.length).fill(0), ...colours.map(colour => pixel(colour, 0.15))];
+    pixels[2 * DIM] = pixel(OTHER, 1);
     this.raster.begin(area.width, area.height);
-    this.rows.forEach(row => {
-      const colourOf = row.isDevice
-        ? op => of[op] + (matches && !matches[op] ? DIM : 0)
-        : sent => of[sentBy[sent]] + (matches && !matches[sentBy[sent]] ? DIM : 0);
-      const height = row.height, bottom = row.top + height;
-      for (const [colour, list] of blocks(row, colourOf, low, high, zero - area.x, scale)) {
+    const fill = ({ top, height }, lane, colourOf) => {
+      for (const [colour, list] of blocks(lane, colourOf, low, high, zero - area.x, scale)) {
         for (let at = 0; at < list.length; at += 3) {
           const tall = height * list[at + 2];
-          this.raster.rect(list[at], bottom - tall, list[at + 1], tall, pixels[colour]);
+          this.raster.rect(list[at], top + height - tall, list[at + 1], tall, pixels[colour], colour === 2 * DIM);
         }
       }
+    };
+    const colourOf = op => of[op] + (matches && !matches[op] ? DIM : 0);
+    this.rows.forEach(row => {
+      if (row.waiting) fill(row, row.waiting, () => 2 * DIM); // behind the ops
+      fill(row, row, row.isDevice || row.of ? colourOf : sent => colourOf(sentBy[sent]));
     });
     this.raster.end();
     if (this.colours.label && !matches) this.write(low, high, zero - area.x, scale);
@@ -225,7 +228,7 @@ class Timeline {
     const [ns] = this.chart.convertFromPixel({ gridIndex: 0 }, [x, y]);
     const near = 3 * (this.view[1] - this.view[0]) / this.inner;
     const row = this.rows.findIndex(one => y - TOP >= one.top - 1 && y - TOP < one.top + one.height + 1);
-    const index = row < 0 ? -1 : itemAt(this.rows[row], ns, near);
+    const index = row < 0 ? -1 : itemAt(this.rows[row].waiting ?? this.rows[row], ns, near);
     return index < 0 ? null : { row, index };
   }
 
@@ -278,8 +281,8 @@ class Timeline {
   }
 
   describe({ row, index }) {
-    const { isDevice, items, ends } = this.rows[row];
-    return isDevice ? describeOp(this.data, items[index], index ? ends[index - 1] : 0) : describeTransfer(this.data, items[index]);
+    const { isDevice, of, items } = this.rows[row], { ends } = of ?? this.rows[row];
+    return isDevice || of ? describeOp(this.data, items[index], index ? ends[index - 1] : 0) : describeTransfer(this.data, items[index]);
   }
 
   // of ops whose name, module or kind has `text` in it, or, if given, of those that `isWanted` takes
@@ -321,18 +324,21 @@ function facts(name, rows, sentence) {
 
 // the op before on the same device ended at `free`
 function describeOp(data, op, free) {
-  const device = summary.devices[data.device[op]].name;
+  const device = summary.devices[data.device[op]].name, hasHost = data.taken.length > 0;
+  const taken = hasHost ? data.taken[op] : data.start[op], waited = data.start[op] - taken;
   return facts(data.names[data.name[op]], [
     ["kind", middle(data.kinds[data.kind[op]], 200)], ["module", middle(data.modules[data.module[op]], 200)],
     ["phase", data.phases[data.phase[op]]], ["micro-batch", microbatchOf(data, op)], ["replica", replicaOf(data, op)], ["ZeRO", cutOf(data, op)],
     ["device", middle(device, 80)],
     ["time", `${time(data.finish[op] - data.start[op])}, from ${time(data.start[op])} to ${time(data.finish[op])}`],
+    ["host", hasHost ? `${time(data.issueEnd[op] - data.issueStart[op])}, from ${time(data.issueStart[op])} to ${time(data.issueEnd[op])}` : ""],
     ["makes", data.made[op] ? bytes(data.made[op]) : ""], ["holds", data.resident[op] ? `${bytes(data.resident[op])} all step` : ""],
     ["FLOPs", data.flops[op] ? digits(data.flops[op], 3) : ""],
-  ], whyOp(data, op, data.start[op] - free));
+  ], whyOp(data, op, taken, taken - free) + (waited ? ` Then waits ${time(waited)} for the host.` : ""));
 }
 
-function whyOp(data, op, idle) {
+// why its device takes an op when it does, idle before
+function whyOp(data, op, taken, idle) {
   const input = data.lastInput[op] < 0 ? "" : middle(nameOf(data, data.lastInput[op]), 120);
   switch (data.after[op]) {
     case AT_ONCE: return "Starts with the step.";
@@ -342,9 +348,9 @@ function whyOp(data, op, idle) {
         `, made at ${time(data.finish[data.lastInput[op]])} and there at ${time(data.arrival[sent])}.`;
     }
     case AFTER_OP: return idle ? `Device idle for ${time(idle)}: waited for ${input}.` : `Starts as ${input} ends, whose output it reads.`;
-    default: return data.start[op] === 0 ? "Starts with the step."
-      : data.lastInput[op] < 0 ? `Reads nothing; waited ${time(data.start[op])} for the device.`
-      : `Inputs there at ${time(data.ready[op])}; waited ${time(data.start[op] - data.ready[op])} for the device.`;
+    default: return taken === 0 ? "Starts with the step."
+      : data.lastInput[op] < 0 ? `Reads nothing; waited ${time(taken)} for the device.`
+      : `Inputs there at ${time(data.ready[op])}; waited ${time(taken - data.ready[op])} for the device.`;
   }
 }
 
