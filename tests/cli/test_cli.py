@@ -600,7 +600,6 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (place("--sweep", "devices=2,2"), ["a value is there twice"]),
     (place("--sweep", "microbatches=1,2"), ["graph.json.gz has no batch to split"]),
     (place("--sweep", "devices=1..2", "--pin", "nosuch=gpu0"), ["pin nosuch=gpu0", "matches no module path"]),
-    (place("--free-replicas"), ["--free-replicas", "give --microbatches"]),
     (place("--sweep", "microbatches=1..4", "--microbatches", "2"), ["--microbatches 2 contradicts it"]),
     (place("--sweep", "devices=1..2", "--placer", "metis"), ["leave out --placer"]),
     (place("--threads", "0"), ["--threads"]),

@@ -86,7 +86,6 @@ CASES: dict[str, tuple[list[str], bool]] = {
     "several cards": (["models:net", "--devices", "2xl4-24g", "--parallel", "data=2,microbatches=2,zero=1"], True),
     "equal stages": (STAGES, True),
     "a trained policy": (LEARNED, True),
-    "stages": (["models:net", *TWO, "--microbatches", "4", "--free-replicas"], True),
     "micro-batches": (["models:net", *TWO, "--microbatches", "2", "--pin", "0=cpu1"], True),
     "batches in flight": (["models:net", *TWO, "--inference", "--batches", "2"], True),
     "a Transformers config": (["hf:bert?batch=2&sequence=8", *TWO, "--inference"], True),

@@ -132,7 +132,7 @@ def test_site(tmp_path: Path) -> None:
     assert {page.name: found for page, text in pages.items() if (found := fetched.findall(text))} == {}
     assert {page.name for page, text in pages.items() if "<p>```" in text or "<p>- " in text} == set()
     assert 'id="gdp-place"' in (tmp_path / "commands.html").read_text()
-    assert "--free-replicas" in (tmp_path / "commands.html").read_text()
+    assert "--microbatches" in (tmp_path / "commands.html").read_text()
 
 
 def test_reference() -> None:

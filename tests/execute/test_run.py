@@ -369,12 +369,11 @@ def test_errors_in_python() -> None:
     assert "--" not in str(error.value)
 
 
-@pytest.mark.parametrize("is_free", [False, True])
-def test_micro_batches(is_free: bool) -> None:
+def test_micro_batches() -> None:
     """A plan of micro-batches is run."""
     model, batch = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(8, 8)
     one = gdp.capture(model, (batch[:2],), name="Sequential").graph
-    graph = accumulated(one, 4, free_replicas=is_free)
+    graph = accumulated(one, 4)
     plan = gdp.place(graph, gdp.Cluster.parse("2xcpu-16core"), budget="20sims")
     made = gdp.run(model, (batch,), plan=plan, on=["cpu", "cpu"], steps=1)
     assert made.layout == "microbatches=4"

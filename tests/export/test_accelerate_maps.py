@@ -14,7 +14,7 @@ from gdp.errors import InputError
 from gdp.export import accelerate_maps
 from gdp.export.accelerate_maps import MODES, best_step, device_map, fetching_late, placement_of
 from gdp.graph import Graph, Op, Tensor
-from gdp.models.model import Microbatching, Reading
+from gdp.models.model import Reading
 from gdp.models.source import ModelSource
 from gdp.planning.compare import DEFAULT_PLACERS, compare
 from gdp.simulator.problem import Problem
@@ -173,7 +173,7 @@ def test_defaults_of_compare() -> None:
     """`gdp compare` asks accelerate by default only for the maps that it can give."""
 
     def split(model: str, placers: str | None, microbatches: int = 1) -> tuple[list[str], list[str]]:
-        return split_rivals(ModelSource(model, Reading(microbatching=Microbatching(microbatches))), placers)
+        return split_rivals(ModelSource(model, Reading(microbatches=microbatches)), placers)
 
     assert split("hf:bert", None) == ([*DEFAULT_PLACERS], [*accelerate_maps.NAMES])
     assert split("hf:bert", None, 2) == ([*DEFAULT_PLACERS], [])

@@ -80,24 +80,19 @@ def test_the_step_is_what_pytorch_executes(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["rnnlm", "inception", "moe", "bert"])
-@pytest.mark.parametrize("free", [False, True])
-def test_replicas_share_devices_unless_they_are_free(family: str, free: bool, tmp_path: Path) -> None:
-    """Default: an op and its replicas are one unit, so that a placement of one batch is one of all. Free: only what
-    shares parameters, buffers or gradients is. A file keeps the micro-batches."""
+def test_copies_share_devices(family: str, tmp_path: Path) -> None:
+    """An op and its copies are one unit, so that a placement of one batch is one of all. A file keeps the
+    micro-batches."""
     family = {"moe": "mixture_of_experts"}.get(family, family)
     one = captured(family).graph
-    graph = accumulated(one, 4, free_replicas=free)
+    graph = accumulated(one, 4)
     problem, single = Problem.build(graph, CLUSTER), Problem.build(one, CLUSTER)
     number = {name: op for op, name in enumerate(graph.op_names)}
     unit = problem.graph.group_index
-    apart = 0
-    for op, name in enumerate(one.op_names):
-        units = {unit[number[replica]] for replica in (name, *(f"{name}@{m}" for m in (1, 2, 3))) if replica in number}
-        apart += len(units) > 1
-        assert len(units) == 1 or (free and one.groups[op] < 0)
-    assert (apart > 0) == free
-    if not free:
-        assert unit.max() <= single.graph.group_index.max() + 1
+    for name in one.op_names:
+        units = {unit[number[copy]] for copy in (name, *(f"{name}@{m}" for m in (1, 2, 3))) if copy in number}
+        assert len(units) == 1
+    assert unit.max() <= single.graph.group_index.max() + 1
     graph.save(tmp_path / "graph.json.gz")
     assert (microbatch_of(Graph.load(tmp_path / "graph.json.gz")) == problem.microbatch).all()
 
@@ -245,11 +240,10 @@ def test_ops_that_hold_weights_hold_them_where_they_run() -> None:
     for every micro-batch."""
     ops = [Op(f"layer{n}", kind="layer", flops=10**9, resident_bytes=2**30) for n in range(3)]
     layers = Graph.build("layers", ops, [Tensor(0, (1,), 100), Tensor(1, (2,), 100)])
-    for free in (False, True):
-        graph = accumulated(layers, 4, free_replicas=free)
-        assert graph.num_ops == 12
-        assert graph.resident_bytes.sum() == 3 * 2**30
-        assert Problem.build(graph, CLUSTER).graph.group_index.max() == 2
+    graph = accumulated(layers, 4)
+    assert graph.num_ops == 12
+    assert graph.resident_bytes.sum() == 3 * 2**30
+    assert Problem.build(graph, CLUSTER).graph.group_index.max() == 2
 
 
 @pytest.mark.parametrize("family", ["rnnlm", "resnet", "bert", "mixture_of_experts"])

@@ -10,7 +10,7 @@ from torch._higher_order_ops.scan import scan
 
 import gdp
 from gdp.errors import InputError
-from gdp.models.model import Microbatching, Reading
+from gdp.models.model import Reading
 from gdp.models.source import ModelSource
 from gdp.search.batch_parts import Parts
 
@@ -186,8 +186,8 @@ def test_batches(name: str) -> None:
 def test_microbatches(count: int, steps: str) -> None:
     """Micro-batches of time are refused, also of one step each, which another size is compared with."""
     with pytest.raises(InputError, match=steps):
-        source_of(OTHERS["lstm"][0], microbatching=Microbatching(count)).whole()
-    assert source_of(OTHERS["lstm"][0], microbatching=Microbatching(4), batch_dim=1).whole().graph.num_ops > 0
+        source_of(OTHERS["lstm"][0], microbatches=count).whole()
+    assert source_of(OTHERS["lstm"][0], microbatches=4, batch_dim=1).whole().graph.num_ops > 0
 
 
 def test_batch_dim_is_as_batch_first() -> None:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.small_models import DIFFUSERS
 from gdp.errors import InputError
-from gdp.models.model import Microbatching, Reading
+from gdp.models.model import Reading
 from gdp.models.source import ModelSource
 
 # the others are captured by the benchmark `ops`
@@ -90,7 +90,7 @@ def test_micro_batches(tmp_path: Path) -> None:
     """Halves of a batch are parts of all inputs that have one."""
     text = model_of("FluxTransformer2DModel", tmp_path, "&image=16")
     whole = ModelSource(text, Reading(training=False)).whole().graph
-    half = ModelSource(text, Reading(training=False, microbatching=Microbatching(2))).part(2).graph
+    half = ModelSource(text, Reading(training=False, microbatches=2)).part(2).graph
     assert half.flops.sum() == pytest.approx(whole.flops.sum() / 2, rel=0.05)
 
 

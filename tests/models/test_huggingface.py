@@ -19,7 +19,7 @@ from fake_cuda import has_cuda_kernel
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.parameter_bytes import ParameterBytes
-from gdp.models.model import Microbatching, Reading
+from gdp.models.model import Reading
 from gdp.models.pytorch.loss import pick_loss
 from gdp.models.pytorch.program import named_tensors
 from gdp.models.pytorch.replacements import function_for
@@ -281,7 +281,7 @@ def test_a_micro_batch_is_a_part_of_every_input(name: str, tmp_path: Path) -> No
     assert {key: tuple(part[key].shape) for key in tensors} == {
         key: (1, *tensor.shape[1:]) for key, tensor in tensors.items()
     }
-    assert ModelSource(text, Reading(microbatching=Microbatching(4))).whole().graph.num_ops > 0
+    assert ModelSource(text, Reading(microbatches=4)).whole().graph.num_ops > 0
 
 
 def test_sizes_and_type_of_a_config(tmp_path: Path) -> None:

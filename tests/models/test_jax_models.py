@@ -10,7 +10,7 @@ from gdp.cli import main
 from gdp.errors import InputError
 from gdp.execute.executable import read_executable
 from gdp.models.measured_times import MeasuredTimes
-from gdp.models.model import Microbatching, Reading
+from gdp.models.model import Reading
 from gdp.models.source import ModelSource
 
 MODELS = """
@@ -91,11 +91,7 @@ def test_the_command_places_a_function(capfd: pytest.CaptureFixture[str]) -> Non
 
 BAD = {
     "inference": ("training", Reading(training=False), "--inference: .* takes gradients, captured as it is"),
-    "micro-batches": (
-        "net",
-        Reading(microbatching=Microbatching(3)),
-        "--microbatches: .* gdp capture the step of one micro-batch",
-    ),
+    "micro-batches": ("net", Reading(microbatches=3), "--microbatches: .* gdp capture the step of one micro-batch"),
     "optimizer": ("training", Reading(optimizer="sgd"), "--optimizer: .* has its optimizer in it or none"),
     "of PyTorch": ("torch_function", Reading(), r"the step updates no parameters; .* JAX arrays"),
     "wrong shape": ("shapes", Reading(), "the function failed .TypeError: dot_general requires"),

@@ -10,7 +10,7 @@ import torch
 from benchmarks.torchvision_stand_in import torchvision_stand_in
 from gdp.errors import InputError
 from gdp.execute.equality import compare, eager_step
-from gdp.models.model import Microbatching, Reading
+from gdp.models.model import Reading
 from gdp.models.source import ModelSource
 
 with torchvision_stand_in():
@@ -55,7 +55,7 @@ def test_training_is_with_cross_entropy() -> None:
     module, args, kwargs = source.build()
     replayed = captured.program.replay(module, args, kwargs)
     assert compare(replayed, eager_step(captured.program, module, args, kwargs, None)).is_exact
-    parts = ModelSource(text, Reading(microbatching=Microbatching(2))).whole().graph
+    parts = ModelSource(text, Reading(microbatches=2)).whole().graph
     assert sum(kind == "aten.nll_loss_forward" for kind in parts.kinds) == 2
 
 

@@ -33,7 +33,7 @@ from gdp.simulator.problem import Problem
 
 def read_graph(source: ModelSource) -> Model:
     """Reads MODEL, and says in notes where its graph may not be the one that the user means."""
-    text, count = source.text, source.reading.microbatching.count
+    text, count = source.text, source.reading.microbatches
     with live(f"reading {text}"):
         try:
             model = source.whole()
@@ -72,7 +72,7 @@ def split_rivals(source: ModelSource, placers: str | None) -> tuple[list[str], l
     The modes are among the defaults for Transformers models, except with micro-batches: accelerate has none.
     """
     if placers is None:
-        is_whole_model = source.text.startswith("hf:") and source.reading.microbatching.count == 1
+        is_whole_model = source.text.startswith("hf:") and source.reading.microbatches == 1
         has_rivals = is_whole_model and find_spec("accelerate") is not None
         return list(DEFAULT_PLACERS), list(NAMES) if has_rivals else []
     names = [name.strip() for name in placers.split(",")]
@@ -110,7 +110,7 @@ def check_rivals(names: Sequence[str], source: ModelSource) -> None:
         )
     if not source.reading.training:
         raise InputError(f"{label}: is a way to train; leave out --inference")
-    if source.reading.microbatching.count > 1:
+    if source.reading.microbatches > 1:
         raise InputError(f"{label}: chooses its own micro-batches; leave out --microbatches")
 
 
@@ -125,7 +125,7 @@ def _parallel_steps(
 def _accelerate_modes(names: Sequence[str], source: ModelSource) -> dict[str, Rival]:
     if not names:
         return {}
-    if source.reading.microbatching.count > 1:
+    if source.reading.microbatches > 1:
         raise InputError(f"--placers {','.join(names)}: accelerate has no micro-batches; leave out --microbatches")
     if source.reading.serving.has_cache:  # accelerate maps modules, which have no cache when it does
         source = ModelSource(without_context(source.text), source.reading)

@@ -83,9 +83,6 @@ class ReadingOptions:
     microbatches: Annotated[
         int, typer.Option(metavar="M", help="Accumulate gradients over M parts of the batch, pipelined.")
     ] = 1
-    free_replicas: Annotated[
-        bool, typer.Option("--free-replicas", help="Let the micro-batches of an op be on different devices.")
-    ] = False
     inference: InferenceOption = False
     optimizer: OptimizerOption = "adam"
     precision: PrecisionOption = ""

@@ -89,7 +89,7 @@ class PlaceRequest:
         has_layout = self.parallel not in (None, "none")
         others = {"--placer": self.options.placer != "auto", "--for": self.target is not None}
         if self.batches is not None:
-            if self.reading.microbatching.count > 1:
+            if self.reading.microbatches > 1:
                 raise InputError("--microbatches: accumulates gradients, and --batches serves; leave one of them out")
             has_checkpoint = self.options.checkpoint is not None
             more = {"--parallel": has_layout, "--checkpoint": has_checkpoint, "--sweep": sweep is not None}
@@ -196,7 +196,7 @@ class PlaceRequest:
 
 
 def _check_reading_for_layouts(reading: Reading, *, is_file: bool) -> None:
-    if (not is_file and reading.microbatching.count > 1) or reading.microbatching.free_replicas:
+    if not is_file and reading.microbatches > 1:
         raise InputError("--microbatches: --parallel has a number of its own; write --parallel microbatches=M")
     if not reading.training or reading.serving.has_cache:
         raise InputError(

@@ -152,8 +152,8 @@ def _check(request: PlaceRequest, sweep: Sweep) -> None:
         sweep.check(request.cluster)
     if sweep.what == BATCH and reading.batch is not None:
         raise InputError(f"{option}: --batch {reading.batch} contradicts it; drop one")
-    if sweep.what == MICROBATCHES and reading.microbatching.count > 1:
-        raise InputError(f"{option}: --microbatches {reading.microbatching.count} contradicts it; drop one")
+    if sweep.what == MICROBATCHES and reading.microbatches > 1:
+        raise InputError(f"{option}: --microbatches {reading.microbatches} contradicts it; drop one")
     if sweep.what in (BATCH, MICROBATCHES) and request.source.is_file:
         raise InputError(f"{option}: {request.model} has no batch to split; name the model itself")
     if sweep.what != MICROBATCHES:
@@ -181,7 +181,7 @@ def _of_value(request: PlaceRequest, sweep: Sweep, value: int | str, limits: Con
         return replace(request, cluster=part, constraints=request.constraints.within(part))
     parallel = request.parallel
     if sweep.what == MICROBATCHES:
-        reading, parallel = replace(reading, microbatching=replace(reading.microbatching, count=value)), NONE
+        reading, parallel = replace(reading, microbatches=value), NONE
     else:
         reading = replace(reading, batch=value)
     asked = replace(asked, options={**asked.options, sweep.what: value})

@@ -15,7 +15,6 @@ from gdp.execute.layouts.step_program import StepProgram, step_program, stream_p
 from gdp.execute.measurement import Order
 from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
-from gdp.graph.accumulation import accumulated
 from gdp.graph.builder import topological_order
 from gdp.graph.copies import EXCHANGE_START, exchange_of
 from gdp.graph.difference import difference
@@ -142,7 +141,6 @@ class PlannedCut:
     """The way in which the step of a plan is cut."""
 
     layout: Mapping[str, Any]  # as in the plan
-    free_replicas: bool = False  # of micro-batches, whose copies are placed one by one
 
     @classmethod
     def of(cls, plan: Plan, placed: Graph | None = None) -> "PlannedCut | None":
@@ -154,7 +152,7 @@ class PlannedCut:
             return cls(plan.layout)
         options = plan.question.options if placed is None else microbatching_of(placed)
         count = options.get("microbatches", 1)
-        return None if count == 1 else cls(Layout((count,)).document(), options.get("free_replicas", False))
+        return None if count == 1 else cls(Layout((count,)).document())
 
     def program(
         self,
@@ -181,8 +179,6 @@ class PlannedCut:
                 f"(drop_last=True with a DataLoader). Cut along another dimension than the first: {error}"
             ) from error
         step = Step.of_document(lambda _parts: part.graph, self.layout, in_hops=True)
-        if self.free_replicas:
-            step = replace(step, graph=accumulated(part.graph, num_parts, free_replicas=True))
         program = step_program(part.program, step)
         if step.times is None:
             return program

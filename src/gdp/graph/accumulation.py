@@ -37,27 +37,26 @@ class Accumulation:
     number: I64  # [M, N] the copy of each op; -1 for the further ones of an op that all share
 
     @classmethod
-    def of(cls, graph: Graph, num_microbatches: int, *, free_replicas: bool = False) -> "Accumulation":
+    def of(cls, graph: Graph, num_microbatches: int) -> "Accumulation":
         """Repeats the step `graph` of one micro-batch; see `accumulated`."""
         check_count(num_microbatches, "microbatches")
         if num_microbatches == 1:
             return cls(graph, np.arange(graph.num_ops)[None, :])
         if (count := count_microbatches(graph)) > 1:
             raise InputError(f"graph {graph.name!r}: has {count} micro-batches already; leave out --microbatches")
-        repeated = _Accumulation(graph, num_microbatches, free_replicas)
+        repeated = _Accumulation(graph, num_microbatches)
         return cls(repeated.build(), repeated.number)
 
 
-def accumulated(graph: Graph, num_microbatches: int, *, free_replicas: bool = False) -> Graph:
+def accumulated(graph: Graph, num_microbatches: int) -> Graph:
     """Returns the step of `num_microbatches` micro-batches, from the step `graph` of one.
 
     Gradients are added up in the order of micro-batches, on the update's device, by ops called `....accumulate@m`. All
-    copies of an op share a device (a group). With `free_replicas`, only copies that read or write memory which outlives
-    a micro-batch do. An op that overwrites a buffer (running statistics) waits for its copy of the micro-batch before
-    and for the readers of that copy's result. InputError for a number out of range, or a graph that has micro-batches
-    already.
+    copies of an op share a device (a group). An op that overwrites a buffer (running statistics) waits for its copy of
+    the micro-batch before and for the readers of that copy's result. InputError for a number out of range, or a graph
+    that has micro-batches already.
     """
-    return Accumulation.of(graph, num_microbatches, free_replicas=free_replicas).graph
+    return Accumulation.of(graph, num_microbatches).graph
 
 
 class _Accumulation:
@@ -66,8 +65,8 @@ class _Accumulation:
     G gradients, in the order in which they are made.
     """
 
-    def __init__(self, graph: Graph, num_microbatches: int, free_replicas: bool) -> None:
-        self.graph, self.num_microbatches, self.free_replicas = graph, num_microbatches, free_replicas
+    def __init__(self, graph: Graph, num_microbatches: int) -> None:
+        self.graph, self.num_microbatches = graph, num_microbatches
         self.is_source, self.is_update = shared_ops(graph)
         self.is_repeated = ~(self.is_source | self.is_update)
         self.writers = _buffer_writers(graph, self.is_repeated)
@@ -104,21 +103,21 @@ class _Accumulation:
             "phases": "backward",
             "modules": [graph.modules[update] for update in self.first_update.tolist()],
             "roles": ACCUMULATE,
-            "groups": groups[0][self.first_update],
+            "groups": groups[self.first_update],
         }
-        self._copy(0, np.flatnonzero(self.is_source), groups[0])
-        self._copy(0, repeated, groups[0])
-        for microbatch, own in enumerate(groups[1:], 1):
-            end, is_free = label_end(microbatch, 0), self.free_replicas & (own != groups[0])
+        self._copy(0, np.flatnonzero(self.is_source), groups)
+        self._copy(0, repeated, groups)
+        for microbatch in range(1, self.num_microbatches):
+            end = label_end(microbatch, 0)
             changed = {
                 "op_names": [name + end for name in names],
                 "microbatches": np.full(len(repeated), microbatch),
-                "resident_bytes": (graph.resident_bytes * is_free)[repeated],
+                "resident_bytes": np.zeros(len(repeated), np.int64),  # the first copy holds it
             }
-            self._copy(microbatch, repeated, own, **changed)
+            self._copy(microbatch, repeated, groups, **changed)
             sums = [name + end for name in sum_names]
             self.adder[microbatch] = self.builder.add_ops(sums, "aten.add_", microbatches=microbatch, **of_sums)
-        self._copy(0, late, groups[0])
+        self._copy(0, late, groups)
 
     def _copy(self, microbatch: int, ops: I64, groups: I64, **changed: Any) -> None:
         self.number[microbatch, ops] = self.builder.copy_ops(self.graph, ops, groups=groups[ops], **changed)
@@ -157,26 +156,11 @@ class _Accumulation:
         builder.add_edges(total[tensors[is_summed]], first[consumers[is_summed]])
 
     def _groups(self) -> I64:
-        """Returns the group of each copy [M, N]."""
-        groups = self.graph.groups
-        by_copy = np.tile(groups, (self.num_microbatches, 1))
-        next_group = int(groups.max()) + 1
-        if not self.free_replicas:  # an update needs a group for its sums to join
-            ungrouped = np.flatnonzero((groups < 0) & ~self.is_source)
-            by_copy[:, ungrouped] = next_group + np.arange(len(ungrouped))
-            return by_copy
-        ungrouped = np.unique(self.first_update[groups[self.first_update] < 0])
-        by_copy[:, ungrouped] = next_group + np.arange(len(ungrouped))
-        next_group += len(ungrouped)
-        owners = np.flatnonzero((groups < 0) & self.is_repeated & (self.graph.resident_bytes > 0))  # weights, say
-        by_copy[:, owners] = next_group + np.arange(len(owners))
-        next_group += len(owners)
-        fixed = np.unique(groups[~self.is_repeated])
-        fixed = np.union1d(fixed, groups[[op for ops in self.writers.values() for op in ops]])
-        is_movable = self.is_repeated & (groups >= 0) & ~np.isin(groups, fixed)
-        for microbatch in range(1, self.num_microbatches):
-            by_copy[microbatch, is_movable] += next_group * microbatch
-        return by_copy
+        """Returns the group [N] of all copies of each op; an update needs one for its sums to join."""
+        groups = self.graph.groups.copy()
+        ungrouped = np.flatnonzero((groups < 0) & ~self.is_source)
+        groups[ungrouped] = int(groups.max()) + 1 + np.arange(len(ungrouped))
+        return groups
 
     def _sum_names(self) -> list[str]:
         """Names the sums of gradients [G] by the parameter that the update reads: `layers.0.weight.accumulate`."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from gdp.errors import InputError, UnevenBatchError
 from gdp.graph import Graph
-from gdp.graph.accumulation import accumulated
 from gdp.graph.microbatches import check_count
 from gdp.models.lora import Lora
 from gdp.models.serving import ServedStep, Serving
@@ -43,27 +42,12 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Microbatching:
-    """The number of micro-batches that a step accumulates, and whether the replicas of an op may be apart."""
-
-    count: int = 1
-    free_replicas: bool = False
-
-    def __post_init__(self) -> None:
-        check_count(self.count, "microbatches")
-
-    def apply(self, graph: Graph) -> Graph:
-        """Returns the step of all micro-batches, from the step `graph` of one."""
-        return accumulated(graph, self.count, free_replicas=self.free_replicas)
-
-
-@dataclass(frozen=True, slots=True)
 class Reading:
     """Options for turning MODEL into a graph."""
 
     training: bool = True  # False: the forward pass alone
     optimizer: str = "adam"
-    microbatching: Microbatching = field(default_factory=Microbatching)
+    microbatches: int = 1  # over which gradients are accumulated
     dims: Mapping[str, int] = field(default_factory=dict)  # of an ONNX file, by the name of a symbolic dimension
     op_costs: "OpCosts | None" = None  # costs from the user
     precision: str = ""  # of training, of `PRECISIONS`; "": as the model is written, of `hf:` mixed
@@ -78,6 +62,7 @@ class Reading:
             raise InputError(f"--batch is {self.batch}; a number of samples from 1 to 2^31 - 1 is expected")
         if self.batch_dim is not None and self.batch_dim < 0:
             raise InputError(f"--batch-dim is {self.batch_dim}; the number of a dimension is expected, 0 for the first")
+        check_count(self.microbatches, "microbatches")
         check_optimizer(self.optimizer)
         check_dtype(self.dtype)
         check_precision(self.precision, self.dtype)

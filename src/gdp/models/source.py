@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gdp.errors import InputError, WrongBatchError, prefixed, suggest
 from gdp.graph import Graph
+from gdp.graph.accumulation import accumulated
 from gdp.models import graph_cache, user_function
 from gdp.models.batch_dimension import other_count, other_dimension
 from gdp.models.hugging_face import sizes
-from gdp.models.model import HUGGING_FACE, PUBLISHED, Microbatching, Model, Reading, even_part
+from gdp.models.model import HUGGING_FACE, PUBLISHED, Model, Reading, even_part
 from gdp.models.model_text import check_no_python_file, in_directory, is_graph_file, is_onnx, with_prefix
 from gdp.models.papers import PAPERS, Workload
 from gdp.models.serving import ServedStep
@@ -79,10 +80,10 @@ class ModelSource:
 
         A file is the step of one micro-batch.
         """
-        microbatching = self.reading.microbatching
-        model = self.part(microbatching.count)
-        self._check_microbatch(microbatching.count, model.graph)
-        return replace(model, graph=microbatching.apply(model.graph))
+        count = self.reading.microbatches
+        model = self.part(count)
+        self._check_microbatch(count, model.graph)
+        return replace(model, graph=accumulated(model.graph, count))
 
     def part(self, num_parts: int) -> Model:
         """Returns the step of 1 / `num_parts` of the batch; of a file all of it."""
@@ -90,8 +91,7 @@ class ModelSource:
 
     def split(self, microbatches: int, samples_by: int = 1) -> Graph:
         """Returns the step in this number of micro-batches, of 1 / `samples_by` of the batch."""
-        microbatching = replace(self.reading.microbatching, count=microbatches)
-        return microbatching.apply(self.part(microbatches * samples_by).graph)
+        return accumulated(self.part(microbatches * samples_by).graph, microbatches)
 
     def capture(self) -> "Capture":
         """Returns the graph of the whole batch with the program that executes its ops."""
@@ -478,7 +478,7 @@ def load(
     dtype: str = "",
 ) -> Graph:
     """Returns the graph of MODEL alone; see `ModelSource`. `dtype`: that MODEL is converted to, such as "bfloat16"."""
-    reading = Reading(training, optimizer, Microbatching(microbatches), dims, None, precision, dtype)
+    reading = Reading(training, optimizer, microbatches, dims, None, precision, dtype)
     return ModelSource(text, reading).whole().graph
 
 

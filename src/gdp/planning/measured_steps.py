@@ -24,7 +24,7 @@ from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
 
 _OWN = ("model", "ms", "devices", "runtime", "parallel", "note")
-_WHOLE, _FLAGS = ("microbatches", "batch", "batch_dim"), ("inference", "free_replicas")
+_WHOLE, _FLAGS = ("microbatches", "batch", "batch_dim"), ("inference",)
 
 
 @dataclass(frozen=True, eq=False)

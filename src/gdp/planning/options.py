@@ -12,15 +12,15 @@ from gdp.cluster import Cluster
 from gdp.cluster.device import CUDA_GRAPHS, RUNTIMES, split_runtime
 from gdp.cluster.quantities import parse_fraction, parse_size
 from gdp.errors import InputError, suggest
+from gdp.graph.microbatches import check_count
 from gdp.models.lora import Lora
-from gdp.models.model import Microbatching, Reading, check_dtype, check_precision
+from gdp.models.model import Reading, check_dtype, check_precision
 from gdp.models.op_costs import OpCosts
 from gdp.models.serving import Serving
 from gdp.simulator.constraints import Constraints
 
 READING = (
     "microbatches",
-    "free_replicas",
     "inference",
     "optimizer",
     "precision",
@@ -40,11 +40,9 @@ LIMITS = ("pin", "forbid", "max_memory", "reserve")
 
 def reading_of(options: Mapping[str, Any]) -> Reading:
     """Returns how `options` say that MODEL is read. InputError for values that make no sense."""
-    count, is_free = options.get("microbatches", 1), options.get("free_replicas", False)
+    count = options.get("microbatches", 1)
     serving = Serving.parse(options.get("phase", "step"), options.get("kv_cache"))
     is_inference = options.get("inference", False) or serving.has_cache
-    if is_free and count == 1:
-        raise InputError("--free-replicas: there are no replicas without micro-batches; give --microbatches as well")
     if is_inference and count > 1:
         option = "--phase" if serving.has_cache else "--inference"
         raise InputError(f"--microbatches: gradients are accumulated in training; leave out {option}")
@@ -52,14 +50,14 @@ def reading_of(options: Mapping[str, Any]) -> Reading:
     try:
         check_dtype(dtype)
         check_precision(precision, dtype)
-        microbatching = Microbatching(count, is_free)
+        check_count(count, "microbatches")
     except InputError as error:
         raise InputError(f"--{error}") from None
     op_costs = options.get("op_costs")
     return Reading(
         not is_inference,
         options.get("optimizer", "adam"),
-        microbatching,
+        count,
         _dims(options.get("dim") or ()),
         None if op_costs is None else OpCosts.load(op_costs),
         precision,

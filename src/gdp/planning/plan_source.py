@@ -171,7 +171,7 @@ class PlanSource:
                 return replace(model, graph=BatchStream.of_document(graph, layout).graph)
             parts = {1: graph, count_microbatches(graph): one_microbatch(graph)}
             return replace(model, graph=Step.of_document(parts.__getitem__, layout).graph)
-        if source.reading.microbatching.count > 1:
+        if source.reading.microbatches > 1:
             raise InputError("--microbatches: the plan has its layout in it; leave the option out")
         step = Step.of_document(lambda num_parts: source.part(num_parts).graph, layout)
         return Model(step.graph, {}, is_captured=True)

@@ -119,7 +119,7 @@ class RemedySearch:
         asked, source = self.question, self.source
         if source is None or not asked.graph.is_in_phase("update").any():
             return
-        count = source.reading.microbatching.count
+        count = source.reading.microbatches
         is_one = asked.parts is None and source.batch_size == 1
         if count == 1 and (is_one or self.parallel not in (None, AUTO)):
             own = source, asked.cluster, asked.constraints, AUTO, None, asked.options, self.model
@@ -206,7 +206,7 @@ class RemedySearch:
 
         def smaller(factor: int) -> PlaceQuestion:
             if parts is None:
-                return self._cut(1 if source is None else source.reading.microbatching.count, factor)
+                return self._cut(1 if source is None else source.reading.microbatches, factor)
             fewer = Parts(lambda count: parts.rough(count * factor), parts.batch_size // factor, parts.rough(factor))
             return replace(asked, step=parts.rough(factor), parts=fewer)
 

@@ -203,7 +203,7 @@ def _may_be_cut(model: _Opened, read: Model | None) -> bool:
     if not isinstance(model, ModelSource) or read is None:
         return isinstance(model, Parts)
     reading = model.reading
-    is_whole = reading.microbatching.count == 1 and not reading.microbatching.free_replicas
+    is_whole = reading.microbatches == 1
     is_known = model.is_timed or not any(read.graph.times_ns)  # a user's times are of ops of the whole batch
     return is_whole and is_known and reading.training and not reading.serving.has_cache and not model.is_file
 

@@ -77,14 +77,9 @@ class Asked:
 
 
 def microbatching_of(graph: Graph) -> dict[str, Any]:
-    """Returns the options `microbatches` and `free_replicas` that `graph` was made with; {} for one micro-batch."""
-    microbatch = microbatch_of(graph)
-    count = int(microbatch.max(initial=0)) + 1
-    if count == 1:
-        return {}
-    is_second, groups = microbatch == 1, graph.group_index
-    is_tied = bool(np.isin(groups[is_second], groups[~is_second]).all())
-    return {"microbatches": count} | ({} if is_tied else {"free_replicas": True})
+    """Returns the option `microbatches` that `graph` was made with; {} for one micro-batch."""
+    count = int(microbatch_of(graph).max(initial=0)) + 1
+    return {} if count == 1 else {"microbatches": count}
 
 
 @dataclass(frozen=True, eq=False)
