@@ -73,7 +73,6 @@ def test_place_with_measured_times(here: Path, capsys: pytest.CaptureFixture[str
     devices = found["prediction"]["devices"]
     assert sum(device["num_ops"] for device in devices) == len(Plan.load("p/plan.json").placement)
 
-    assert sum(MeasuredTimes("new/times.db").count().values()) > 0
     asked = ("--devices", "two.yaml", "--budget", "50sims", "--parallel", "none", "--out", "p")
     placed = answer(capsys, "place", model, *asked, "--times", "new/times.db")
     assert all(count["measured"] > 0 and not count["roofline"] for count in placed["op_times"].values())

@@ -31,7 +31,6 @@ def test_times_are_kept_by_their_key(tmp_path: Path) -> None:
     assert found["op 3"].median_ns == 33
     assert again.find("core", "torch 2", [ONE.signature])[ONE.signature].median_ns == 7
     assert again.find("gpu", "torch 1", [ONE.signature]) == {}
-    assert again.count() == {("core", "torch 1"): 1301, ("core", "torch 2"): 1}
 
 
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:

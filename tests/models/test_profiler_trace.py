@@ -99,7 +99,6 @@ def test_place_reads_what_import_wrote(capsys):
     answer = json.loads(capsys.readouterr().out)
     times = MeasuredTimes("times.db")
     assert times.samples("traced:small") == [32]
-    assert set(times.count()) == {("cpu-16core", LIBRARY)}
     assert answer["status"] == "ok"
 
 

@@ -15,8 +15,8 @@ def test_fields_stand_as_unpacked() -> None:
         records.Dispatch: "rank op_of_rank successor_offsets successors order_offsets order_ops",
         records.Scratch: "waiting duration_ns bits0 bits1 bits2 lowest running until_ns remaining_ns channel_free_ns "
         "first_edge end_edge ready_ns following taken newest newest_ns soonest_ns heap_ns heap_item host_ns",
-        records.ManyScratch: "missing ready num_ready is_idle changed is_changed remaining_ns channel_free_ns "
-        "destinations first last following first_in next_in num_waiting end_ns end_item heap_ns heap_item host_ns",
+        records.ManyScratch: "missing ready_ns ready num_ready is_idle changed is_changed remaining_ns "
+        "channel_free_ns destinations end_ns end_item heap_ns heap_item host_ns",
         records.Schedule: "finish_ns ops num_ops transfer_tensor transfer_route transfer_start_ns transfer_end_ns "
         "arrival_ns num_transfers begins start_ns",
         records.Memory: "freed_ns freed_by frees_bytes copied last_ns allocated_bytes used_bytes last_event "

@@ -93,12 +93,6 @@ class MeasuredTimes:
                 times.update((row[0], OpTime(*row)) for row in map(self._checked, rows))
         return times
 
-    def count(self) -> dict[tuple[str, str], int]:
-        """Returns the number of known ops, by device kind and library."""
-        with self._explained(), closing(self._connect()) as connection:
-            rows = connection.execute("SELECT device_kind, library, count(*) FROM op_times GROUP BY 1, 2").fetchall()
-        return {(kind, library): number for kind, library, number in rows}
-
     def _checked(self, row: tuple[str, int, int, int]) -> tuple[str, int, int, int]:
         """Returns a row of times; SQLite keeps values of any type in any column."""
         if any(type(number) is not int or number < 0 for number in row[1:]):

@@ -3,9 +3,9 @@
 There sets of devices are bits of one integer, and all devices are looked at whenever time moves on. Here
 
 - running ops are in a heap by their ends (ties by op number, the order in which they complete);
+- ops whose last input is on its way are in a heap by its arrival;
 - ready ops are in a heap of ranks for each device, in one array: a device's part begins where its ops do;
-- a list has the devices where something changed, in any order: starting an op touches its own device alone;
-- routes in use are chained by device, so that the next run need not look at all of them.
+- a list has the devices where something changed, in any order: starting an op touches its own device alone.
 
 No array grows with ops times devices. docs/machine-model.md, sections 3 and 3a, define it; the loop is that of
 `engine.py`, which says why each step is exact.
@@ -15,7 +15,7 @@ import numpy as np
 
 from gdp.compiled import inlined, inner
 from gdp.simulator.engine import NEVER, STOPPED, end_of_run, is_sent, issue, request_transfer
-from gdp.simulator.heaps import pop_top, push, replace_top, trailing_zeros
+from gdp.simulator.heaps import pop_top, push, trailing_zeros
 
 
 @inlined
@@ -38,13 +38,11 @@ def _note(changed, is_changed, num_changed, device):
 def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
     """Returns (status, step time in ns) of `placement` uint16 [N], and fills `schedule`, as `engine.run` does."""
     tensor_offsets, consumer_offsets, consumers = arrays.tensor_offsets, arrays.consumer_offsets, arrays.consumers
-    route_offsets, tail_ns, producers = arrays.route_offsets, arrays.tail_ns, arrays.memory.producers
-    missing, ready, num_ready, is_idle = scratch.missing, scratch.ready, scratch.num_ready, scratch.is_idle
+    missing, ready_ns, tail_ns = scratch.missing, scratch.ready_ns, arrays.tail_ns
+    ready, num_ready, is_idle, destinations = scratch.ready, scratch.num_ready, scratch.is_idle, scratch.destinations
     changed, is_changed, remaining_ns = scratch.changed, scratch.is_changed, scratch.remaining_ns
-    destinations, first, last, following = scratch.destinations, scratch.first, scratch.last, scratch.following
-    first_in, next_in, num_waiting = scratch.first_in, scratch.next_in, scratch.num_waiting
     end_ns, end_item, heap_ns, heap_item = scratch.end_ns, scratch.end_item, scratch.heap_ns, scratch.heap_item
-    num_started, begins, transfer_route = schedule.num_ops, schedule.begins, schedule.transfer_route
+    num_started, begins = schedule.num_ops, schedule.begins
     rank, order_offsets, order_ops = dispatch.rank, dispatch.order_offsets, dispatch.order_ops
     num_ops, num_devices = len(op_time_ns), np.uint64(len(arrays.latency_ns))
     devices_differ = op_time_ns.shape[1] > 1
@@ -52,20 +50,14 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
     zero, one, six, low = np.uint64(0), np.uint64(1), np.uint64(6), np.uint64(63)
     heap_size = num_running = num_changed = num_transfers = now = latest = np.int64(0)
 
-    for device in range(num_devices):  # what the run before left of routes
-        transfer = first_in[device]
-        while transfer >= 0:
-            first[transfer_route[transfer]] = -1
-            num_waiting[transfer_route[transfer]] = 0
-            transfer = next_in[transfer]
-        first_in[device] = -1
+    for device in range(num_devices):
         num_started[device] = num_ready[device] = remaining_ns[device] = 0
         is_idle[device] = 1
         is_changed[device] = 0
     scratch.channel_free_ns[:] = 0
     scratch.host_ns[:] = 0
     destinations[:] = zero
-    schedule.num_transfers[0] = 0
+    ready_ns[:] = 0
     for op in range(num_ops):
         missing[op] = arrays.num_inputs[op]
         num_ready[placement[op]] += 1
@@ -95,9 +87,11 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
                 continue
             if replays:
                 at = order_offsets[device] + num_started[device]
-                if at == order_offsets[device + one] or missing[order_ops[at]] != 0:
+                if at == order_offsets[device + one]:
                     continue
                 op = order_ops[at]
+                if missing[op] != 0 or ready_ns[op] > now:
+                    continue
             else:
                 if num_ready[device] == 0:
                     continue
@@ -127,7 +121,6 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
             if upcoming == NEVER:
                 break
             now = upcoming
-            latest = now
 
         # completions at `now`, ascending op number, each with its transfer requests
         while num_running > 0 and end_ns[0] == now:
@@ -143,9 +136,10 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
                 consumer = consumers[index]
                 device = np.uint64(placement[consumer])
                 if device == source:
-                    left = missing[consumer] - 1
-                    missing[consumer] = left
-                    if left == 0 and not replays:
+                    missing[consumer] -= 1
+                    if missing[consumer] == 0 and ready_ns[consumer] > now:
+                        heap_size = push(heap_ns, heap_item, heap_size, ready_ns[consumer], np.int64(consumer))
+                    elif missing[consumer] == 0 and not replays:
                         _add_ready(ready, begins, num_ready, source, rank[consumer])
                 else:
                     destinations[device >> six] |= one << (device & low)
@@ -154,47 +148,30 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
                 while destinations[word] != zero:
                     device = (np.uint64(word) << six) + trailing_zeros(destinations[word])
                     destinations[word] &= destinations[word] - one
-                    route = source * num_devices + device
                     for tensor in range(first_tensor, end_tensor):
                         if end_tensor - first_tensor > one and not is_sent(arrays, placement, tensor, device):
                             continue
-                        transfer = num_transfers
-                        num_transfers += 1
                         arrival = request_transfer(
-                            arrays, schedule, scratch.channel_free_ns, transfer, tensor, source, device, now
+                            arrays, schedule, scratch.channel_free_ns, num_transfers, tensor, source, device, now
                         )
-                        following[transfer] = -1
-                        if first[route] < 0:
-                            first[route] = transfer
-                            next_in[transfer] = first_in[device]
-                            first_in[device] = transfer
-                        else:
-                            following[last[route]] = transfer
-                        last[route] = transfer
-                        if num_waiting[route] == 0:
-                            heap_size = push(heap_ns, heap_item, heap_size, arrival, np.int64(transfer))
-                        num_waiting[route] += route_offsets[route] < route_offsets[route + one]
+                        num_transfers += 1
+                        latest = max(latest, arrival)
+                        for index in range(consumer_offsets[tensor], consumer_offsets[tensor + one]):
+                            consumer = consumers[index]
+                            if placement[consumer] == device:
+                                missing[consumer] -= 1
+                                ready_ns[consumer] = max(ready_ns[consumer], arrival)
+                                if missing[consumer] == 0:
+                                    arrival_ns = ready_ns[consumer]
+                                    heap_size = push(heap_ns, heap_item, heap_size, arrival_ns, np.int64(consumer))
 
-        # arrivals at `now`
+        # ops that become ready at `now`
         while heap_size > 0 and heap_ns[0] == now:
-            transfer = heap_item[0]
-            tensor = schedule.transfer_tensor[transfer]
-            route = transfer_route[transfer]
-            num_waiting[route] -= route_offsets[route] < route_offsets[route + one]
-            if num_waiting[route] > 0:
-                after = following[transfer]
-                replace_top(heap_ns, heap_item, heap_size, schedule.arrival_ns[after], np.int64(after))
-            else:
-                heap_size = pop_top(heap_ns, heap_item, heap_size)
-            device = route - placement[producers[tensor]] * num_devices
-            for index in range(consumer_offsets[tensor], consumer_offsets[tensor + one]):
-                consumer = consumers[index]
-                if placement[consumer] == device:
-                    left = missing[consumer] - 1
-                    missing[consumer] = left
-                    if left == 0:
-                        if not replays:
-                            _add_ready(ready, begins, num_ready, device, rank[consumer])
-                        num_changed = _note(changed, is_changed, num_changed, device)
+            op = np.uint64(heap_item[0])
+            heap_size = pop_top(heap_ns, heap_item, heap_size)
+            device = np.uint64(placement[op])
+            if not replays:
+                _add_ready(ready, begins, num_ready, device, rank[op])
+            num_changed = _note(changed, is_changed, num_changed, device)
 
-    return end_of_run(schedule, num_transfers, num_ops), latest
+    return end_of_run(schedule, num_transfers, num_ops), max(latest, now)

@@ -113,7 +113,8 @@ class Scratch(NamedTuple):
 class ManyScratch(NamedTuple):
     """Working memory of one run on many devices: nothing of it grows with ops times devices."""
 
-    missing: Annotated[Any, "int32 [N]"]  # inputs not yet on the op's device
+    missing: Annotated[Any, "int32 [N]"]  # inputs neither on the op's device nor on their way
+    ready_ns: Annotated[Any, "int64 [N]"]  # the latest arrival of an input from another device, so far
     ready: Annotated[Any, "uint32 [N]"]  # the ranks of ready ops: a heap for each device, where its ops begin
     num_ready: Annotated[Any, "int64 [D]"]
     is_idle: Annotated[Any, "uint8 [D]"]
@@ -122,16 +123,10 @@ class ManyScratch(NamedTuple):
     remaining_ns: Annotated[Any, "int64 [D]"]  # work not yet started
     channel_free_ns: Annotated[Any, "int64 [C]"]
     destinations: Annotated[Any, "uint64 [W]"]  # of what an op sends, as bits
-    first: Annotated[Any, "int32 [R]"]  # first transfer of each route, or -1
-    last: Annotated[Any, "int32 [R]"]  # last transfer of each route
-    following: Annotated[Any, "int32 [E]"]  # next transfer of the same route, or -1
-    first_in: Annotated[Any, "int32 [D]"]  # a first transfer of a route into each device, or -1
-    next_in: Annotated[Any, "int32 [E]"]  # the first transfer of another route into the same device, or -1
-    num_waiting: Annotated[Any, "int32 [R]"]  # transfers of a route that have not arrived, where they do in order
     end_ns: Annotated[Any, "int64 [D]"]  # a heap of running ops, by their ends
     end_item: Annotated[Any, "int64 [D]"]  # op
-    heap_ns: Annotated[Any, "int64 [E]"]  # arrival
-    heap_item: Annotated[Any, "int64 [E]"]  # transfer
+    heap_ns: Annotated[Any, "int64 [N]"]  # when an op is ready
+    heap_item: Annotated[Any, "int64 [N]"]  # its number
     host_ns: Annotated[Any, "int64 [D]"]  # the clock of each device's host
 
 
@@ -197,14 +192,10 @@ class Workspace(NamedTuple):
             "E": num_edges,
             "L": len(arrays.memory.readers.producers),
             "C": int(arrays.route_channels.max(initial=0)) + 1,
-            "R": num_devices * num_devices,
             "S": num_devices * max(_FEWEST_SLICES, num_ops // (_OPS_PER_SLICE * num_devices)),
             "W": (num_devices + 63) // 64,
             "Q": 1 if is_for_many else num_devices,
             **{f"W{level}": count for level, count in enumerate(words[1:])},
         }
         kind: type[Scratch | ManyScratch] = ManyScratch if is_for_many else Scratch
-        scratch = zeros(kind, **sizes)
-        if isinstance(scratch, ManyScratch):
-            scratch.first[:] = scratch.first_in[:] = -1
-        return cls(scratch, zeros(Schedule, **sizes), zeros(Memory, **sizes))
+        return cls(zeros(kind, **sizes), zeros(Schedule, **sizes), zeros(Memory, **sizes))
