@@ -596,7 +596,6 @@ class Measure(TypedDict):
 
     cluster: ClusterFile
     fingerprint: str
-    alone: Annotated[dict[str, dict[str, float]], d("by device: factors of its figures while no other works")]
     notes: list[str]
     path: str
 

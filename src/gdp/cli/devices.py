@@ -184,7 +184,6 @@ def devices_measure(
             {
                 "cluster": cluster.to_document(),
                 "fingerprint": cluster.fingerprint,
-                "alone": dict(calibration.alone),
                 "notes": calibration.notes,
                 "path": str(out),
             }
@@ -194,9 +193,6 @@ def devices_measure(
 
     show(listings.cluster_report(cluster))
     print_text("\nThese figures hold while all devices work at the same time.")
-    if calibration.alone:
-        print_text("A device alone has these times as much:\n")
-        show(listings.rows_report([{"device": name, **factors} for name, factors in calibration.alone.items()]))
     print_text("\n".join(["", *(f"note: {note}" for note in calibration.notes), f"Written to {out}"]))
     return 0
 

@@ -1,12 +1,7 @@
 """Calibration: measures this machine's devices, and the routes between them, as a cluster.
 
-Every kind of work runs on all devices at once, then on each alone:
-
-    cpu0   mm mm mm mm mm mm     mm mm mm mm mm mm
-    cpu1   mm mm mm mm mm mm                          mm mm mm mm mm mm
-
-The cluster has the figures of all at once, since a placed step runs so: cores share memory, caches and the clock's
-margin. The figures of a device alone are given beside it. All figures are medians, since other processes disturb some.
+Every kind of work runs on all devices at once, since a placed step runs so: cores share memory, caches and the clock's
+margin. All figures are medians, since other processes disturb some.
 
 Launch overhead and latency come from chains of tiny ops, captured and run as a plan is:
 
@@ -39,14 +34,12 @@ from gdp.execute.calibrate.work import (
     MIB,
     QUICK,
     Extent,
-    Figure,
     Log,
     Work,
     cache_bytes,
     job_of,
     launches,
     per_second,
-    time_alone,
     together,
     unable,
     whole,
@@ -59,15 +52,9 @@ _DTYPES = {dtype: getattr(torch, dtype) for dtype in ("float32", "float64", "flo
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A measured cluster.
-
-    `alone` has for each device the factors by which its figures change when no other is at work: `float32` and
-    `memory_bandwidth` of 1.5 are rates of 1.5 times the cluster's, `launch` of 0.9 is a time of 0.9 times its. For a
-    single device they show how well figures repeat.
-    """
+    """A measured cluster."""
 
     cluster: Cluster
-    alone: Mapping[str, Mapping[str, float]]
     notes: tuple[str, ...]
 
 
@@ -82,60 +69,44 @@ def calibrate(devices: Sequence[Detected], *, quick: bool = False, on_progress: 
     num_threads = torch.get_num_threads()
     try:
         with full_precision():  # or convolutions in TF32 would count as float32
-            rates, float32 = _arithmetic(targets, effort, log)
+            rates = _arithmetic(targets, effort, log)
         bandwidths = _bandwidths(devices, effort, log)
-        launches_ns, launch_notes = launches(targets, effort, log)
+        launches_ns = launches(targets, effort, log)
         routes, route_notes = routes_between(targets, effort, log)
     finally:
         torch.set_num_threads(num_threads)  # backends set it for all threads that begin later
     measured = [
-        Device(device.name, device.kind, device.memory_bytes, flops, whole(bandwidth.busy), whole(launch_ns.busy))
+        Device(device.name, device.kind, device.memory_bytes, flops, whole(bandwidth), whole(launch_ns))
         for device, flops, bandwidth, launch_ns in zip(devices, rates, bandwidths, launches_ns, strict=True)
     ]
     measured = with_achieved(measured, targets, effort, log)
-    alone = {
-        device.name: {"float32": rate.factor, "memory_bandwidth": bandwidth.factor, "launch": launch_ns.factor}
-        for device, rate, bandwidth, launch_ns in zip(devices, float32, bandwidths, launches_ns, strict=True)
-    }
-    return Calibration(Cluster.build("local", measured, routes), alone, (*launch_notes, *route_notes, *load_notes))
+    return Calibration(Cluster.build("local", measured, routes), (*route_notes, *load_notes))
 
 
-def _arithmetic(
-    targets: Sequence[Target], effort: Extent, log: Log
-) -> tuple[Sequence[Mapping[str, int]], list[Figure]]:
-    """[D] Measures FLOP/s by dtype with all devices busy, and of float32 also alone."""
+def _arithmetic(targets: Sequence[Target], effort: Extent, log: Log) -> list[Mapping[str, int]]:
+    """[D] Measures FLOP/s by dtype with all devices busy."""
     best = {}
     for name, dtype in _DTYPES.items():
         log(f"{name} on all devices at once")
         best[name] = _best_rates(targets, dtype, effort)
-    float32 = []
-    for target, best_rate in zip(targets, best["float32"], strict=True):
-        if best_rate is None:
+    for target, rate in zip(targets, best["float32"], strict=True):
+        if rate is None:
             raise unable(target, "float32 arithmetic")
-        log(f"float32 on {target.name} alone")
-        rate, work = best_rate
-        alone_ns = time_alone(job_of(target, work, torch.float32), effort.seconds, "float32 arithmetic")
-        float32.append(Figure(rate, per_second(work, alone_ns)))
-    rates = [
-        MappingProxyType({name: whole(best_rate[0]) for name, row in best.items() if (best_rate := row[number])})
+    return [
+        MappingProxyType({name: whole(rate) for name, row in best.items() if (rate := row[number])})
         for number in range(len(targets))
     ]
-    return rates, float32
 
 
-def _best_rates(targets: Sequence[Target], dtype: torch.dtype, effort: Extent) -> list[tuple[float, Work] | None]:
-    """[D] Measures the highest FLOP/s, all devices busy with the same kind of work, and the work that reaches it."""
+def _best_rates(targets: Sequence[Target], dtype: torch.dtype, effort: Extent) -> list[float | None]:
+    """[D] Measures the highest FLOP/s, all devices busy with the same kind of work."""
     works = [_works(target, effort) for target in targets]
     times_ns = [
         together([job_of(target, work, dtype) for target, work in zip(targets, chosen, strict=True)], effort.seconds)
         for chosen in zip(*works, strict=True)
     ]
     return [
-        max(
-            ((per_second(work, time_ns), work) for work, time_ns in zip(mine, column, strict=True) if time_ns),
-            key=lambda rate: rate[0],
-            default=None,
-        )
+        max((per_second(work, time_ns) for work, time_ns in zip(mine, column, strict=True) if time_ns), default=None)
         for mine, column in zip(works, zip(*times_ns, strict=True), strict=True)
     ]
 
@@ -165,7 +136,7 @@ def _convolution(batch_size: int) -> Work:
     return Work(2 * 9 * batch_size * (channels * side) ** 2, make)
 
 
-def _bandwidths(devices: Sequence[Detected], effort: Extent, log: Log) -> list[Figure]:
+def _bandwidths(devices: Sequence[Detected], effort: Extent, log: Log) -> list[float]:
     """[D] Measures bytes per second of adding vectors too large for the caches, counted as two read and one written."""
     jobs, works = [], []
     for device, target in zip(devices, map(target_of, devices), strict=True):
@@ -175,15 +146,12 @@ def _bandwidths(devices: Sequence[Detected], effort: Extent, log: Log) -> list[F
         works.append(_addition(streamed_bytes // 12))
         jobs.append(job_of(target, works[-1], torch.float32))
     log("memory bandwidth on all devices at once")
-    figures = []
-    for job, work, busy_ns in zip(jobs, works, together(jobs, effort.seconds), strict=True):
-        target, what = job[0].target, f"an addition in {work.amount} bytes"
-        if busy_ns is None:
-            raise unable(target, what)
-        log(f"memory bandwidth on {target.name} alone")
-        alone_ns = time_alone(job, effort.seconds, what)
-        figures.append(Figure(per_second(work, busy_ns), per_second(work, alone_ns)))
-    return figures
+    rates = []
+    for job, work, time_ns in zip(jobs, works, together(jobs, effort.seconds), strict=True):
+        if time_ns is None:
+            raise unable(job[0].target, f"an addition in {work.amount} bytes")
+        rates.append(per_second(work, time_ns))
+    return rates
 
 
 def _addition(num_elements: int) -> Work:

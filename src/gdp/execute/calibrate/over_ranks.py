@@ -44,8 +44,7 @@ def rank_names(devices: Sequence[Detected]) -> tuple[list[str], list[str]]:
 def calibrate_ranks(ranks: Ranks, device: Detected, *, quick: bool, on_progress: Log) -> Calibration | None:
     """Measures as `calibrate`, with a process for each device, `device` being that of this rank.
 
-    Figures are those of all devices at work at once; none was alone. A route has a channel of its own. None on all
-    ranks but the first.
+    A route has a channel of its own. None on all ranks but the first.
     """
     ranks.share("")  # waits for all
     own = calibrate([device], quick=quick, on_progress=on_progress)
@@ -59,7 +58,7 @@ def calibrate_ranks(ranks: Ranks, device: Detected, *, quick: bool, on_progress:
         for name, item in zip(ranks.names, documents, strict=True)
     ]
     cluster = Cluster.build("processes", devices, routes)
-    return Calibration(cluster, {}, ())
+    return Calibration(cluster, ())
 
 
 def _routes(ranks: Ranks, memory_rates: Sequence[int], num_steps: int, log: Log) -> dict[tuple[int, int], Route]:

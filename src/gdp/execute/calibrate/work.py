@@ -1,4 +1,4 @@
-"""Work that a calibration repeats, on all devices at once or on one alone: kernels, and chains of tiny ops."""
+"""Work that a calibration repeats, on all devices at once or on one: kernels, and chains of tiny ops."""
 
 import statistics
 import threading
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from gdp.errors import InputError
 from gdp.execute.backends import Backend, backend_of
-from gdp.execute.forked.forked_executor import may_fork
 from gdp.execute.host_executor import host_executor
 from gdp.execute.plan_executor import StepRecord
 from gdp.execute.targets import Target
@@ -69,18 +68,6 @@ class Work:
 
     amount: int  # FLOPs or bytes
     make: Callable[[torch.device, torch.dtype], Callable[[], Tensor]]  # prepares it on a device, for a type of tensors
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A measured figure of a device."""
-
-    busy: float  # with all devices at work
-    alone: float
-
-    @property
-    def factor(self) -> float:
-        return self.alone / self.busy
 
 
 def together(jobs: Sequence[Job], seconds: float) -> list[float | None]:
@@ -234,27 +221,14 @@ def _chain_ns(records: Sequence[StepRecord]) -> float:
     )
 
 
-def launches(targets: Sequence[Target], effort: Extent, log: Log) -> tuple[list[Figure], list[str]]:
-    """[D] Measures the ns of a tiny op; a note compares their pace on all devices at once with that on one alone."""
+def launches(targets: Sequence[Target], effort: Extent, log: Log) -> list[float]:
+    """[D] Measures the ns of a tiny op, with all devices at work."""
     log("launch overhead on all devices at once")
     num_devices, num_ops = len(targets), effort.num_ops
     chains = [range(number * num_ops, (number + 1) * num_ops) for number in range(num_devices)]
     order = [[number, *(num_devices + op for op in chain)] for number, chain in enumerate(chains)]
-    busy = timed_steps(chain_program(num_devices, num_ops), order, targets, effort.num_steps)
-    figures, paces_ns = [], []
-    program = chain_program(1, num_ops)
-    for number, target in enumerate(targets):
-        log(f"launch overhead on {target.name} alone")
-        alone = timed_steps(program, [range(num_ops + 1)], [target], effort.num_steps)
-        figures.append(Figure(_op_ns(busy, number), _op_ns(alone, 0)))
-        paces_ns.append(_chain_ns(alone) / num_ops)
-    note = (
-        f"tiny ops on all devices at once: one in {_chain_ns(busy) / num_ops / 1000:.1f} us on each, alone in "
-        f"{max(paces_ns) / 1000:.1f} us"
-    )
-    if not may_fork(targets):
-        note += ", since the worker threads of one process take turns in Python"
-    return figures, [note] if num_devices > 1 else []
+    steps = timed_steps(chain_program(num_devices, num_ops), order, targets, effort.num_steps)
+    return [_op_ns(steps, number) for number in range(num_devices)]
 
 
 def hop_ns(program: Program, pair: Sequence[Target], num_steps: int) -> float:
