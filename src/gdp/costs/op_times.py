@@ -93,18 +93,24 @@ def ranks_of(graph: Graph) -> I64:
     InputError names an op of an unknown kind.
     """
     num_ranks = np.zeros(graph.num_ops, np.int64)
-    kinds, code = numbered(graph.kinds)
-    known = np.array([class_of(kind) == COLLECTIVE for kind in kinds])[code]
-    for op in np.flatnonzero(known).tolist():
-        where, kind = f"op {op} {graph.op_names[op]!r}", graph.kinds[op].removeprefix(f"{COLLECTIVE}.")
-        if kind not in EXCHANGES:
-            raise InputError(f"{where}: {kind!r} is no kind of collective; {suggest(kind, EXCHANGES)}")
-        calls = parsed_calls(graph.shapes[op])
-        count = next(iter(calls[0].arguments[1:]), None) if calls else ANY_RANKS
-        if not isinstance(count, int) or (calls and count < 2):
-            raise InputError(f"{where}: has {count!r} ranks; a number of 2 or more is expected behind the tensor")
-        num_ranks[op] = count
+    if kinds := {kind for kind in set(graph.kinds) if class_of(kind) == COLLECTIVE}:
+        known: dict[tuple[str, str], int] = {}
+        for op in (op for op, kind in enumerate(graph.kinds) if kind in kinds):
+            call = graph.kinds[op], graph.shapes[op]
+            if call not in known:
+                known[call] = _ranks_of_call(*call, f"op {op} {graph.op_names[op]!r}")
+            num_ranks[op] = known[call]
     return num_ranks
+
+
+def _ranks_of_call(kind: str, shapes: str, where: str) -> int:
+    if (exchange := kind.removeprefix(f"{COLLECTIVE}.")) not in EXCHANGES:
+        raise InputError(f"{where}: {exchange!r} is no kind of collective; {suggest(exchange, EXCHANGES)}")
+    calls = parsed_calls(shapes)
+    count = next(iter(calls[0].arguments[1:]), None) if calls else ANY_RANKS
+    if not isinstance(count, int) or (calls and count < 2):
+        raise InputError(f"{where}: has {count!r} ranks; a number of 2 or more is expected behind the tensor")
+    return count
 
 
 def _can_exchange(num_ranks: I64, device: Device) -> Bool:
