@@ -30,6 +30,7 @@ from gdp.units.reduction import reduce
 from gdp.units.units import Pairs, Units, group_units
 
 NUM_GROUPS = (60, 200, 800)  # the levels of the local search
+ISSUE_NS = 11_000  # of built-in GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +132,16 @@ def _speed(problem: Problem, families: Mapping[str, I64], config: SimulatorBench
     )
     add("every start, finish and transfer, search-like", core, len(recording), recorded_rates)
     once = replace(config, repeats=1)
+    issues_ns = {"without hosts": 0, "with hosts": ISSUE_NS}
+    problems = {
+        name: replace(problem, host_time_ns=issue_ns * (problem.op_time_ns > 0)) for name, issue_ns in issues_ns.items()
+    }
+    beside: dict[str, list[float]] = {name: [] for name in problems}
+    for _ in range(config.repeats):  # in turn, so that both see the same machine
+        for name, of in problems.items():
+            beside[name] += simulation_rates(partial(evaluate_many, of, batch, num_threads=1), len(batch), once)
+    for name, rates in beside.items():
+        add(f"step time and peaks, all placements, {name}", core, len(batch), rates)
     one, two = (partial(evaluate_many, problem, batch, num_threads=num_threads) for num_threads in (1, 2))
     wall: tuple[list[float], list[float]] = [], []
     shared: list[float] = []
@@ -197,7 +208,12 @@ def _against_reference(
     for placement in placements:
         started = time.thread_time()
         schedule = reference.run(
-            problem.graph, problem.cluster, problem.op_time_ns, placement, priority=problem.b_level_ns
+            problem.graph,
+            problem.cluster,
+            problem.op_time_ns,
+            placement,
+            priority=problem.b_level_ns,
+            host_time_ns=problem.host_time_ns,
         )
         seconds.append(time.thread_time() - started)
         fast = simulate(problem, placement)

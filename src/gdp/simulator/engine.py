@@ -120,18 +120,18 @@ def _choose(scratch, num_started, dispatch, device, now):
 
 
 @inlined
-def issue(hosts, host_ns, op, device, now, duration):
+def issue(own, host_ns, device, now, duration):
     """Returns when an op begins to compute that `device` starts at `now`: once its host has issued it."""
-    issued = host_ns[device] + hosts.time_ns[op, device if hosts.time_ns.shape[1] > 1 else np.uint64(0)]
+    issued = host_ns[device] + (own ^ (own >> 63))  # -1 - own of a negative one, for which the host waits
     begin = max(now, issued)
-    host_ns[device] = begin + duration if hosts.waits[op] else issued
+    host_ns[device] = issued if own >= 0 else begin + duration
     return begin
 
 
 @inlined
-def start_of(hosts, op_time_ns, schedule, op, device):
+def start_of(host_time_ns, op_time_ns, schedule, op, device):
     """Returns when an op started: its time before it ended, unless it may have waited for its host."""
-    if len(hosts.waits) > 0:
+    if len(host_time_ns) > 0:
         return schedule.start_ns[op]
     return schedule.finish_ns[op] - op_time_ns[op, device if op_time_ns.shape[1] > 1 else np.uint64(0)]
 
@@ -142,8 +142,9 @@ def _start(arrays, scratch, schedule, dispatch, stops, device, own, now):
     remaining_ns, num_started = scratch.remaining_ns, schedule.num_ops
     op, duration = dispatch.op_of_rank[own], scratch.duration_ns[own]
     begin, bound = now, 0
-    if len(arrays.hosts.waits) > 0:
-        begin = issue(arrays.hosts, scratch.host_ns, op, device, now, duration)
+    if len(dispatch.host_time_ns) > 0:
+        column = device if dispatch.host_time_ns.shape[1] > 1 else np.uint64(0)
+        begin = issue(dispatch.host_time_ns[own, column], scratch.host_ns, device, now, duration)
         schedule.start_ns[op] = now
     if stops:
         bound = begin + max(arrays.tail_ns[op], remaining_ns[device])

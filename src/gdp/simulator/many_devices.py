@@ -100,8 +100,9 @@ def run_on_many(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
                 num_ready[device] = pop_top(own, own, num_ready[device])
             duration = op_time_ns[op, device if devices_differ else zero]
             begin = now
-            if len(arrays.hosts.waits) > 0:
-                begin = issue(arrays.hosts, scratch.host_ns, op, device, now, duration)
+            if len(arrays.host_time_ns) > 0:
+                column = device if arrays.host_time_ns.shape[1] > 1 else zero
+                begin = issue(arrays.host_time_ns[op, column], scratch.host_ns, device, now, duration)
                 schedule.start_ns[op] = now
             bound = begin + max(tail_ns[op], remaining_ns[device])
             if bound >= stop_ns:

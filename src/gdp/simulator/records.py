@@ -44,13 +44,6 @@ class MemoryArrays(NamedTuple):
     readers: Readers
 
 
-class Hosts(NamedTuple):
-    """Host times and waits of ops; without rows, which cost a run nothing, where there are none."""
-
-    time_ns: Any  # int64 [N, D], or [N, 1] where devices are alike
-    waits: Any  # bool [N]
-
-
 class Arrays(NamedTuple):
     """A graph on a cluster, as all placements share it."""
 
@@ -66,7 +59,7 @@ class Arrays(NamedTuple):
     route_channels: Any  # uint32 [sum of channels over routes]
     tail_ns: Any  # int64 [N] shortest possible time from an op's start to the step's end
     memory: MemoryArrays
-    hosts: Hosts
+    host_time_ns: Any  # int64 [N, D] or [N, 1], -1 less it where the host waits for the op; [0, 1] costs runs nothing
 
 
 class Dispatch(NamedTuple):
@@ -78,6 +71,7 @@ class Dispatch(NamedTuple):
     successors: Any  # uint32 [E] the ranks of the consumers of all that the op of a rank makes; empty likewise
     order_offsets: Any  # int64 [D + 1]
     order_ops: Any  # uint32 [N] each device's ops in the order of their starts; empty: by rank
+    host_time_ns: Any  # as that of `Arrays`, by rank
 
 
 class Scratch(NamedTuple):

@@ -19,7 +19,7 @@ from gdp.graph import Graph
 from gdp.simulator.longest_paths import longest_paths, ranks_of
 from gdp.simulator.orders import OrderTraits, order_priority
 from gdp.simulator.readers import readers_of
-from gdp.simulator.records import MOST_INPUTS, Arrays, Dispatch, Hosts, MemoryArrays, Workspace
+from gdp.simulator.records import MOST_INPUTS, Arrays, Dispatch, MemoryArrays, Workspace
 
 Ranks = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]
 """(rank of each op [N], op of each rank [N])"""
@@ -81,8 +81,7 @@ class Simulator:
     @cached_property
     def time_table_ns(self) -> I64:
         """[N, D] `op_time_ns` as the engine takes it: one column [N, 1] where all devices are alike."""
-        times = narrow(self.op_time_ns)
-        table = np.ascontiguousarray(times[:, :1]) if (times == times[:, :1]).all() else times
+        table = _one_column(narrow(self.op_time_ns))
         table.setflags(write=False)  # as `op_time_ns` is: Numba would compile everything anew for a writable one
         return table
 
@@ -94,11 +93,12 @@ class Simulator:
     @cached_property
     def arrays(self) -> Arrays:
         """The flat arrays of the compiled engine."""
-        hosts = Hosts(np.zeros((0, 1), np.int64), np.zeros(0, np.bool_))
+        host_time_ns = np.zeros((0, 1), np.int64)
         if self.has_hosts:
-            hosts = Hosts(np.array(narrow(self.host_time_ns), order="C"), np.array(self.graph.host_waits))
+            times_ns = _one_column(narrow(self.host_time_ns))
+            host_time_ns = np.where(self.graph.host_waits[:, None], -1 - times_ns, times_ns)
         tail_ns = longest_paths(self.graph, self.fastest_ns)
-        return _flatten(self.graph, self.cluster, self.tensor_numbers, tail_ns, hosts)
+        return _flatten(self.graph, self.cluster, self.tensor_numbers, tail_ns, host_time_ns)
 
     @cached_property
     def has_hosts(self) -> bool:
@@ -129,7 +129,8 @@ class Simulator:
         nothing = np.zeros(0, np.uint32), np.zeros(0, np.uint32)
         successors = nothing if self.is_for_many else _successors(self.arrays, *ranks)
         no_order = np.zeros(self.cluster.num_devices + 1, np.int64), np.zeros(0, np.uint32)
-        return Dispatch(*ranks, *successors, *no_order)
+        by_rank = self.arrays.host_time_ns[ranks[1]] if self.has_hosts else self.arrays.host_time_ns
+        return Dispatch(*ranks, *successors, *no_order, by_rank)
 
     def time(self, seconds: float) -> None:
         """Notes what a simulation in full took."""
@@ -150,7 +151,12 @@ class Simulator:
         self._spare_workspaces.append(workspace)
 
 
-def _flatten(graph: Graph, cluster: Cluster, numbers: I64, tail_ns: I64, hosts: Hosts) -> Arrays:
+def _one_column(table: I64) -> I64:
+    """Returns the first column [N, 1] of a table [N, D] whose columns are equal, else the table."""
+    return np.ascontiguousarray(table[:, :1]) if (table == table[:, :1]).all() else table
+
+
+def _flatten(graph: Graph, cluster: Cluster, numbers: I64, tail_ns: I64, host_time_ns: I64) -> Arrays:
     """`numbers` [T] sorts the graph's tensors by producer."""
     num_ops, num_tensors, num_devices = graph.num_ops, graph.num_tensors, cluster.num_devices
     position = np.empty(num_tensors, np.int64)
@@ -203,7 +209,7 @@ def _flatten(graph: Graph, cluster: Cluster, numbers: I64, tail_ns: I64, hosts: 
         route_channels=cluster.channels_in_turn.astype(np.uint32),
         tail_ns=tail_ns,
         memory=memory,
-        hosts=hosts,
+        host_time_ns=host_time_ns,
     )
 
 

@@ -105,7 +105,7 @@ def _critical_path(arrays, op_time_ns, schedule, state):
         path[length] = op
         length += 1
         device = placement[op]
-        start_ns = start_of(arrays.hosts, op_time_ns, schedule, op, np.uint64(device))
+        start_ns = start_of(arrays.host_time_ns, op_time_ns, schedule, op, np.uint64(device))
         cause = np.int64(previous[op])
         if start_ns == 0:
             return length
