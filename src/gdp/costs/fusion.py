@@ -5,6 +5,9 @@ is fused along tensors whose reader loops over as many elements as their maker, 
 
     mm --> add --> gelu --> dropout --> mm          one kernel: reads the product, writes what the next one reads
 
+An op of one element after the other that one op alone reads is computed there, however often: a small gate in the
+kernel that scales a large array by it.
+
 An op is charged for what it reads from outside of its kernel, and for what it makes that others read; the last op of a
 kernel launches it. So times of ops still add up, wherever each op is placed. N ops, E (tensor, consumer) pairs.
 """
@@ -22,6 +25,7 @@ from gdp.graph.fingerprint import numbered
 from gdp.graph.shapes import parsed_calls
 
 _OWN = {*OF_FLOPS, "optimizer", COLLECTIVE}  # classes that are not fused
+_INLINE = "pointwise", "transpose"  # classes whose elements can each be computed where they are read
 _FALLBACKS = ("sort", "topk", "unique", "nonzero", "multinomial", "randperm", "grid_sampl", "rnn", "lstm", "gru", "fft")
 _SOURCES = ("parameter", "buffer", "input")
 
@@ -48,6 +52,8 @@ def fused(graph: Graph) -> Fusion:
     makers = graph.producers[tensors]
     place = np.stack([numbered(graph.phases)[1], graph.microbatches, graph.replicas, _loops(graph)])
     place = np.vstack((place, _level(makers, readers, ~is_fused & ~np.isin(graph.kinds, _SOURCES))))
+    is_inline = is_fused & np.array([class_of(kind) in _INLINE for kind in kinds], np.bool_)[code]
+    place[3:] = place[3:, _computed_at(graph, is_inline, is_fused, place[:3])]
     joins = is_fused[makers] & is_fused[readers] & (graph.tensor_bytes[tensors] > 0)
     joins &= (place[:, makers] == place[:, readers]).all(axis=0)
     pairs = coo_array((joins[joins], (makers[joins], readers[joins])), (graph.num_ops, graph.num_ops))
@@ -81,6 +87,20 @@ def _level(makers: I64, readers: I64, is_own: Bool) -> I64:
     for maker, reader in zip(makers[order].tolist(), readers[order].tolist(), strict=True):
         level[reader] = max(level[reader], level[maker] + steps[reader])
     return np.array(level, np.int64)
+
+
+def _computed_at(graph: Graph, is_inline: Bool, is_fused: Bool, of_pass: I64) -> I64:
+    """Returns the op [N] at which each op is computed: the only reader of its result, where both are of one pass, or of
+    what it is computed at itself; else the op."""
+    makers, readers = graph.producers[graph.edge_tensors], graph.consumers
+    is_inline = is_inline & (np.bincount(makers, minlength=graph.num_ops) == 1)
+    is_inline[graph.producers[graph.is_kept]] = False
+    found = is_inline[makers] & is_fused[readers] & (of_pass[:, makers] == of_pass[:, readers]).all(axis=0)
+    computed_at = np.arange(graph.num_ops)
+    computed_at[makers[found]] = readers[found]
+    while (computed_at != (computed_at := computed_at[computed_at])).any():
+        pass
+    return computed_at
 
 
 def _crossing(graph: Graph, region: I64) -> I64:
