@@ -77,11 +77,16 @@ def pointwise(op: PricedOp) -> list[Kernel]:
 
 
 def _kind(call: ShapedCall) -> str:
-    """Returns the class of a pointwise call: elements of one type are moved four or eight at a time."""
+    """Returns the class of a pointwise call: elements of one type are moved four or eight at a time.
+
+    A mask is of a type of its own, but nothing is converted to or from it, unless the call is a copy.
+    """
     if transposes(call):
         return "transpose"
     large = max((array.num_elements for array in (*call.arrays, *call.results)), default=0)
     types = {array.dtype for array in (*call.arrays, *call.results) if array.num_elements == large}
+    if "copy" not in call.kind:
+        types.discard("bool")
     if len(types) > 1 or call.kind in _COPIES:
         return "copy"
     return "function" if _FUNCTIONS.search(call.kind) else "pointwise"
