@@ -156,6 +156,7 @@ def test_an_infeasible_plan_says_so_first() -> None:
     assert plan.status == "infeasible"
     assert repr(plan).startswith("Plan(infeasible: gpu")
     assert " ms if it fitted" in repr(plan)
+    assert "<b>Infeasible: gpu" in plan._repr_html_()
 
 
 def test_ops_of_a_graph_are_a_sequence() -> None:
@@ -223,3 +224,14 @@ def test_place_takes_what_the_command_takes() -> None:
     assert captured.layout is None
     assert auto.step_time_ns <= own.step_time_ns
     assert gdp.place((module, (ones(64, 512),)), CLUSTER, parallel="none", budget="20sims").layout is None
+
+
+def test_notebooks_show_tables() -> None:
+    """A graph shows its kinds of ops, the most FLOPs first, and a cluster its devices; names are escaped."""
+    assert "<td>mm</td><td>4</td><td>4.000</td>" in two_layers()._repr_html_()
+    assert "<td>gpu1</td><td>l4-24g</td>" in gdp.Cluster.parse(CLUSTER)._repr_html_()
+    named = Graph.build("<b>", [Op("a", "<script>", 1)], [])
+    assert "<script>" not in named._repr_html_()
+    shown = gdp.capture(nn.Linear(4, 4), (ones(1, 4),))._repr_html_()
+    assert "<td>aten.mm</td>" in shown or "<td>aten.addmm</td>" in shown
+    assert "and 4 more" in gdp.Cluster.parse("20xl4-24g")._repr_html_()

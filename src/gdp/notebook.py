@@ -1,8 +1,11 @@
-"""Figures for a line of text, and text that does nothing to a terminal."""
+"""Shows results: figures for a line of text, and tables of static HTML with all text escaped."""
 
+import html
 import math
 import re
+from collections.abc import Sequence
 
+MOST_ROWS = 16  # of a table of devices or kinds
 # control characters but tabs and lines, and characters without width, which also turn the direction of what follows
 _CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
@@ -12,6 +15,17 @@ _CONTROLS = re.compile(
 def printable(text: str) -> str:
     """Returns `text` with characters escaped that do something to a terminal, as names in files may have them."""
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> str:
+    """Returns a table with a title above it and a note below."""
+    head = "".join(f"<th>{html.escape(text)}</th>" for text in headings)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(_short(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    below = f"<p>{html.escape(note)}</p>" if note else ""
+    return (
+        f"<div><p><b>{html.escape(title)}</b></p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        f"{below}</div>"
+    )
 
 
 def milliseconds(time_ns: int | None) -> str:
@@ -43,3 +57,7 @@ def digits(value: float, numdigits: int) -> str:
 def count(number: int, noun: str) -> str:
     """Returns `1 op` or `2,000 ops`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 120 else f"{text[:80]}…{text[-39:]}"

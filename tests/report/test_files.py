@@ -1,6 +1,7 @@
 """Other pictures of a step: figures, a terminal, a notebook."""
 
 import json
+from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from gdp.cli import main
 from gdp.errors import InputError
+from gdp.planning.compare import compare
 from gdp.report.run_file import read_run
 from gdp.report.timeline import figure_bytes
 from gdp.report.timeline_text import TimelineText, busy_shares
@@ -56,6 +58,34 @@ def test_terminal_timeline_adds_up(instance: Instance) -> None:
     console = Console(width=60, file=None, record=True, quiet=True)
     lines = console.render_lines(TimelineText(simulation), console.options, pad=False)
     assert max(sum(len(part.text) for part in line) for line in lines) <= 60
+
+
+class _Text(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.data: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.add(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.data.append(data)
+
+
+def test_notebooks_show_plans_and_comparisons() -> None:
+    """Plan and Comparison show themselves as a table; names are text in it."""
+    data = page_data(two_towers(HOSTILE))
+    shown = data.plan._repr_html_()
+    object.__setattr__(data.plan, "devices", HOSTILE[:2])
+    hostile = data.plan._repr_html_()
+    problem = data.simulation.problem
+    compared = compare(problem.graph, problem.cluster, placers=["single", "heft"], seeds=1)._repr_html_()
+    for text, expected in ((shown, "gpu0"), (hostile, HOSTILE[0]), (compared, "heft")):
+        parser = _Text()
+        parser.feed(text)
+        assert parser.tags == {"div", "p", "b", "table", "thead", "tbody", "tr", "th", "td"}
+        assert expected in parser.data
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

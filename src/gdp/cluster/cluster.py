@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gdp import notebook
 from gdp.arrays import I64
 from gdp.cluster import cluster_file, groups
 from gdp.cluster.detect import Machine, detect
@@ -56,6 +57,16 @@ class Cluster:
         more = f" and {len(kinds) - 4} more kinds" if len(kinds) > 4 else ""
         total = size(sum(device.num_cards * device.memory_bytes for device in self.devices))
         return f"Cluster({self.name!r}: {counts}{more}, {total} in all)"
+
+    def _repr_html_(self) -> str:
+        """The devices, as Jupyter shows them."""
+        rows = [
+            [device.name, device.kind, size(device.memory_bytes), f"{device.memory_bytes_per_second / 1e9:,.0f}"]
+            for device in self.devices[: notebook.MOST_ROWS]
+        ]
+        more = self.num_devices - len(rows)
+        headings = ["device", "kind", "memory", "GB/s"]
+        return notebook.table(repr(self), headings, rows, f"and {more} more" if more else "")
 
     @property
     def num_devices(self) -> int:

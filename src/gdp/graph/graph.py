@@ -22,7 +22,7 @@ from gdp.graph.column_file import is_in_columns, read_columns, write_columns
 from gdp.graph.columns import NUMBERS, OF_HOSTS, OF_TENSORS, OP_COLUMNS, OPTIONAL, TENSOR_COLUMNS, TEXTS
 from gdp.graph.copies import EXCHANGE, first_copies, have_role, role_codes, roots
 from gdp.graph.document import FORMAT, VERSION, Op, Tensor, read_document
-from gdp.graph.fingerprint import graph_fingerprint
+from gdp.graph.fingerprint import graph_fingerprint, numbered
 
 
 class HasGraph(Protocol):
@@ -82,6 +82,18 @@ class Graph:
         parts = (notebook.count(self.num_ops, "op"), notebook.count(self.num_tensors, "tensor"))
         flops, resident = sum(self.flops.tolist()), notebook.size(sum(self.resident_bytes.tolist()))
         return f"Graph({self.name!r}: {', '.join(parts)}, {flops / 1e9:,.4g} GFLOP, {resident} resident)"
+
+    def _repr_html_(self) -> str:
+        """The kinds of ops with the most FLOPs, as Jupyter shows them."""
+        kinds, code = numbered(self.kinds)
+        columns = [np.bincount(code, weights, len(kinds)) for weights in (None, self.flops, self.bytes_accessed)]
+        rows = [
+            [kinds[kind], f"{columns[0][kind]:,.0f}", *(f"{column[kind] / 1e9:,.3f}" for column in columns[1:])]
+            for kind in np.argsort(-columns[1], kind="stable")[: notebook.MOST_ROWS].tolist()
+        ]
+        more = len(kinds) - len(rows)
+        headings = ["kind", "ops", "GFLOP", "GB read and written"]
+        return notebook.table(repr(self), headings, rows, f"and {more} more kinds" if more else "")
 
     def __len__(self) -> int:
         """Returns the number of ops."""

@@ -87,6 +87,18 @@ class Comparison:
         interrupted = "; interrupted" if self.interrupted else ""
         return f"Comparison({', '.join(parts)}; l{self.bounds()[1:]}{interrupted})"
 
+    def _repr_html_(self) -> str:
+        """Returns the table that Jupyter shows."""
+        rows = []
+        for row in self.rows:
+            times = [time_ns for time_ns in row.step_time_ns_by_seed if time_ns is not None]
+            shown = (row.step_time_ns, min(times, default=None), max(times, default=None))
+            rows.append([row.placer, row.status, *map(notebook.milliseconds, shown), f"{row.seconds:.2f}"])
+        bound = f"{self.bounds()}. Step times are medians over seeds."
+        return notebook.table(
+            "Placers", ["placer", "status", "step time", "best seed", "worst seed", "seconds"], rows, bound
+        )
+
 
 def compare(
     model: Placeable,

@@ -191,6 +191,24 @@ class Plan:
             return 0.0
         return self.step_time_ns / self.lower_bound_ns - 1.0 if self.lower_bound_ns else float("inf")
 
+    def _repr_html_(self) -> str:
+        """The summary that Jupyter shows."""
+        bound = f"{self._distance}, {notebook.milliseconds(self.lower_bound_ns)}"
+        counts = np.bincount(self.placement, minlength=len(self.devices))
+        busy = [] if self.search is None else self.search.busy_fraction.tolist()
+        rows = [
+            [name, f"{counts[device]:,}", f"{self.peak_memory_bytes[device] / 2**30:.3f} GiB"]
+            + ([f"{busy[device]:.1%}"] if busy else [])
+            for device, name in enumerate(self.devices)
+        ]
+        others = {} if self.search is None else self.search.baselines
+        times = {name: other.step_time_ns for name, other in others.items() if other.status == "ok"}
+        note = ", ".join(f"{name} {notebook.milliseconds(time_ns)}" for name, time_ns in times.items())
+        fits = "" if self.status == "ok" else f"Infeasible: {self._lacking}. "
+        title = f"{fits}Step time {notebook.milliseconds(self.step_time_ns)} by {self.placer}, {bound}"
+        headings = ["device", "ops", "peak memory"] + (["busy"] if busy else [])
+        return notebook.table(title, headings, rows, f"Other placers: {note}." if note else "")
+
     def to_dataframe(self, graph: "GraphSource | None" = None) -> Any:
         """Returns a pandas DataFrame with a row for each op: what it is, its device and its place in the order there.
 

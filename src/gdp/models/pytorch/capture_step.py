@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import html
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -97,6 +98,10 @@ class Capture:
         """Returns the graph's `repr`, and the number of ops of unknown cost if there are any."""
         unknown = f"; {self.coverage.num_unknown:,} calls of unknown cost" if self.coverage.num_unknown else ""
         return f"Capture({self.graph!r}{unknown})"
+
+    def _repr_html_(self) -> str:
+        """The graph's table with the notes below, as Jupyter shows them."""
+        return self.graph._repr_html_() + "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
 
 
 def capture(
