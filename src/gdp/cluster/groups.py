@@ -1,4 +1,4 @@
-"""Groups: T equal cards that run the local program of one rank each, as one device of a cluster.
+"""A group of cards: T equal ones that run the local program of one rank each, as one device of a cluster.
 
     gpu0 --\\             /-- gpu1            gpu0-3     one device: memory and rates of a card, a link for exchanges
     gpu2 --- NVSwitch ---- gpu3
