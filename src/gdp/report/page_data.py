@@ -162,9 +162,7 @@ def columns(data: PageData) -> str:
     microbatch = simulation.problem.microbatch
     device_type = "u1" if simulation.problem.num_devices <= _MOST_IN_BYTE else "i4"
     has_microbatches = sentences.num_microbatches(simulation) > 1
-    taken_ns, issue_ns = np.zeros(0), np.zeros((2, 0))
-    if simulation.problem.simulator.has_hosts:
-        taken_ns, issue_ns = simulation.op_start_ns, simulation.host_issue_ns
+    hosted = slice(None if simulation.problem.simulator.has_hosts else 0)  # all ops, or none
     header = {
         "names": names,
         "kinds": kinds,
@@ -188,9 +186,9 @@ def columns(data: PageData) -> str:
             "device": (device_type, placement),
             "start": ("f8", simulation.op_begin_ns),
             "finish": ("f8", simulation.op_finish_ns),
-            "taken": ("f8", taken_ns),  # by its device, which then waits for the host
-            "issueStart": ("f8", issue_ns[0]),
-            "issueEnd": ("f8", issue_ns[1]),
+            "taken": ("f8", simulation.op_start_ns[hosted]),  # by its device, which then waits for the host
+            "issueStart": ("f8", simulation.host_issue_ns[0, hosted]),
+            "issueEnd": ("f8", simulation.host_issue_ns[1, hosted]),
             "ready": ("f8", waits.ready_ns),
             "after": ("u1", waits.after),
             "lastInput": ("i4", np.append(graph.producers, -1)[waits.last_input]),
