@@ -47,7 +47,15 @@ def model_entry(text: str, reading: Reading, num_microbatches: int) -> Path | No
     elif ":" in text:
         return None
     update = (reading.optimizer, reading.precision, str(reading.lora))
-    options = (reading.training, *update, reading.dtype, num_microbatches, str(reading.serving), reading.batch)
+    options = (
+        reading.training,
+        *update,
+        reading.dtype,
+        num_microbatches,
+        str(reading.serving),
+        reading.batch,
+        str(reading.shards),
+    )
     depends_on = (FORMAT, VERSION, text, source, *options, version("torch"))
     return cache.entry("graphs", text, depends_on, _code("pytorch", "hugging_face", "gguf", "papers"))
 
@@ -90,8 +98,8 @@ def write(path: Path | None, model: Model) -> None:
 
 def _code(*rooms: str) -> list[Path]:
     """Returns the files of code that graphs read by these packages depend on."""
-    directories = [_GRAPH, *(_MODELS / room for room in rooms)]
-    names = ("names.py", "serving.py", "experts.py", "lora.py", "stored_weights.py", "textbook_flops.py")
+    directories = [_GRAPH, *(_MODELS / room for room in rooms), _MODELS / "pytorch" / "shards"]
+    names = ("names.py", "serving.py", "experts.py", "lora.py", "shards.py", "stored_weights.py", "textbook_flops.py")
     shared = [_MODELS / name for name in names]
     return [*shared, *(file for directory in directories for file in directory.glob("*.py"))]
 

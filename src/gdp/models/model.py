@@ -10,6 +10,7 @@ from gdp.graph import Graph
 from gdp.graph.microbatches import check_count
 from gdp.models.lora import Lora
 from gdp.models.serving import ServedStep, Serving
+from gdp.models.shards import WHOLE, Shards
 
 if TYPE_CHECKING:
     from gdp.models.op_costs import OpCosts
@@ -56,6 +57,7 @@ class Reading:
     batch_dim: int | None = None  # of the inputs of a user's function; None: the first, if nothing says otherwise
     batch: int | None = None  # samples, in place of those that MODEL has
     lora: Lora | None = None  # adapters that are trained in place of the weights
+    shards: Shards = WHOLE  # how the ops are cut: the step is that of one rank
 
     def __post_init__(self) -> None:
         if self.batch is not None and not 0 < self.batch < 2**31:

@@ -25,6 +25,7 @@ from gdp.models.model import HUGGING_FACE, PUBLISHED, Model, Reading, even_part
 from gdp.models.model_text import check_no_python_file, in_directory, is_graph_file, is_onnx, with_prefix
 from gdp.models.papers import PAPERS, Workload
 from gdp.models.serving import ServedStep
+from gdp.models.shards import Shards
 from gdp.models.user_function import Example, JaxFunction, UserFunction, in_order
 
 if TYPE_CHECKING:
@@ -108,6 +109,15 @@ class ModelSource:
         self.check_runnable("measured")
         source = copy(self)
         source._timer, source._timed_parts = OpTimer(times, cluster), {}
+        return source
+
+    def sharded(self, shards: Shards) -> "ModelSource":
+        """Returns the same MODEL as one rank runs it. InputError for a file, and for options that do not go with it."""
+        if self.is_file:
+            raise InputError(f"{self.text}: a file has its ops as they are; name the PyTorch model to cut them")
+        source = copy(self)
+        source.reading = replace(self.reading, shards=shards.settled(training=self.reading.training))
+        source._timed_parts, source._time_steps = {}, {}
         return source
 
     def _timed(self, num_parts: int) -> Model:
@@ -307,7 +317,9 @@ class ModelSource:
         from gdp.models.pytorch.capture_step import Built, StepOptions
 
         reading = self.reading
-        options = StepOptions(reading.training, reading.optimizer, precision=reading.precision, lora=reading.lora)
+        options = StepOptions(
+            reading.training, reading.optimizer, None, reading.precision, reading.lora, reading.shards
+        )
         with user_function.printing_to_stderr():
             built = self._unused if self._is_function else Built.by(self._builder(num_parts), self.text)
             if num_parts > 1 and not self._is_workload:

@@ -78,6 +78,8 @@ def bytes_accessed(
         return 0
     bytes_read, bytes_made = sum(map(stored_bytes, read)), sum(map(num_bytes, made))
     bytes_changed = sum(map(num_bytes, changed))
+    if func.namespace == "collective":  # the buffer of the exchange, as `gdp.costs.collectives` counts it
+        return max(bytes_read, bytes_made)
     if name in _GROUPED and args[0].dim() == 2 and args[1].dim() == 3:
         weights = args[1]
         share = share_hit(int(weights.shape[0]), int(args[0].shape[0]), per_token)

@@ -34,7 +34,9 @@ from gdp.models.pytorch.own_step import Step, has_own_step, record_own_step
 from gdp.models.pytorch.program import Program, named_inputs, named_state, named_tensors
 from gdp.models.pytorch.recorded_calls import Ref
 from gdp.models.pytorch.recorder import Recorder
+from gdp.models.pytorch.shards.local_program import localise
 from gdp.models.pytorch.step_calls import building
+from gdp.models.shards import WHOLE, Shards
 from gdp.models.stored_weights import stored_weights
 
 OptimizerChoice = str | torch.optim.Optimizer
@@ -53,19 +55,28 @@ class StepOptions:
     loss: Loss | None = None
     precision: str = ""
     lora: Lora | None = None
+    shards: Shards = WHOLE
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
         if self.lora and not self.training:
             raise InputError("--lora: adapters are trained; leave --inference (training=False) or it out")
 
-    def adapted(self, model: nn.Module, name: str) -> nn.Module:
-        """Returns `model` with adapters, in place, if some are trained. InputError if its weights are quantised."""
+    def adapted(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, notes: list[str]
+    ) -> nn.Module:
+        """Returns `model` as one rank has it, and with adapters if some are trained: in place, on fake tensors.
+
+        InputError if its weights are quantised and trained. `notes` gets what stays whole.
+        """
         if self.training and (stored_weights(model)):
             raise InputError(
                 f"{name}: has quantised weights, which are for inference; give --inference, or add ?weights=none, "
                 "and --lora rank=16,weights=nf4 to train adapters beside quantised weights"
             )
+        if self.shards.num_ranks > 1:
+            with explained(name):
+                notes += localise(model, args, kwargs, self.shards, name, training=self.training)
         return model if self.lora is None else adapted(model, self.lora, name)
 
 
@@ -156,7 +167,7 @@ def capture(
         with explained(name):
             step = _fake_copies(model, args, kwargs or {}, mode)
             with mode:
-                step = options.adapted(step[0], name), *step[1:]
+                step = options.adapted(*step, name, []), *step[1:]
         return _noted(_record(*step, mode, name, options, choice), model, options)
 
 
@@ -229,11 +240,12 @@ class Built:
             if not all(isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode for _, tensor in tensors):
                 with explained(name):
                     model, args, kwargs = _fake_copies(model, args, kwargs, self.mode)
+            notes = list(self.notes)
             with self.mode:
-                model = options.adapted(model, name)
+                model = options.adapted(model, args, kwargs, name, notes)
             began = time.monotonic()
             recorded = _record(model, args, kwargs, self.mode, name, options, rule_choice(options, model, name))
-            return _noted(replace(recorded, seconds=time.monotonic() - began), built, options, self.notes)
+            return _noted(replace(recorded, seconds=time.monotonic() - began), built, options, notes)
 
     def copied(self) -> "Built":
         """Returns a copy of a module and its inputs, on fake tensors of its own."""
@@ -384,7 +396,8 @@ def _record_own(
     """Captures a user's own step."""
     if not options.training:
         raise InputError(f"{name}: is a training step of your own; give its module for inference")
-    if options.optimizer != "adam" or options.precision or options.lora or options.loss is not None:
+    is_changed = options.precision or options.lora or options.shards.num_ranks > 1
+    if options.optimizer != "adam" or is_changed or options.loss is not None:
         raise InputError(f"{name}: is a training step of your own, which has its optimizers in it; leave options out")
     explain = partial(explained, name)
     try:

@@ -424,6 +424,7 @@ _MOVEMENT = names(
     nonzero_static index_fill masked_scatter masked_scatter_backward contiguous _foreach_copy _foreach_zero
     reflection_pad3d replication_pad3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
     diag_embed diagonal_scatter _stack _chunk_cat block_diag rot90 _unsafe_index _unsafe_masked_index resize_as
+    collective::all_reduce collective::all_gather collective::reduce_scatter collective::all_to_all collective::send
     max_unpool2d max_unpool3d lu_unpack _jagged_to_padded_dense_forward _padded_dense_to_jagged_forward _pin_memory
     """
 )

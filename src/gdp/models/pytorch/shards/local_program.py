@@ -1,0 +1,125 @@
+"""The module of one rank: its weights are cut in place, and its forward pass runs on parts."""
+
+# mypy: disable-error-code="no-any-return,no-untyped-call"
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gdp.errors import InputError
+from gdp.models.pytorch.flops import FORMULA, classify, count_flops, product_operand
+from gdp.models.pytorch.routine import leaves
+from gdp.models.pytorch.shards.cuts import mark, part
+from gdp.models.pytorch.shards.local_run import LocalRun
+from gdp.models.pytorch.shards.plan import Plan, Role, planned
+from gdp.models.shards import Shards
+from gdp.models.stored_weights import ATTRIBUTE, stored_weights
+
+_MOST_REPEATED = 0.25  # of the FLOPs of products
+_SHOWN = 4  # weights in a note
+
+
+def localise(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], shards: Shards, name: str, *, training: bool
+) -> list[str]:
+    """Turns a module on fake tensors into that of the first rank, in place; returns notes.
+
+    InputError, with `name`, where more than a quarter of the work would be repeated by each rank.
+    """
+    num_ranks = shards.tensor
+    if shards.context > 1 or shards.expert > 1:
+        raise InputError(f"{name}: context and expert shards are not built in this version; leave them at 1")
+    by_tokens = bool(shards.settled(training=training).sequence)
+    with torch.set_grad_enabled(training):
+        whole = _product_flops(model, args, kwargs)
+        plan = planned(model, args, kwargs, num_ranks, by_tokens=by_tokens)
+        cut_weights(model, plan, num_ranks, by_tokens=by_tokens)
+        local = _product_flops(model, args, kwargs)
+    share = (local * num_ranks / max(whole, 1) - 1) / (num_ranks - 1)
+    return _notes(plan, num_ranks, share, name)
+
+
+def _notes(plan: Plan, num_ranks: int, share: float, name: str) -> list[str]:
+    reasons = plan.whole | {path: f"is {count} heads" for path, count in plan.repeated.items()} or plan.refused
+    text = "; ".join(f"{path} {reason}" for path, reason in list(reasons.items())[:_SHOWN])
+    text += f"; {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
+    if share > _MOST_REPEATED or not plan.roles:
+        raise InputError(
+            f"{name}: tensor={num_ranks} would repeat {share:.1%} of the FLOPs on each card"
+            f"{f' ({text})' if text else ': no linear layers to cut'}; take a smaller number or tensor=1"
+        )
+    notes = []
+    if share > 1e-6:
+        notes.append(
+            f"tensor={num_ranks} leaves {share:.1%} of the FLOPs whole on each card: {text or 'no linear layers'}"
+        )
+    return notes
+
+
+def cut_weights(model: nn.Module, plan: Plan, num_ranks: int, *, rank: int = 0, by_tokens: bool) -> None:
+    """Cuts the weights of a module to those of a rank, and has its forward pass run on parts."""
+    parameters = dict(model.named_parameters())
+    changed = {
+        id(parameters[path]): _cut_parameter(parameters[path], path, role, rank * role.num_parts // num_ranks)
+        for path, role in plan.roles.items()
+    }
+    stored = dict(stored_weights(model))
+    for path, weight in stored.items():
+        local = changed.get(id(parameters[path]), parameters[path])
+        stored[path] = replace(weight, num_bytes=-(-weight.num_bytes * local.numel() // parameters[path].numel()))
+    if stored:
+        setattr(model, ATTRIBUTE, stored)
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in changed:
+                module._parameters[key] = changed[id(parameter)]
+    _run_locally(model, num_ranks, rank, by_tokens, plan.gathered)
+
+
+def _cut_parameter(parameter: Tensor, path: str, role: Role, own: int) -> nn.Parameter:
+    local = part(parameter.detach(), role.dim, role.num_parts, own, 1, role.segments)
+    copy = nn.Parameter(local.clone(memory_format=torch.contiguous_format), parameter.requires_grad)
+    mark(copy, role.cut_of(parameter, path))
+    return copy
+
+
+def _run_locally(model: nn.Module, num_ranks: int, rank: int, by_tokens: bool, gathered: frozenset[str]) -> None:
+    kind: Any = type(model)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = LocalRun(num_ranks, rank, by_tokens=by_tokens, gathered=gathered, plan=None)
+        with run.running():
+            output = kind.forward(self, *args, **kwargs)
+        tensors = [tensor for tensor in torch.utils._pytree.tree_leaves(output) if isinstance(tensor, Tensor)]
+        has_loss = any(tensor.dim() == 0 and tensor.is_floating_point() for tensor in tensors)
+        return run.finished(output, keeps_cuts=has_loss and torch.is_grad_enabled())
+
+    forward.__wrapped__ = kind.forward  # type: ignore[attr-defined]
+    model.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+class _ProductFlops(TorchDispatchMode):
+    """Counts the FLOPs of products, attention and convolutions."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        is_product = product_operand(func, args) is not None or "attention" in name or "convolution" in name
+        if is_product and classify(func)[0] == FORMULA:
+            outputs = [tensor for tensor in leaves(result) if tensor is not None]
+            self.total += count_flops(func, args, kwargs or {}, outputs)[0]
+        return result
+
+
+def _product_flops(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    counter = _ProductFlops()
+    with counter, torch.overrides.BaseTorchFunctionMode():
+        model(*args, **kwargs)
+    return counter.total

@@ -1,0 +1,249 @@
+"""Which weights of a module are cut, found by running its forward pass on parts.
+
+A product of a whole tensor with a weight cuts the weight's columns; one of a tensor that is cut along the inner
+dimension, its rows. So a linear layer, or several that read the same tensor, whose result reaches another one through
+pointwise functions, attention and views alone is cut by columns, and that one by rows. Where a function cannot run on
+parts (a norm, a residual, a loss), the columns that its operand came from are not left cut: a large weight's result is
+gathered at once, a small weight stays whole. Passes are repeated until nothing changes.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gdp.models.pytorch.shards.cuts import Cut, cut_of, mark, part
+from gdp.models.pytorch.shards.local_run import SEQUENCE, LocalRun
+from gdp.models.pytorch.shards.products import Product
+
+_SMALL = 0.01  # of all parameters: weights whose products are repeated rather than gathered
+_MOST_PASSES = 32
+_FILLED = 64  # rows of a rank from which a size that is no multiple is filled up: at most 1.6 % more
+
+
+@dataclass(slots=True)
+class Role:
+    """How a weight is cut: along a dimension, in segments by where they begin."""
+
+    dim: int
+    num_parts: int
+    size: int
+    pieces: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """The sizes of pieces each of which is cut; () for one."""
+        segments: list[int] = []
+        for start, sizes in sorted(self.pieces.items()):
+            if start > sum(segments):
+                segments.append(start - sum(segments))
+            segments += sizes
+        segments += [self.size - sum(segments)] if sum(segments) < self.size else []
+        return tuple(segments) if len(segments) > 1 else ()
+
+    def cut_of(self, weight: Tensor, path: str) -> Cut:
+        """Returns the cut of the whole `weight`."""
+        return _cut(tuple(weight.shape), self.dim, self.num_parts, self.segments, path)
+
+
+class Plan:
+    """The roles of weights in a forward pass on parts, and what it has learned for the next one."""
+
+    def __init__(self, model: nn.Module, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        named = dict(model.named_parameters())
+        self.num_parameters = sum(parameter.numel() for parameter in named.values())
+        self._parameters: dict[int, tuple[str, Tensor] | None] = {}
+        self._numels: dict[str, int] = {}
+        self._paths = list(named)
+        for path, parameter in named.items():
+            memory = parameter.untyped_storage()._cdata
+            self._parameters[memory] = None if memory in self._parameters else (path, parameter)
+            self._numels[_pattern(path)] = self._numels.get(_pattern(path), 0) + parameter.numel()
+        self.refused: dict[str, str] = {}  # by pattern: why a weight's columns are not left cut
+        self.whole: dict[str, str] = {}  # by pattern: why a weight is not cut at all
+        self._bounds: dict[str, tuple[int, ...]] = {}  # by pattern: the sizes of the segments of columns
+        self._repeated: dict[str, int] = {}  # by pattern: parts that are fewer than ranks
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets the roles, before another pass."""
+        self.roles: dict[str, Role] = {}
+        self.has_changed = False
+        self._is_new: set[str] = set()  # patterns that have learned in this pass
+        self._rows: dict[int, tuple[Tensor, str]] = {}
+
+    @property
+    def gathered(self) -> frozenset[str]:
+        """The paths of weights whose results are gathered at once."""
+        return frozenset(path for path in self._paths if _pattern(path) in self.refused)
+
+    @property
+    def repeated(self) -> dict[str, int]:
+        """The parts that are fewer than ranks, by pattern."""
+        few = {path: role.num_parts for path, role in self.roles.items() if role.num_parts < self.num_ranks}
+        return {_pattern(path): num_parts for path, num_parts in few.items()}
+
+    def is_small(self, paths: frozenset[str]) -> bool:
+        """Returns whether weights have a small part of all parameters."""
+        patterns = {_pattern(path) for path in paths}
+        return sum(self._numels.get(pattern, 0) for pattern in patterns) < _SMALL * self.num_parameters
+
+    # What a pass tells
+
+    def refuse(self, sources: frozenset[str], reason: str, *, is_result: bool = False) -> None:
+        """Notes that a tensor made of the columns of these weights cannot stay cut."""
+        for path in sources - {SEQUENCE}:
+            is_known = _pattern(path) in self.refused or _pattern(path) in self._is_new
+            if is_known or (is_result and not self.is_small(frozenset({path}))):
+                continue
+            self.refused[_pattern(path)] = reason
+            self.has_changed = True
+
+    def repeat(self, sources: frozenset[str], num_parts: int) -> None:
+        """Notes that the columns of a weight are so many heads, which several ranks have each."""
+        for path in sources - {SEQUENCE}:
+            if self._repeated.get(_pattern(path)) != num_parts:
+                self._repeated[_pattern(path)] = num_parts
+                self._is_new.add(_pattern(path))
+                self.has_changed = True
+
+    def segment(self, cut: Cut, sizes: Sequence[int]) -> bool:
+        """Notes that columns are segments, each to be cut; False where they cannot be."""
+        paths = [path for path in cut.sources if path in self.roles]
+        total = sum(sizes)
+        if not paths or cut.outer > 1 or total != cut.shape[cut.dim]:
+            return False
+        for path in paths:
+            (width, *others) = {sum(sizes) for sizes in self.roles[path].pieces.values()} or {self.roles[path].size}
+            if others or width % total:
+                return False
+            segments = tuple(size * (width // total) for size in sizes)
+            if any(size % cut.num_parts for size in segments):
+                return False
+            if self._bounds.get(_pattern(path)) != segments:
+                self._bounds[_pattern(path)] = segments
+                self._is_new.add(_pattern(path))
+                self.has_changed = True
+        return True
+
+    # Decisions
+
+    def choose(self, run: LocalRun, product: Product, operands: list[Tensor]) -> list[Tensor]:
+        """Returns the operands of a product with its weight cut, if it has one and that is to be."""
+        found = [
+            place
+            for place, tensor in enumerate(operands)
+            if place != product.bias and tensor.dim() > 1 and cut_of(tensor) is None and self._base(tensor)
+        ]
+        others = [place for place in range(len(operands)) if place != product.bias and place not in found]
+        if len(found) != 1 or len(others) != 1:
+            return operands
+        (at,), (x_at,) = found, others
+        weight, x = operands[at], operands[x_at]
+        letters, cut = product.letters[at], cut_of(x)
+        if cut is None or SEQUENCE in cut.sources:
+            columns = [letter for letter in letters if letter in product.result and letter not in product.letters[x_at]]
+            if columns:
+                operands[at] = self._column(weight, letters.index(columns[-1]))
+            return operands
+        letter = product.letters[x_at][cut.dim]
+        if letter not in letters or letter in product.result or cut.num_parts < self.num_ranks:
+            return operands
+        base = self._base(weight)
+        assert base is not None
+        _, reader = self._rows.setdefault(id(x), (x, base[0]))
+        if reader != base[0]:
+            operands[x_at] = run._refused(x, f"is read by {reader} and {base[0]}")
+            return operands
+        segments = cut.segments or (() if cut.outer == 1 else (cut.shape[cut.dim] // cut.outer,) * cut.outer)
+        operands[at] = self._cut_if(weight, letters.index(letter), self.num_ranks, segments)
+        return operands
+
+    def _column(self, weight: Tensor, dim: int) -> Tensor:
+        base = self._base(weight)
+        assert base is not None
+        path, size = base[0], weight.shape[dim]
+        pattern, num_parts = _pattern(path), self.num_ranks
+        if path not in self.roles:
+            if pattern in self.refused and self.is_small(frozenset({path})):
+                self.whole.setdefault(pattern, self.refused[pattern])
+                return weight
+            num_parts = self._repeated.get(pattern, self.num_ranks)
+            if num_parts == 1 or (size % num_parts and size < _FILLED * self.num_ranks):
+                self.whole.setdefault(pattern, f"has {size if num_parts > 1 else 'one head of'} columns")
+                return weight
+        segments = self._bounds.get(pattern, ())
+        return self._cut_if(weight, dim, num_parts, segments if sum(segments) == size else ())
+
+    def table(self, run: LocalRun, weight: Tensor) -> Tensor:
+        """Returns a table of a lookup, its rows cut if it is large."""
+        base = self._base(weight)
+        if base is None:
+            return weight
+        path = base[0]
+        if path not in self.roles and (self.is_small(frozenset({path})) or weight.shape[0] < _FILLED):
+            return weight
+        return self._cut_if(weight, 0, self.num_ranks, ())
+
+    def cut_operand(self, y: Tensor, dim: int, cut: Cut) -> Tensor | None:
+        """Returns a weight, such as a bias, cut as the tensor that it meets; None for other tensors."""
+        segments = cut.segments or (() if cut.outer == 1 else (cut.shape[cut.dim] // cut.outer,) * cut.outer)
+        return None if self._base(y) is None else self._cut(y, dim, cut.num_parts, segments)
+
+    def _cut_if(self, weight: Tensor, dim: int, num_parts: int, segments: tuple[int, ...]) -> Tensor:
+        cut = self._cut(weight, dim, num_parts, segments)
+        return weight if cut is None else cut
+
+    def _cut(self, weight: Tensor, dim: int, num_parts: int, segments: tuple[int, ...]) -> Tensor | None:
+        """Returns a whole weight, or a view of one, cut along its dimension `dim`; None if it is cut otherwise."""
+        base = self._base(weight)
+        assert base is not None
+        path, parameter = base
+        places = [
+            place
+            for place, size in enumerate(parameter.shape)
+            if size > 1 and parameter.stride(place) == weight.stride(dim)
+        ]
+        if len(places) != 1 or cut_of(parameter) is not None:
+            return None
+        (place,) = places
+        role = self.roles.setdefault(path, Role(place, num_parts, parameter.shape[place]))
+        if (role.dim, role.num_parts) != (place, num_parts):
+            return None
+        offset = weight.storage_offset() - parameter.storage_offset()
+        start = offset // parameter.stride(place) % parameter.shape[place]
+        segments = role.pieces.setdefault(start, segments or (weight.shape[dim],))
+        local = part(weight, dim, num_parts, 0, 1, segments if len(segments) > 1 else ())
+        return mark(local, _cut(tuple(weight.shape), dim, num_parts, segments, path))
+
+    def _base(self, tensor: Tensor) -> tuple[str, Tensor] | None:
+        """Returns the path of the parameter that a tensor is, or is a view of, and the parameter."""
+        return self._parameters.get(tensor.untyped_storage()._cdata)
+
+
+def _cut(shape: tuple[int, ...], dim: int, num_parts: int, segments: tuple[int, ...], path: str) -> Cut:
+    outer = len(segments) if len(segments) > 1 and len(set(segments)) == 1 else 1
+    return Cut(shape, dim, num_parts, outer, segments if len(set(segments)) > 1 else (), frozenset({path}))
+
+
+def _pattern(path: str) -> str:
+    """Returns what the weights of alike layers have in common."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+
+
+def planned(model: nn.Module, args: Sequence[Any], kwargs: Any, num_ranks: int, *, by_tokens: bool) -> Plan:
+    """Returns the plan of a module on fake tensors."""
+    plan = Plan(model, num_ranks)
+    for _ in range(_MOST_PASSES):
+        plan.begin()
+        run = LocalRun(num_ranks, by_tokens=by_tokens, gathered=plan.gathered, plan=plan)
+        with torch.no_grad(), run.running():
+            output = model(*args, **kwargs)
+        run.finished(output, keeps_cuts=False)
+        if not plan.has_changed:
+            break
+    return plan

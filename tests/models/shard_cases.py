@@ -1,0 +1,117 @@
+"""Tiny models, with inputs and labels, that tests cut over ranks."""
+
+from typing import Any
+
+import torch
+import transformers as tf
+from torch import Tensor, nn
+
+BATCH, TOKENS, WIDTH, INNER, HEADS, VOCABULARY = 2, 8, 64, 128, 4, 256
+_DECODER = {
+    "hidden_size": WIDTH,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 32,
+    "use_cache": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_ENCODER = {name: _DECODER[name] for name in list(_DECODER)[:4]} | {
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+_T5 = {"decoder_start_token_id": 0, "pad_token_id": 0, "feed_forward_proj": "gated-gelu"}
+_EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "grouped_mm"}
+
+
+class Stack(nn.Module):
+    """Runs layers and a head, and returns the loss."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(layers), nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": nn.functional.cross_entropy(self.head(x.mean(1)), labels)}
+
+
+class Block(nn.Module):
+    """Adds to its input what two linear layers make of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Modulated(nn.Module):
+    """A block of a diffusion transformer: norms are scaled and shifted by a linear layer of a condition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modulation = nn.Linear(WIDTH, 6 * WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH))
+        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift, scale, gate, shift2, scale2, gate2 = self.modulation(x.mean(1)).unsqueeze(1).chunk(6, dim=-1)
+        batch, tokens, width = x.shape
+        y = self.qkv(self.norm(x) * (1 + scale) + shift)
+        q, k, v = y.reshape(batch, tokens, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4).unbind(0)
+        y = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, width)
+        x = x + gate * self.out(y)
+        return x + gate2 * self.mlp(self.norm(x) * (1 + scale2) + shift2)
+
+
+def _layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(WIDTH, HEADS, INNER, dropout=0.0, batch_first=True)
+
+
+def _config(kind: str, **options: Any) -> Any:
+    return getattr(tf, f"{kind}Config")(**options)
+
+
+_MODELS: dict[str, Any] = {
+    "llama": lambda: tf.LlamaForCausalLM(_config("Llama", **_DECODER)),
+    "tied": lambda: tf.LlamaForCausalLM(_config("Llama", **_DECODER, tie_word_embeddings=True)),
+    "qwen3": lambda: tf.Qwen3ForCausalLM(_config("Qwen3", **_DECODER, head_dim=16)),
+    "phi3": lambda: tf.Phi3ForCausalLM(_config("Phi3", **_DECODER | {"num_key_value_heads": HEADS})),
+    "olmo2": lambda: tf.Olmo2ForCausalLM(_config("Olmo2", **_DECODER)),
+    "neox": lambda: tf.GPTNeoXForCausalLM(_config("GPTNeoX", **_DECODER)),
+    "gpt2": lambda: tf.GPT2LMHeadModel(
+        _config("GPT2", n_embd=WIDTH, n_layer=2, n_head=HEADS, vocab_size=VOCABULARY + 2, n_positions=32)
+    ).eval(),
+    "bert": lambda: tf.BertForMaskedLM(_config("Bert", **_ENCODER, vocab_size=VOCABULARY, max_position_embeddings=32)),
+    "vit": lambda: tf.ViTForImageClassification(_config("ViT", **_ENCODER, image_size=32, patch_size=8, num_labels=10)),
+    "t5": lambda: tf.T5ForConditionalGeneration(
+        _config("T5", d_model=WIDTH, d_kv=16, d_ff=INNER, num_layers=2, num_heads=HEADS, vocab_size=VOCABULARY, **_T5)
+    ).eval(),
+    "mixtral": lambda: tf.MixtralForCausalLM(_config("Mixtral", **_DECODER, num_local_experts=4, **_EXPERTS)),
+    "qwen3moe": lambda: tf.Qwen3MoeForCausalLM(
+        _config("Qwen3Moe", **_DECODER, head_dim=16, num_experts=4, moe_intermediate_size=32, **_EXPERTS)
+    ),
+    "encoder": lambda: Stack(nn.TransformerEncoder(_layer(), 2)),
+    "blocks": lambda: Stack(Block(), Block()),
+    "diffusion": lambda: Stack(Modulated(), Modulated()),
+}
+
+
+def case(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Returns a model and its inputs, the same each time."""
+    torch.manual_seed(0)
+    model = _MODELS[name]()
+    if isinstance(model, Stack):
+        return model, {"x": torch.randn(BATCH, TOKENS, WIDTH), "labels": torch.tensor([1, 2])}
+    if name == "vit":
+        return model, {"pixel_values": torch.randn(BATCH, 3, 32, 32), "labels": torch.tensor([1, 2])}
+    tokens = torch.randint(3, VOCABULARY, (BATCH, TOKENS))
+    return model, {"input_ids": tokens, "labels": tokens}

@@ -1,0 +1,128 @@
+"""Local programs: what a rank computes, holds and exchanges, against the whole model."""
+
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gdp.errors import InputError
+from gdp.graph import Graph
+from gdp.graph.shapes import parsed_calls
+from gdp.models.model import Model, Reading
+from gdp.models.shards import Shards
+from gdp.models.source import ModelSource
+from tests.models.shard_cases import BATCH, TOKENS, VOCABULARY, WIDTH, case
+
+PAIRED = ("llama", "tied", "qwen3", "phi3", "olmo2", "neox", "gpt2", "bert", "vit", "t5", "encoder", "blocks")
+NAMES = (*PAIRED, "diffusion")
+PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward")
+ACTIVATION = 4 * BATCH * TOKENS * WIDTH  # bytes of float32 between blocks
+
+
+@cache
+def captured(name: str, tensor: int = 1, training: bool = True, sequence: bool = False) -> Model:
+    model, inputs = case(name)
+    if not training:
+        del inputs["labels"]
+    source = ModelSource.of_example((model, (), inputs), Reading(training=training))
+    return (source if tensor == 1 else source.sharded(Shards(tensor, sequence))).part(1)
+
+
+def product_flops(graph: Graph) -> int:
+    is_product = [kind.rpartition(".")[2] in PRODUCTS or "attention" in kind for kind in graph.kinds]
+    return int(graph.flops[is_product].sum())
+
+
+def exchanges(graph: Graph, least_bytes: int = 0) -> Counter[tuple[str, str]]:
+    """Returns the number of exchanges of at least these bytes, by phase and kind."""
+    return Counter(
+        (phase, kind.removeprefix("collective."))
+        for phase, kind, num_bytes in zip(graph.phases, graph.kinds, graph.bytes_accessed, strict=True)
+        if kind.startswith("collective.") and num_bytes >= least_bytes
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_products_are_shared(name: str) -> None:
+    """Two ranks together compute the products of the whole model, but for small weights that stay whole."""
+    whole, local = captured(name), captured(name, 2)
+    repeated = 2 * product_flops(local.graph) / product_flops(whole.graph) - 1
+    noted = any("tensor=2 leaves" in note for note in local.notes)
+    assert -0.001 < repeated < (0.05 if noted else 0.001)  # biases are added after sums, not in the products
+    assert dict(local.unknown_costs) == dict(whole.unknown_costs)
+
+
+def test_layer_has_two_exchanges_in_each_direction() -> None:
+    """A Llama of two layers sums up activations once for attention and once for the MLP, forward and backward."""
+    # forward also the embedding, backward also the head: 2 * 2 + 1
+    graph = captured("llama", 2).graph
+    assert exchanges(graph, ACTIVATION) == {("forward", "all_reduce"): 5, ("backward", "all_reduce"): 5}
+    activations = [graph.shapes[op] for op in np.flatnonzero(graph.bytes_accessed == ACTIVATION)]
+    assert "collective.all_reduce float32[2,8,64] 2 > float32[2,8,64]" in activations
+
+
+def test_tokens_are_cut_between_blocks() -> None:
+    """With sequence parallelism each sum is a reduce-scatter, and an all-gather goes before the next layer."""
+    graph = captured("llama", 2, sequence=True).graph
+    # backward of a gather is a reduce-scatter, that of a reduce-scatter a gather
+    pairs = {("forward", "reduce_scatter"): 5, ("forward", "all_gather"): 5}
+    pairs |= {("backward", "reduce_scatter"): 5, ("backward", "all_gather"): 5}
+    assert exchanges(graph, ACTIVATION) == pairs
+
+
+def test_inference_gathers_logits() -> None:
+    """Without a loss the logits are a result, which is whole."""
+    graph = captured("llama", 2, training=False).graph
+    assert exchanges(graph) == {("forward", "all_reduce"): 5, ("forward", "all_gather"): 1}
+    (gather,) = (op for op, kind in enumerate(graph.kinds) if kind == "collective.all_gather")
+    assert graph.bytes_accessed[gather] == 4 * BATCH * TOKENS * VOCABULARY
+    assert graph.flops[gather] == 0
+    assert [array.size for array in parsed_calls(graph.shapes[gather])[0].arrays][:1] == [(2, 8, 128)]
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_weights_are_shared(tensor: int) -> None:
+    """A rank holds its part of all weights but norms; of two key heads on four ranks one each."""
+    whole, local = (captured("llama", count, training=False).graph for count in (1, tensor))
+    norms = 4 * 5 * WIDTH  # two of each layer and the last one
+    keys = 2 * 2 * 4 * 32 * WIDTH  # keys and values of two layers: two heads of 16
+    parameters = [int(g.resident_bytes[[kind == "parameter" for kind in g.kinds]].sum()) for g in (whole, local)]
+    repeated = keys // 2 - keys // 4 if tensor == 4 else 0
+    assert parameters[1] == (parameters[0] - norms) // tensor + norms + repeated
+
+
+@pytest.mark.parametrize("sequence", ["off", "on"])
+def test_ranks_agree_with_whole_model(sequence: str) -> None:
+    """Two processes with a part of the weights each get the loss and the gradients of the whole models."""
+    command = [sys.executable, "-m", "tests.models.shard_ranks", "2", sequence, *NAMES]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    lines = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+    assert set(lines) == set(NAMES)
+    for name, figures in lines.items():
+        loss, gradient = map(float, figures.split())
+        assert loss < 1e-5, name
+        assert gradient < 1e-3, name
+        assert math.isfinite(gradient), name
+
+
+def test_heads_that_ranks_do_not_divide() -> None:
+    """Attention with fewer heads than ranks is repeated by each rank, and a note says why and how much."""
+    (note,) = (note for note in captured("phi3", 8).notes if "tensor=8" in note)
+    assert "of the FLOPs whole on each card" in note
+    assert "qkv_proj.weight is 4 heads" in note
+
+
+def test_nothing_to_cut() -> None:
+    """A model of convolutions is refused in one line."""
+    source = ModelSource.of_example((nn.Conv2d(3, 8, 3), (torch.zeros(2, 3, 8, 8),)))
+    with pytest.raises(InputError, match="no linear layers to cut; take a smaller number or tensor=1"):
+        source.sharded(Shards(2)).part(1)
