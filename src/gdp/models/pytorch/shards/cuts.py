@@ -1,4 +1,4 @@
-"""Cut tensors: a rank's part of a whole one, said by an attribute of the tensor."""
+"""AxisCut tensors: a rank's part of a whole one, said by an attribute of the tensor."""
 
 # mypy: disable-error-code="no-any-return,no-untyped-call"
 
@@ -14,7 +14,7 @@ PARTIAL = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class AxisCut:
     """The whole tensor that a rank has a part of.
 
     Dimension `dim` of `shape` is [outer, cut, inner]: every of its `outer` pieces is cut in `num_parts`. Segments are
@@ -39,12 +39,12 @@ class Cut:
         return math.prod(self.shape[: self.dim]) * self.outer
 
 
-def cut_of(tensor: Any) -> Cut | None:
+def cut_of(tensor: Any) -> AxisCut | None:
     """Returns the whole that a tensor is a part of; None for a whole one."""
     return getattr(tensor, ATTRIBUTE, None)
 
 
-def mark(tensor: Tensor, cut: Cut | None) -> Tensor:
+def mark(tensor: Tensor, cut: AxisCut | None) -> Tensor:
     """Says of `tensor` that it is a part, in place."""
     setattr(tensor, ATTRIBUTE, cut)
     return tensor
@@ -75,6 +75,6 @@ def joined(x: Tensor, dim: int, outer: int, num_parts: int) -> Tensor:
     return apart.transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
-def segments_of(cut: Cut) -> tuple[int, ...]:
+def segments_of(cut: AxisCut) -> tuple[int, ...]:
     """Returns the sizes of the pieces of a cut dimension, each of which is cut."""
     return cut.segments or (cut.shape[cut.dim] // cut.outer,) * cut.outer

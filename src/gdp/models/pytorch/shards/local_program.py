@@ -16,7 +16,7 @@ from gdp.models.pytorch.flops import FORMULA, classify, count_flops, product_ope
 from gdp.models.pytorch.routine import leaves
 from gdp.models.pytorch.shards.cuts import mark, part
 from gdp.models.pytorch.shards.local_run import LocalRun
-from gdp.models.pytorch.shards.plan import Plan, Role, planned
+from gdp.models.pytorch.shards.plan import CutPlan, Role, planned
 from gdp.models.shards import Shards
 from gdp.models.stored_weights import ATTRIBUTE, stored_weights
 
@@ -44,7 +44,7 @@ def localise(
     return _notes(plan, num_ranks, share, name)
 
 
-def _notes(plan: Plan, num_ranks: int, share: float, name: str) -> list[str]:
+def _notes(plan: CutPlan, num_ranks: int, share: float, name: str) -> list[str]:
     reasons = plan.whole | {path: f"is {count} heads" for path, count in plan.repeated.items()} or plan.refused
     text = "; ".join(f"{path} {reason}" for path, reason in list(reasons.items())[:_SHOWN])
     text += f"; {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
@@ -61,7 +61,7 @@ def _notes(plan: Plan, num_ranks: int, share: float, name: str) -> list[str]:
     return notes
 
 
-def cut_weights(model: nn.Module, plan: Plan, num_ranks: int, *, rank: int = 0, by_tokens: bool) -> None:
+def cut_weights(model: nn.Module, plan: CutPlan, num_ranks: int, *, rank: int = 0, by_tokens: bool) -> None:
     """Cuts the weights of a module to those of a rank, and has its forward pass run on parts."""
     parameters = dict(model.named_parameters())
     changed = {

@@ -1,6 +1,6 @@
 """The forward pass of a rank: functions of cut tensors, with the exchanges that they need.
 
-A tensor that is cut carries a `Cut`. The model's code sees whole sizes, so that all sizes that it computes are whole
+A cut tensor carries an `AxisCut`. The model's code sees whole sizes, so that all sizes that it computes are whole
 ones; each function of PyTorch that gets a cut tensor runs on this rank's part, once sizes among its arguments are those
 of the part. The place of the cut in a result is found by running the function on whole tensors without content.
 A function that cannot run on parts gets whole tensors: correct for any model, and told to the plan.
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gdp.models.names import names
 from gdp.models.pytorch.shards import products
 from gdp.models.pytorch.shards.collectives import Enter, Gather, Leave, Own, Repeated, Scatter
-from gdp.models.pytorch.shards.cuts import PARTIAL, Cut, cut_of, mark, part, segments_of
+from gdp.models.pytorch.shards.cuts import PARTIAL, AxisCut, cut_of, mark, part, segments_of
 from gdp.models.pytorch.shards.loss import parallel_cross_entropy
 
 SEQUENCE = "tokens"
@@ -143,7 +143,7 @@ class LocalRun(TorchFunctionMode):
         dim = max(x.dim() - 2, 0)
         if not self.by_tokens or is_whole or x.dim() < 2 or x.shape[dim] % self.num_ranks:
             return self._kept(("sum",), x, lambda: Leave.apply(x, self.num_ranks))
-        tokens = Cut(cut.shape, dim, self.num_ranks, sources=frozenset({SEQUENCE}))
+        tokens = AxisCut(cut.shape, dim, self.num_ranks, sources=frozenset({SEQUENCE}))
         return self._kept(("sum",), x, lambda: mark(Scatter.apply(x, dim, self.num_ranks), tokens))
 
     def whole(self, x: Tensor, *, is_summed: bool = False) -> Tensor:
@@ -155,14 +155,14 @@ class LocalRun(TorchFunctionMode):
             return self.summed(x, is_whole=True)
         return self._kept(("whole", is_summed), x, lambda: self._gathered(x, cut, is_summed))
 
-    def _gathered(self, x: Tensor, cut: Cut, is_summed: bool) -> Tensor:
+    def _gathered(self, x: Tensor, cut: AxisCut, is_summed: bool) -> Tensor:
         if cut.segments:
             pieces = x.split([size // cut.num_parts for size in cut.segments], cut.dim)
             shape = list(cut.shape)
             wholes = []
             for piece, size in zip(pieces, cut.segments, strict=True):
                 shape[cut.dim] = size
-                wholes.append(self._gathered(piece, Cut(tuple(shape), cut.dim, cut.num_parts), is_summed))
+                wholes.append(self._gathered(piece, AxisCut(tuple(shape), cut.dim, cut.num_parts), is_summed))
             return torch.cat(wholes, cut.dim)
         result: Tensor = Gather.apply(x, cut.dim, cut.outer, self.num_ranks, self.rank, is_summed)
         copies = self.num_ranks // cut.num_parts
@@ -171,12 +171,12 @@ class LocalRun(TorchFunctionMode):
             result = apart.select(cut.dim + 1, 0).flatten(cut.dim, cut.dim + 1)
         return result if result.shape[cut.dim] == cut.shape[cut.dim] else result.narrow(cut.dim, 0, cut.shape[cut.dim])
 
-    def own(self, y: Tensor, dim: int, cut: Cut) -> Tensor:
+    def own(self, y: Tensor, dim: int, cut: AxisCut) -> Tensor:
         """Returns this rank's part of a whole tensor that meets one with a `cut` at the size of its dimension `dim`."""
         dim %= y.dim()
         if self.plan is not None and (planned := self.plan.cut_operand(y, dim, cut)) is not None:
             return planned
-        of_y = Cut(tuple(y.shape), dim, cut.num_parts, cut.outer, cut.segments, cut.sources)
+        of_y = AxisCut(tuple(y.shape), dim, cut.num_parts, cut.outer, cut.segments, cut.sources)
 
         def make() -> Tensor:
             is_even = cut.num_parts == self.num_ranks and not cut.segments and y.shape[dim] % cut.num_parts == 0
@@ -186,7 +186,7 @@ class LocalRun(TorchFunctionMode):
 
         return self._kept(("own", dim, cut.outer, cut.num_parts), y, lambda: mark(make(), of_y))
 
-    def _own_part(self, cut: Cut) -> int:
+    def _own_part(self, cut: AxisCut) -> int:
         return self.rank * cut.num_parts // self.num_ranks
 
     def _refused(self, x: Tensor, reason: str, *, is_result: bool = False) -> Tensor:
@@ -228,7 +228,7 @@ class LocalRun(TorchFunctionMode):
         args, kwargs = _mapped((args, kwargs), lambda tensor: tensor if cut_of(tensor) else self.entered(tensor))
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
-            mark(tensor, Cut(tuple(tensor.shape), PARTIAL, self.num_ranks, sources=sources))
+            mark(tensor, AxisCut(tuple(tensor.shape), PARTIAL, self.num_ranks, sources=sources))
         return result
 
     # Functions of cut tensors
@@ -255,7 +255,7 @@ class LocalRun(TorchFunctionMode):
             args, kwargs = _mapped((args, kwargs), local)
         return self._run(name, func, args, kwargs, lead)
 
-    def _clash(self, operands: Sequence[Tensor], cut: Cut, place: int) -> str:
+    def _clash(self, operands: Sequence[Tensor], cut: AxisCut, place: int) -> str:
         """Returns why the operands cannot be cut as one of them is; "" if they can."""
         for tensor in operands:
             other, size = cut_of(tensor), cut.shape[cut.dim]
@@ -268,7 +268,7 @@ class LocalRun(TorchFunctionMode):
                     return "meets whole activations"
         return ""
 
-    def _aligned(self, y: Tensor, cut: Cut, place: int) -> Tensor:
+    def _aligned(self, y: Tensor, cut: AxisCut, place: int) -> Tensor:
         """Returns an operand as it meets one with this cut, broadcast from the right."""
         other = cut_of(y)
         if other is not None:
@@ -278,7 +278,7 @@ class LocalRun(TorchFunctionMode):
             width = y.shape[other.dim] // finer
             own = self._own_part(cut) % finer * width
             return mark(
-                y.narrow(other.dim, own, width), Cut(other.shape, other.dim, cut.num_parts, sources=other.sources)
+                y.narrow(other.dim, own, width), AxisCut(other.shape, other.dim, cut.num_parts, sources=other.sources)
             )
         if y.dim() >= place and y.shape[-place] == cut.shape[cut.dim] > 1:
             return self.own(y, -place, cut)
@@ -307,7 +307,7 @@ class LocalRun(TorchFunctionMode):
             if not is_same and (cut.outer > 1 or cut.segments or tensor.shape[dim] * cut.num_parts != whole.shape[dim]):
                 return self._on_wholes(f"is cut in pieces that {name} moves", func, args, kwargs)
             segments = cut.segments if is_same else ()
-            mark(tensor, Cut(tuple(whole.shape), dim, cut.num_parts, cut.outer, segments, cut.sources))
+            mark(tensor, AxisCut(tuple(whole.shape), dim, cut.num_parts, cut.outer, segments, cut.sources))
         return result
 
     def _view(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -330,7 +330,7 @@ class LocalRun(TorchFunctionMode):
                 elif is_even or is_padded:
                     local = [*shape[:dim], width if is_even else x.shape[cut.dim], *shape[dim + 1 :]]
                     result = x.view(local) if name == "view" else x.reshape(local)
-                    return mark(result, Cut(shape, dim, cut.num_parts, outer, (), cut.sources))
+                    return mark(result, AxisCut(shape, dim, cut.num_parts, outer, (), cut.sources))
                 else:
                     heads = size // max(outer, 1)
                     reason = f"has {heads} heads or parts, no multiple of {cut.num_parts}"
@@ -347,7 +347,7 @@ class LocalRun(TorchFunctionMode):
         shape = list(_without_content(func, args, kwargs).shape)
         dim = cut.dim + len(shape) - x.dim()
         local = [*shape[:dim], x.shape[cut.dim], *shape[dim + 1 :]]
-        return mark(x.expand(local), Cut(tuple(shape), dim, cut.num_parts, cut.outer, cut.segments, cut.sources))
+        return mark(x.expand(local), AxisCut(tuple(shape), dim, cut.num_parts, cut.outer, cut.segments, cut.sources))
 
     def _split(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         x, cut = args[0], cut_of(args[0])
@@ -367,7 +367,7 @@ class LocalRun(TorchFunctionMode):
             for piece, whole, group in zip(pieces, wholes, groups, strict=True)
         )
 
-    def _groups(self, cut: Cut, sizes: Sequence[int]) -> list[tuple[int, ...]] | None:
+    def _groups(self, cut: AxisCut, sizes: Sequence[int]) -> list[tuple[int, ...]] | None:
         """Returns the segments in each of consecutive pieces of a cut dimension; None if they are cut otherwise."""
         if any(size % cut.num_parts for size in sizes):
             return None
@@ -441,7 +441,7 @@ class LocalRun(TorchFunctionMode):
         if cut.num_parts != self.num_ranks or cut.shape[cut.dim] % cut.num_parts:
             return self._on_wholes(f"is read along the cut by {name}", func, args, kwargs)
         result = func(*args, **kwargs) / (cut.num_parts if name == "mean" else 1)
-        return self.summed(mark(result, Cut(tuple(result.shape), PARTIAL, self.num_ranks)), is_whole=True)
+        return self.summed(mark(result, AxisCut(tuple(result.shape), PARTIAL, self.num_ranks)), is_whole=True)
 
     def _norm(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         x, cut = args[0], cut_of(args[0])
@@ -522,7 +522,7 @@ class LocalRun(TorchFunctionMode):
         if is_sum:
             bias = operands[product.bias] if product.bias is not None else None
             result = product.call(func, operands, with_bias=False)
-            result = mark(result, Cut(tuple(result.shape), PARTIAL, self.num_ranks, sources=sources))
+            result = mark(result, AxisCut(tuple(result.shape), PARTIAL, self.num_ranks, sources=sources))
             if bias is None:
                 return result
             total = self.summed(result)
@@ -531,10 +531,10 @@ class LocalRun(TorchFunctionMode):
         result = product.call(func, operands)
         dim = product.result.index(letter)
         shape = [*result.shape[:dim], lead.shape[lead.dim], *result.shape[dim + 1 :]]
-        mark(result, Cut(tuple(shape), dim, lead.num_parts, lead.outer, lead.segments, sources))
+        mark(result, AxisCut(tuple(shape), dim, lead.num_parts, lead.outer, lead.segments, sources))
         return self.whole(result) if sources & self.gathered else result
 
-    def _agree(self, letters: Sequence[str], operands: Sequence[Tensor], letter: str, lead: Cut) -> bool:
+    def _agree(self, letters: Sequence[str], operands: Sequence[Tensor], letter: str, lead: AxisCut) -> bool:
         """Returns whether all cuts of operands are those of this letter."""
         for text, cut in zip(letters, map(cut_of, operands), strict=True):
             if cut is None:
@@ -564,7 +564,7 @@ class LocalRun(TorchFunctionMode):
                 num_parts = self.num_ranks if count % self.num_ranks == 0 else count
                 if self.num_ranks % num_parts:
                     return self._on_wholes("attends in groups that ranks share", func, (*triple, *rest), kwargs)
-                tensor = self.own(tensor, -3, Cut(tuple(tensor.shape), tensor.dim() - 3, num_parts))
+                tensor = self.own(tensor, -3, AxisCut(tuple(tensor.shape), tensor.dim() - 3, num_parts))
             elif cut is None:
                 tensor = self.entered(tensor)
             elif cut.num_parts < self.num_ranks and count == heads:
@@ -575,7 +575,7 @@ class LocalRun(TorchFunctionMode):
         rest, kwargs = _mapped((rest, kwargs), lambda tensor: self._aligned(tensor, lead, 3))
         shape = (*_whole_shape(triple[0])[:-1], value.shape[-1])
         sources = frozenset().union(*(cut.sources for cut in map(cut_of, triple) if cut is not None))
-        return mark(func(*parts, *rest, **kwargs), Cut(shape, len(shape) - 3, self.num_ranks, sources=sources))
+        return mark(func(*parts, *rest, **kwargs), AxisCut(shape, len(shape) - 3, self.num_ranks, sources=sources))
 
     def _embedding(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         table, ids = args[:2]
@@ -592,7 +592,7 @@ class LocalRun(TorchFunctionMode):
         places = (ids - first).masked_fill(is_other, 0)
         padding = args[2] - first if len(args) > 2 and 0 <= args[2] - first < rows else -1
         result = func(table, places, padding).masked_fill(is_other.unsqueeze(-1), 0)
-        return mark(result, Cut(tuple(result.shape), PARTIAL, self.num_ranks, sources=cut.sources))
+        return mark(result, AxisCut(tuple(result.shape), PARTIAL, self.num_ranks, sources=cut.sources))
 
     def _cross_entropy(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         logits, target, weight, reduction, ignored, smoothing = [*args, *(None, None, 1, -100, 0.0)[len(args) - 1 :]][
@@ -649,11 +649,11 @@ def _whole_shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape) if cut is None else cut.shape
 
 
-def _of_segments(shape: tuple[int, ...], dim: int, segments: tuple[int, ...], cut: Cut) -> Cut:
+def _of_segments(shape: tuple[int, ...], dim: int, segments: tuple[int, ...], cut: AxisCut) -> AxisCut:
     """Returns the cut of a tensor with these segments; equal ones are counted."""
     if len(set(segments)) == 1:
-        return Cut(shape, dim, cut.num_parts, len(segments), (), cut.sources)
-    return Cut(shape, dim, cut.num_parts, 1, segments, cut.sources)
+        return AxisCut(shape, dim, cut.num_parts, len(segments), (), cut.sources)
+    return AxisCut(shape, dim, cut.num_parts, 1, segments, cut.sources)
 
 
 def _entry(index: tuple[Any, ...], dim: int, ndim: int) -> int | None:
@@ -684,7 +684,7 @@ def _tensors(item: Any) -> Iterator[Tensor]:
         yield from _tensors(tuple(item.values()))
 
 
-def _cuts(item: Any) -> list[Cut]:
+def _cuts(item: Any) -> list[AxisCut]:
     return [cut for tensor in _tensors(item) if (cut := cut_of(tensor)) is not None]
 
 

@@ -1,4 +1,4 @@
-"""Which weights of a module are cut, found by running its forward pass on parts.
+"""The weights of a module that are cut, found by running its forward pass on parts.
 
 A product of a whole tensor with a weight cuts the weight's columns; one of a tensor that is cut along the inner
 dimension, its rows. So a linear layer, or several that read the same tensor, whose result reaches another one through
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gdp.models.pytorch.shards.cuts import Cut, cut_of, mark, part
+from gdp.models.pytorch.shards.cuts import AxisCut, cut_of, mark, part
 from gdp.models.pytorch.shards.local_run import SEQUENCE, LocalRun
 from gdp.models.pytorch.shards.products import Product
 
@@ -26,7 +26,7 @@ _FILLED = 64  # rows of a rank from which a size that is no multiple is filled u
 
 @dataclass(slots=True)
 class Role:
-    """How a weight is cut: along a dimension, in segments by where they begin."""
+    """The cut of a weight: along a dimension, in segments by where they begin."""
 
     dim: int
     num_parts: int
@@ -44,12 +44,12 @@ class Role:
         segments += [self.size - sum(segments)] if sum(segments) < self.size else []
         return tuple(segments) if len(segments) > 1 else ()
 
-    def cut_of(self, weight: Tensor, path: str) -> Cut:
+    def cut_of(self, weight: Tensor, path: str) -> AxisCut:
         """Returns the cut of the whole `weight`."""
         return _cut(tuple(weight.shape), self.dim, self.num_parts, self.segments, path)
 
 
-class Plan:
+class CutPlan:
     """The roles of weights in a forward pass on parts, and what it has learned for the next one."""
 
     def __init__(self, model: nn.Module, num_ranks: int) -> None:
@@ -111,7 +111,7 @@ class Plan:
                 self._is_new.add(_pattern(path))
                 self.has_changed = True
 
-    def segment(self, cut: Cut, sizes: Sequence[int]) -> bool:
+    def segment(self, cut: AxisCut, sizes: Sequence[int]) -> bool:
         """Notes that columns are segments, each to be cut; False where they cannot be."""
         paths = [path for path in cut.sources if path in self.roles]
         total = sum(sizes)
@@ -189,7 +189,7 @@ class Plan:
             return weight
         return self._cut_if(weight, 0, self.num_ranks, ())
 
-    def cut_operand(self, y: Tensor, dim: int, cut: Cut) -> Tensor | None:
+    def cut_operand(self, y: Tensor, dim: int, cut: AxisCut) -> Tensor | None:
         """Returns a weight, such as a bias, cut as the tensor that it meets; None for other tensors."""
         segments = cut.segments or (() if cut.outer == 1 else (cut.shape[cut.dim] // cut.outer,) * cut.outer)
         return None if self._base(y) is None else self._cut(y, dim, cut.num_parts, segments)
@@ -225,9 +225,9 @@ class Plan:
         return self._parameters.get(tensor.untyped_storage()._cdata)
 
 
-def _cut(shape: tuple[int, ...], dim: int, num_parts: int, segments: tuple[int, ...], path: str) -> Cut:
+def _cut(shape: tuple[int, ...], dim: int, num_parts: int, segments: tuple[int, ...], path: str) -> AxisCut:
     outer = len(segments) if len(segments) > 1 and len(set(segments)) == 1 else 1
-    return Cut(shape, dim, num_parts, outer, segments if len(set(segments)) > 1 else (), frozenset({path}))
+    return AxisCut(shape, dim, num_parts, outer, segments if len(set(segments)) > 1 else (), frozenset({path}))
 
 
 def _pattern(path: str) -> str:
@@ -235,9 +235,9 @@ def _pattern(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
-def planned(model: nn.Module, args: Sequence[Any], kwargs: Any, num_ranks: int, *, by_tokens: bool) -> Plan:
+def planned(model: nn.Module, args: Sequence[Any], kwargs: Any, num_ranks: int, *, by_tokens: bool) -> CutPlan:
     """Returns the plan of a module on fake tensors."""
-    plan = Plan(model, num_ranks)
+    plan = CutPlan(model, num_ranks)
     for _ in range(_MOST_PASSES):
         plan.begin()
         run = LocalRun(num_ranks, by_tokens=by_tokens, gathered=plan.gathered, plan=plan)
