@@ -95,10 +95,12 @@ _MODELS: dict[str, Any] = {
     "t5": lambda: tf.T5ForConditionalGeneration(
         _config("T5", d_model=WIDTH, d_kv=16, d_ff=INNER, num_layers=2, num_heads=HEADS, vocab_size=VOCABULARY, **_T5)
     ).eval(),
-    "mixtral": lambda: tf.MixtralForCausalLM(_config("Mixtral", **_DECODER, num_local_experts=4, **_EXPERTS)),
+    "mixtral": lambda: tf.MixtralForCausalLM(
+        _config("Mixtral", **_DECODER, num_local_experts=4, **_EXPERTS)
+    ).bfloat16(),
     "qwen3moe": lambda: tf.Qwen3MoeForCausalLM(
         _config("Qwen3Moe", **_DECODER, head_dim=16, num_experts=4, moe_intermediate_size=32, **_EXPERTS)
-    ),
+    ).bfloat16(),
     "encoder": lambda: Stack(nn.TransformerEncoder(_layer(), 2)),
     "blocks": lambda: Stack(Block(), Block()),
     "diffusion": lambda: Stack(Modulated(), Modulated()),

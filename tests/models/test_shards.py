@@ -49,7 +49,7 @@ def exchanges(graph: Graph, least_bytes: int = 0) -> Counter[tuple[str, str]]:
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "mixtral", "qwen3moe"])
 def test_products_are_shared(name: str) -> None:
     """Two ranks together compute the products of the whole model, but for small weights that stay whole."""
     whole, local = captured(name), captured(name, 2)

@@ -1,4 +1,4 @@
-"""AxisCut tensors: a rank's part of a whole one, said by an attribute of the tensor."""
+"""Cut tensors: a rank's part of a whole one, said by an attribute of the tensor."""
 
 # mypy: disable-error-code="no-any-return,no-untyped-call"
 
