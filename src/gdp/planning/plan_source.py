@@ -23,8 +23,10 @@ from gdp.models.measured_times import MeasuredTimes
 from gdp.models.model import Model
 from gdp.models.op_costs import without_costs
 from gdp.models.serving import ServedStep
+from gdp.models.shards import WHOLE, Shards
 from gdp.models.source import ModelSource
 from gdp.parallel.batches import BatchStream, in_flight
+from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
 from gdp.planning.options import READING, constraints_of, in_directory, reading_of
 from gdp.planning.plan_directory import files_beside
@@ -77,8 +79,15 @@ class PlanSource:
             raise InputError("does not say its devices; name them with --devices")
         return self._of_plan(Cluster.parse(in_directory(question.cluster, question.directory)), question.cluster)
 
+    @property
+    def _shards(self) -> Shards:
+        """How the ops are cut over the groups of the plan."""
+        return WHOLE if self.plan.layout is None else Shards.of_document(self.plan.layout)
+
     def _of_plan(self, cluster: Cluster, text: str) -> Cluster:
-        plan = self.plan
+        plan, shards = self.plan, self._shards
+        if shards != WHOLE:
+            cluster = cluster.grouped(shards.num_ranks)
         if cluster.fingerprint == plan.cluster:
             return cluster
         names = tuple(device.name for device in cluster.devices)
@@ -155,7 +164,9 @@ class PlanSource:
         times = self.resolved.get("times")
         if times is not None:
             source = source.timed(MeasuredTimes(Path(times)), self.cluster)
-        if layout is None:
+        if (shards := self._shards) != WHOLE:
+            source = source.sharded(shards)
+        if layout is None or (not in_flight(layout) and Layout.of_document(layout).of_groups.is_whole):
             return source.whole()
         if in_flight(layout) or source.is_file:
             model = source.whole()

@@ -32,6 +32,7 @@ from gdp.search.ops.good_order import in_program_order
 from gdp.search.place_question import Placeable, PlaceQuestion, SearchOptions
 from gdp.search.question import BatchQuestion, OnProgress, Solution, plan_of, search_record
 from gdp.search.settings import DEFAULTS, Settings
+from gdp.search.shards import over_degrees, stamped
 from gdp.search.solvers import solve, solver_of
 from gdp.simulator.constraints import ConstraintKeywords, Constraints
 from gdp.simulator.plan import Baseline, NoisyTimes, Plan
@@ -136,6 +137,15 @@ def place(
 
 def answer(question: PlaceQuestion, clock: Clock, on_progress: OnProgress | None = None) -> Solution:
     """Returns the best candidate that is found until `clock` ends, with its plan and what else was looked at."""
+
+    def solve(asked: PlaceQuestion, part: Clock) -> Solution:
+        return stamped(_answer(asked, part, on_progress), asked.shards)
+
+    return over_degrees(question, clock, solve)[1]
+
+
+def _answer(question: PlaceQuestion, clock: Clock, on_progress: OnProgress | None) -> Solution:
+    """Returns the answer on the devices of the question, as they are."""
     if question.parts is None:
         return _ops_placed(question, clock, on_progress)
     batch = question.about_batch(on_progress)

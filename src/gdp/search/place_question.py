@@ -17,6 +17,7 @@ from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph, GraphSource
 from gdp.models.model import Model
+from gdp.models.shards import WHOLE, Shards
 from gdp.models.source import ModelSource
 from gdp.parallel.batches import check_batches
 from gdp.parallel.layout import AUTO, NONE, Layout
@@ -79,6 +80,9 @@ class PlaceQuestion:
     layout: Layout | None = None  # of the batch; None: any
     num_batches: int = 0  # in flight of a forward pass; 0: one step is placed
     groups: I64 | None = None  # [N] of the ops of a batch in flight, as in `BatchQuestion`
+    source: ModelSource | None = None  # that is captured anew to be cut; None: a step as it is
+    parallel: Layout | str | None = None  # as it was asked for
+    shards: Shards = WHOLE  # the step is the local program of one rank, and devices are groups
 
     @classmethod
     def of(
@@ -100,11 +104,24 @@ class PlaceQuestion:
             raise InputError(f"checkpoint: {options.checkpoint}: no such file; check the path")
         if isinstance(model, str | tuple):
             model = ModelSource(model) if isinstance(model, str) else ModelSource.of_example(model)
+        if isinstance(parallel, Layout) and parallel.shards != WHOLE:
+            if not isinstance(model, ModelSource):
+                raise InputError(
+                    f"--parallel: {parallel.shards} cuts the ops of a MODEL; a step as it is has no shards"
+                )
+            if model.reading.shards == WHOLE:
+                model, read = model.sharded(parallel.shards), None
+            own = replace(parallel, shards=WHOLE)
+            parallel = NONE if own.is_whole else own
         if isinstance(model, Problem) and (model.cluster is not cluster or constraints != Constraints()):
             raise InputError("model: a problem has its devices and constraints; give no others")
         if isinstance(model, ModelSource):
             read = read or model.whole()
-        asked = cls(_whole_step(model, read), cluster, constraints, options)
+        shards = model.reading.shards if isinstance(model, ModelSource) else WHOLE
+        if shards != WHOLE:
+            cluster, constraints = _on_groups(cluster, constraints, shards.num_ranks)
+        asked = cls(_whole_step(model, read), cluster, constraints, options, parallel=parallel, shards=shards)
+        asked = replace(asked, source=model if isinstance(model, ModelSource) else None)
         if batches is not None:
             check_batches(asked.graph, batches)
             return replace(asked, parts=Parts({1: asked.graph}.__getitem__, 1, asked.graph), num_batches=batches)
@@ -136,6 +153,19 @@ class PlaceQuestion:
         if isinstance(self.step, Problem):
             return self.step
         return Problem.build(self.step, self.cluster, self.constraints)
+
+    def sharded(self, shards: Shards) -> "PlaceQuestion":
+        """Returns the same question about the local program of a rank, on groups of the devices.
+
+        InputError where the model is not cut so, or there is no such group.
+        """
+        if shards == self.shards:
+            return self
+        if self.source is None:
+            raise InputError(f"--parallel: {shards} cuts the ops of a MODEL; a step as it is has no shards")
+        batches = self.num_batches or None
+        source, limits = self.source.sharded(shards), self.constraints
+        return PlaceQuestion.of(source, self.cluster, limits, self.parallel, batches, self.options)
 
     @cached_property
     def bound_ns(self) -> int:
@@ -180,6 +210,21 @@ class PlaceQuestion:
             on_progress=on_progress,
             settings=options.settings,
         )
+
+
+def _on_groups(cluster: Cluster, constraints: Constraints, num_ranks: int) -> tuple[Cluster, Constraints]:
+    """Returns groups of so many cards and the constraints on them: of a group those of its cards, the least memory."""
+    on_groups = cluster.grouped(num_ranks)
+    groups = {name: group.name for group in on_groups.devices for name in group.group}
+    limits: dict[str, int] = {}
+    for name, limit in (constraints.max_memory_bytes or {}).items():
+        group = groups.get(name, name)
+        limits[group] = min(limit, limits.get(group, limit))
+    pins, forbid = (
+        tuple((pattern, groups.get(name, name)) for pattern, name in rules)
+        for rules in (constraints.pins, constraints.forbid)
+    )
+    return on_groups, replace(constraints, pins=pins, forbid=forbid, max_memory_bytes=limits or None)
 
 
 def _whole_step(model: _Opened, read: Model | None) -> Graph | Problem:
