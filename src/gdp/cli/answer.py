@@ -136,7 +136,7 @@ def _document(opened: OpenRequest, answer: Answer) -> dict[str, Any]:
     found, requests = answer.found, answer.requests
     asked = {} if requests is None else {"requests": requests.figures(opened.request.requests)}
     document = asked | documents.place_document(
-        opened.request.cluster,
+        answer.simulation.problem.cluster,
         answer.plan,
         answer.simulation,
         answer.plan_path,

@@ -9,7 +9,7 @@ from gdp.cli.request import PlaceRequest
 from gdp.cli.shared import log, warm_up
 from gdp.graph import Graph
 from gdp.models.model import Model
-from gdp.parallel.layout import AUTO, NONE
+from gdp.parallel.layout import AUTO, NONE, Layout
 from gdp.parallel.step import Step
 from gdp.report.progress import live
 from gdp.search.place_question import PlaceQuestion
@@ -50,10 +50,12 @@ class OpenRequest:
 
     def problem_of(self, plan: Plan) -> Problem:
         """Returns the problem that a plan of this question solves."""
-        if plan.layout is None or self.question.parts is None:
-            return self.question.problem
-        graph = Step.of_document(self.question.parts.exact, plan.layout).graph
-        return Problem.build(graph, self.request.cluster, self.request.constraints)
+        layout = None if plan.layout is None else Layout.of_document(plan.layout)
+        asked = self.question if layout is None else self.question.sharded(layout.shards)
+        if layout is None or asked.parts is None or layout.of_groups.is_whole:
+            return asked.problem
+        graph = Step.of_document(asked.parts.exact, plan.layout or {}).graph
+        return Problem.build(graph, asked.cluster, asked.constraints)
 
     def prepared(self) -> "OpenRequest":
         """Does what a search needs before its clock begins; returns the request with the budget that is left."""

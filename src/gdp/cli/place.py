@@ -42,7 +42,7 @@ def place(
         str | None,
         typer.Option(
             metavar="LAYOUT",
-            help="How the step is cut: none, auto, or data=4,microbatches=8,zero=1,recompute=auto,stages=2. "
+            help="How the step is cut: none, auto, or data=4,tensor=2,microbatches=8,zero=1,recompute=auto,stages=2. "
             "Default: auto to train a model whose batch can be split, else none.",
         ),
     ] = None,
@@ -101,6 +101,7 @@ def place(
         from gdp.cluster import Cluster
         from gdp.cluster.prices import Prices
         from gdp.cluster.quantities import parse_fraction
+        from gdp.models.shards import WHOLE
         from gdp.models.source import ModelSource
         from gdp.parallel.layout import AUTO, NONE, Layout
         from gdp.planning.options import run_by
@@ -137,12 +138,17 @@ def place(
             checkpoint=checkpoint,
             num_threads=threads,
         )
+        layout = parallel if parallel in (None, AUTO, NONE) else Layout.parse(parallel)
+        source = ModelSource(model, reading)
+        if isinstance(layout, Layout) and layout.shards != WHOLE:
+            cluster.grouped(layout.shards.num_ranks)  # refused before the model is read
+            source = source.sharded(layout.shards)
         request = PlaceRequest(
-            source=ModelSource(model, reading),
+            source=source,
             devices=devices,
             cluster=cluster,
             constraints=constraints,
-            parallel=parallel if parallel in (None, AUTO, NONE) else Layout.parse(parallel),
+            parallel=layout,
             batches=batches,
             requests=requests,
             budget=limit,

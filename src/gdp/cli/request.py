@@ -94,7 +94,7 @@ class PlaceRequest:
             has_checkpoint = self.options.checkpoint is not None
             more = {"--parallel": has_layout, "--checkpoint": has_checkpoint, "--sweep": sweep is not None}
             refuse_beside("--batches", {**more, **others})
-        elif has_layout:
+        elif has_layout and not (isinstance(self.parallel, Layout) and self.parallel.of_groups.is_whole):
             _check_reading_for_layouts(self.reading, is_file=self.source.is_file)
             refuse_beside("--parallel", others)
 

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from gdp.notebook import format_gib
 from gdp.parallel.batches import in_flight, layout_in_flight
+from gdp.models.shards import WHOLE
 from gdp.parallel.layout import BLOCKS, NONE, SELECTIVE, Layout
 from gdp.planning.layout_answer import LayoutAnswer
 from gdp.report.tables import format_ms, new_table, writable
@@ -26,14 +27,17 @@ _SHARDED = {1: "optimizer state", 2: "optimizer state and gradients", 3: "parame
 def in_words(layout: Layout, num_places: int) -> str:
     """Returns `4 replicas of the model, one device each, 2 micro-batches each`."""
     counts = layout.microbatches
-    if layout.is_whole:
-        return "one copy of the model, its ops placed one by one"
+    if layout.of_groups.is_whole:
+        where = f" on groups of {layout.shards.num_ranks} cards" if layout.shards != WHOLE else ""
+        return f"one copy of the model{where}, its ops placed one by one"
     parts = [copies_in_words(layout.data, num_places, in_stages=layout.stages is not None)]
     if max(counts) > 1:
         each = " each" if layout.data > 1 and layout.is_even else ""
         numbers = str(counts[0]) if layout.is_even else ", ".join(map(str, counts))
         parts.append(f"in {numbers} micro-batches{each}")
     text = " ".join(parts)
+    if layout.shards != WHOLE:
+        text += f", each device a group of {layout.shards.num_ranks} cards ({layout.shards})"
     if layout.zero:
         text += f", {_SHARDED[layout.zero]} cut over them (ZeRO {layout.zero})"
     if layout.recompute != NONE:

@@ -75,12 +75,7 @@ def _degrees(question: PlaceQuestion) -> tuple[int, ...]:
     has_rules = bool(question.constraints.pins or question.constraints.forbid)
     if source is None or not is_asked or has_rules or question.shards != WHOLE or question.num_batches:
         return ()
-    if (
-        source.is_file
-        or source.is_timed
-        or source.reading.op_costs is not None
-        or source.reading.microbatching.count > 1
-    ):
+    if source.is_file or source.is_timed or source.reading.op_costs is not None or source.reading.microbatches > 1:
         return ()
     return question.cluster.group_sizes()
 
