@@ -49,6 +49,8 @@ def export(
 
         source = open_plan(plan, given, graph, devices)
         read, asked = source.plan, source.options.get("target")
+        with prefixed(plan):
+            read.check_runnable("exported")
         name = to or asked
         if name is None:
             raise InputError(f"{plan}: was placed for no target; name one with --to, such as --to hf-device-map")

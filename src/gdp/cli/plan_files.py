@@ -167,6 +167,8 @@ class PlanFiles:
     def next_command(self, request: PlaceRequest, plan: Plan) -> str:
         """Returns the command to go on with, which needs nothing but the plan: the export for its likely tool."""
         target, plan_file = request.target, str(self.plan)
+        if plan.num_ranks > 1:
+            return shlex.join(["gdp", "simulate", plan_file])
         tool, options = (_likely_tool(request, plan), ()) if target is None else (target.name, target.options)
         return shlex.join(
             ["gdp", "simulate", plan_file] if tool is None else ["gdp", "export", plan_file, "--to", tool, *options]

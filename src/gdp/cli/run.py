@@ -62,6 +62,7 @@ def run(
     planned = open_plan(path, given, None if plan is None else plan_or_model, devices)
     read = planned.plan
     with prefixed(path):
+        read.check_runnable("run")
         source = planned.model
     source.check_runnable("executed")
     cluster, graph = _cluster(planned, path, devices), planned.placed

@@ -8,7 +8,6 @@ from gdp.cli.open_request import OpenRequest
 from gdp.cli.shared import log
 from gdp.export.export_target import ExportTarget
 from gdp.export.exportable_plan import ExportablePlan, place_for
-from gdp.models.shards import WHOLE, Shards
 from gdp.parallel.batches import BatchStream
 from gdp.planning.layout_answer import LayoutAnswer
 from gdp.planning.plan_cache import KeptAnswer
@@ -47,8 +46,7 @@ def find_plan(opened: OpenRequest, stop: Stop) -> KeptAnswer:
     if question.num_batches:
         return KeptAnswer(solution.plan, batches=solution)
     plan, advice = solution.plan, None
-    is_on_groups = plan.layout is not None and Shards.of_document(plan.layout) != WHOLE
-    if request.with_advice and plan.status == "ok" and not stop.is_set() and not is_on_groups:
+    if request.with_advice and plan.status == "ok" and not stop.is_set() and plan.num_ranks == 1:
         advice, solution = find_advice(opened, solution, clock)
         plan = plan if solution.plan is None else solution.plan
     if question.parts is None:

@@ -143,6 +143,7 @@ def run(
         lambda args, kwargs: capture(model, args, kwargs, name=captured.graph.name, **options),
         placed=graph,
     )
+    plan.check_runnable("run")
     return run_on_host(executable, plan, find_targets(plan.devices, on), graph=graph, cluster=cluster, steps=steps)
 
 

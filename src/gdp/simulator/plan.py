@@ -19,6 +19,7 @@ from gdp.costs.ranges import StepRange, range_of
 from gdp.errors import InputError, prefixed, suggest
 from gdp.graph import Graph, GraphSource
 from gdp.graph.microbatches import microbatch_of
+from gdp.models.shards import Shards
 
 if TYPE_CHECKING:
     from gdp.simulator.problem import Problem
@@ -287,6 +288,19 @@ class Plan:
         values["devices"], values["asked"] = tuple(content["devices"]), Asked(**content["asked"])
         values["order"] = tuple(np.array(ops, np.int64) for ops in content["order"])
         return cls(**values)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of cards that each device of the plan stands for."""
+        return 1 if self.layout is None else Shards.of_document(self.layout).num_ranks
+
+    def check_runnable(self, verb: str) -> None:
+        """Raises InputError, with the remedy, for a plan on groups of cards: its ops are cut."""
+        if self.num_ranks > 1:
+            raise InputError(
+                f"the plan is of the local program of {self.num_ranks} ranks, which is not {verb} in this version; "
+                "leave tensor out of --parallel (--parallel none places ops alone)"
+            )
 
     def check_belongs(self, graph: Graph, cluster: Cluster) -> None:
         """InputError unless this is a plan of `graph` on `cluster`."""
