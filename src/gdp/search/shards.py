@@ -1,4 +1,4 @@
-"""Whether ops are cut over groups of cards: the same question about local programs of several degrees.
+"""The choice whether ops are cut over groups of cards: the same question about local programs of several degrees.
 
     question --as it is--------------------> solution --.
              --sharded(2), (4), .. on groups-> solution --+--> the fastest that fits
