@@ -50,8 +50,7 @@ def read(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Product |
         if not arrow or "." in inputs or any(len(set(text)) < len(text) for text in inputs.split(",")):
             return None
         return Product(name, operands, inputs.split(","), result, {"equation": equation})
-    keys = ("input", "mat1", "mat2") if name in _ADDED else ("input", "weight", "bias")
-    keys = () if name in _GROUPED else keys
+    keys = ["input", "mat1", "mat2"] if name in _ADDED else ["input", "weight", "bias"] if name == "linear" else []
     operands = [*args, *(rest.pop(key) for key in keys[len(args) :] if key in rest)]
     count = 3 if name in _ADDED or (name == "linear" and len(operands) == 3 and operands[2] is not None) else 2
     if name in _GROUPED:
