@@ -81,7 +81,7 @@ class PlanSource:
 
     @property
     def _shards(self) -> Shards:
-        """How the ops are cut over the groups of the plan."""
+        """The degrees by which ops are cut over the groups of the plan."""
         return WHOLE if self.plan.layout is None else Shards.of_document(self.plan.layout)
 
     def _of_plan(self, cluster: Cluster, text: str) -> Cluster:
