@@ -50,7 +50,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr(execution, "SUBJECTS", {"rnnlm-2": workload})
     devices = tuple(Detected(name, "core", 2**30, "cpu") for name in ("cpu0", "cpu1"))
     monkeypatch.setattr(execution, "detect", lambda: SimpleNamespace(devices=devices))
-    monkeypatch.setattr(execution, "calibrate", lambda *_, **__: Calibration(cluster, {}, ("as given",)))
+    monkeypatch.setattr(execution, "calibrate", lambda *_, **__: Calibration(cluster, ("as given",)))
     monkeypatch.setattr(process_execution, "measure", lambda *_: PROCESSES)
     return cluster
 

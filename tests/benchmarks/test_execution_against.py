@@ -61,7 +61,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     core = host.available_cores()[0]
     devices = tuple(Detected(name, "core", 2**30, f"cpu:{core}") for name in ("cpu0", "cpu1"))
     monkeypatch.setattr(execution_against, "detect", lambda: SimpleNamespace(devices=devices))
-    monkeypatch.setattr(execution_against, "calibrate", lambda *_, **__: Calibration(cluster, {}, ("as given",)))
+    monkeypatch.setattr(execution_against, "calibrate", lambda *_, **__: Calibration(cluster, ("as given",)))
 
 
 def test_all_arms_train_alike(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def test_the_default_gives_way_to_options_of_op_placement(
         (["--parallel", "zero=1"], "add data=2"),
         (["--parallel", "data=2,stages=3"], "2 replicas of 3 stages each on 4 devices"),
         (["--parallel", "data=2,recompute=nowhere"], "nowhere"),
-        (["--parallel", "tensor=2"], "not supported"),
+        (["--parallel", "tensor=8"], "has no 8 equal cards"),
         (["--parallel", "best"], "auto, none or such as"),
         (["--parallel", "auto", "--microbatches", "2"], "--parallel microbatches=M"),
         (["--parallel", "auto", "--inference"], "layouts cut training steps"),

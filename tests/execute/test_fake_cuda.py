@@ -138,7 +138,7 @@ def test_missing_synchronisation_is_noticed(
 def test_launches_and_copies_are_measured(world: FakeCuda) -> None:
     """What is measured means nothing here; that all of it can be, on every kind of route, is what counts."""
     with world.watching():
-        figures, _ = launches(TARGETS, QUICK, lambda _text: None)
+        figures = launches(TARGETS, QUICK, lambda _text: None)
         routes, _ = routes_between(TARGETS, QUICK, lambda _text: None)
     assert len(figures) == len(TARGETS)
     assert len(routes) == len(TARGETS) * (len(TARGETS) - 1)

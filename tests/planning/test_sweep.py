@@ -149,7 +149,7 @@ def test_the_command_has_costs_and_a_picture(
         (["--sweep", "devices=1..2"], "--devices: name the devices"),
         ([], "--devices: name the devices"),
         (["--sweep", "batch=1,2", "--batch", "2", "--devices", "l4-24g"], "--batch 2 contradicts it"),
-        (["--sweep", "batch=1,2", "--parallel", "tensor=2", "--devices", "l4-24g"], "not supported"),
+        (["--sweep", "batch=1,2", "--parallel", "tensor=2", "--devices", "l4-24g"], "has no 2 equal cards"),
         (["--sweep", "batch=1,2", "--batches", "2", "--inference", "--devices", "l4-24g"], "--sweep: does not go with"),
         (["--sweep", "microbatches=1,2", "--parallel", "auto", "--devices", "l4-24g"], "leave --parallel out"),
         (["--sweep", "batch=1,2", "--prices", "none.yaml", "--devices", "l4-24g"], "none.yaml: no such file"),
