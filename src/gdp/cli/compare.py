@@ -53,6 +53,8 @@ def compare(
         asked: dict[str, Any] = {}  # of a plan: `auto` answers what it was asked
         if format_of(plan_or_model) == FORMAT:
             planned = inputs.open_plan(Path(plan_or_model), given)
+            with prefixed(plan_or_model):
+                planned.plan.check_runnable("compared")
             budget = given.get("budget", planned.options.get("budget", budget))
             with prefixed(plan_or_model):
                 source, asked = planned.model, planned.resolved

@@ -141,7 +141,7 @@ def answer(question: PlaceQuestion, clock: Clock, on_progress: OnProgress | None
     def solve(asked: PlaceQuestion, part: Clock) -> Solution:
         return stamped(_answer(asked, part, on_progress), asked.shards)
 
-    return over_degrees(question, clock, solve)[1]
+    return over_degrees(question, clock, solve)
 
 
 def _answer(question: PlaceQuestion, clock: Clock, on_progress: OnProgress | None) -> Solution:

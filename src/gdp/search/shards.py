@@ -24,25 +24,22 @@ Solve = Callable[[PlaceQuestion, Clock], Solution]
 _SHARE = 0.15  # of the time left, for each degree
 
 
-def over_degrees(question: PlaceQuestion, clock: Clock, solve: Solve) -> tuple[PlaceQuestion, Solution]:
+def over_degrees(question: PlaceQuestion, clock: Clock, solve: Solve) -> Solution:
     """Returns the best that `solve` finds for `question` and, where they may win, for local programs on groups.
 
-    With it comes the question that it answers. An answer without groups is kept unless another one fits better or is
-    faster.
+    An answer without groups is kept unless another one fits better or is faster.
     """
     degrees = _degrees(question)
-    found: list[tuple[PlaceQuestion, Solution]] = []
+    found: list[Solution] = []
     if degrees and _are_first(question):
         found = list(_solved(question, degrees, clock, solve))
-        best_ns = min(
-            (each.plan.step_time_ns for _, each in found if each.plan and each.plan.status == "ok"), default=0
-        )
+        best_ns = min((each.plan.step_time_ns for each in found if each.plan and each.plan.status == "ok"), default=0)
         if best_ns and question.parts is None and question.bound_ns >= best_ns:  # no search of ops can win
             return min(found, key=_rank)
     whole = solve(question, clock)
     if degrees and not found and not clock.stop.is_set() and (whole.plan is None or whole.plan.status != "ok"):
         found = list(_solved(question, degrees, clock, solve))
-    return min([(question, whole), *found], key=_rank)
+    return min([whole, *found], key=_rank)
 
 
 def stamped(solution: Solution, shards: Shards) -> Solution:
@@ -87,17 +84,14 @@ def _are_first(question: PlaceQuestion) -> bool:
     return not question.source.reading.training or (question.source.batch_size or 1) < num_cards
 
 
-def _solved(
-    question: PlaceQuestion, degrees: tuple[int, ...], clock: Clock, solve: Solve
-) -> Iterator[tuple[PlaceQuestion, Solution]]:
+def _solved(question: PlaceQuestion, degrees: tuple[int, ...], clock: Clock, solve: Solve) -> Iterator[Solution]:
     """Yields the answers for the degrees that the model and the cluster allow, the largest first."""
     for degree in degrees[::-1]:
         if clock.has(0.0):
             with contextlib.suppress(InputError):  # such as heads that the degree does not divide
-                own = question.sharded(Shards(degree))
-                yield own, solve(own, clock.part(_SHARE))
+                yield solve(question.sharded(Shards(degree)), clock.part(_SHARE))
 
 
-def _rank(answer: tuple[PlaceQuestion, Solution]) -> tuple[bool, float]:
-    plan = answer[1].plan
+def _rank(solution: Solution) -> tuple[bool, float]:
+    plan = solution.plan
     return (True, inf) if plan is None else (plan.status != "ok", plan.step_time_ns)
