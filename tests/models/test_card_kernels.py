@@ -472,6 +472,8 @@ def test_small_products_take_the_time_of_their_rate() -> None:
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], torch.dtype, int, int]] = {  # gates, and ops of a layer each
     "lstm": (lambda: nn.LSTM(16, 32, 2), torch.float32, 4, 2),
+    "lstm without biases": (lambda: nn.LSTM(16, 32, 2, bias=False), torch.float32, 4, 2),
+    "lstm both ways": (lambda: nn.LSTM(16, 32, bidirectional=True), torch.float32, 4, 2),
     "lstm in a half type": (lambda: nn.LSTM(16, 32, 2, batch_first=True), torch.bfloat16, 4, 2),
     "lstm in float64": (lambda: nn.LSTM(16, 32), torch.float64, 4, 1),
     "gru": (lambda: nn.GRU(16, 32), torch.float32, 3, 1),
@@ -483,10 +485,14 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], torch.dtype, int, int]] = {  
 
 
 @pytest.mark.parametrize("case", NETWORKS)
-def test_layers_are_one_op(case: str) -> None:
-    """First layers on 4 x 6 steps multiply by 16 + 32 inputs for each gate of 32 units; backward is twice that."""
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_layers_are_one_op(case: str, is_trained: bool) -> None:
+    """First layers on 4 x 6 steps multiply by 16 + 32 inputs for each gate of 32 units; backward is twice that.
+
+    So they do where their input requires a gradient.
+    """
     build, dtype, gates, num_ops = NETWORKS[case]
-    network = build().to(dtype)
+    network = nn.Sequential(nn.Linear(16, 16), build()).to(dtype) if is_trained else build().to(dtype)
     captured = capture(network, (torch.zeros(4, 6, 16, dtype=dtype),), loss=lambda out: out[0].float().mean())
     forward, backward = costs(captured, "mkldnn_rnn_layer"), costs(captured, "mkldnn_rnn_layer_backward")
     assert len(forward) == len(backward) == num_ops

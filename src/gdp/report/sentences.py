@@ -7,6 +7,7 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.cluster import Cluster
+from gdp.costs.op_times import ranks_of
 from gdp.costs.ranges import StepRange
 from gdp.graph import Graph
 from gdp.graph.held_memory import HeldMemory, is_cache
@@ -36,8 +37,9 @@ def headline(plan: Plan, baselines: Mapping[str, Baseline], count: int = 1, step
         if baseline.status == "ok" and baseline.step_time_ns is not None
     }
     best = min(times, key=times.__getitem__, default=None)
+    one = "group of cards" if plan.num_ranks > 1 else "device"
     named = {
-        "single": "the best single device" + (" in as many micro-batches" if count > 1 and plan.layout is None else ""),
+        "single": f"the best single {one}" + (" in as many micro-batches" if count > 1 and plan.layout is None else ""),
         "expert": "the paper's expert",
         "op placement": "the best op placement",
         "data parallel": "plain data parallelism",
@@ -51,7 +53,7 @@ def headline(plan: Plan, baselines: Mapping[str, Baseline], count: int = 1, step
     if against:
         against[0] = against[0].replace(" times ", " times as fast as ", 1)
     if "single" in baselines and "single" not in times:
-        against.append(f"no single device can hold {'it' if plan.layout is None else 'the whole batch'}")
+        against.append(f"no single {one} can hold {'it' if plan.layout is None else 'the whole batch'}")
     return f"Step time {format_range(step_time_ns, step_range)}" + (": " + ", ".join(against) if against else "")
 
 
@@ -61,7 +63,8 @@ def of_speed(simulation: Simulation, amounts: Mapping[str, int] = MappingProxyTy
     parts = [f"{' and '.join(rates)} per second"] if rates else []
     if simulation.mfu is not None:
         share, dtype = simulation.mfu
-        count = len(np.unique(simulation.placement))
+        devices = simulation.problem.cluster.devices
+        count = sum(devices[number].num_cards for number in np.unique(simulation.placement))
         parts.append(f"MFU {digits(100 * share, 3)}% of the {dtype} rate of {count} device{'s' * (count > 1)}")
     if parts:
         yield f"{'; '.join(parts)}."
@@ -122,12 +125,25 @@ def num_replicas(simulation: Simulation) -> int:
     return int(simulation.problem.graph.replicas.max()) + 1
 
 
+def of_groups(cluster: Cluster) -> Iterator[str]:
+    """Yields a sentence on the devices that are groups of cards."""
+    groups = [device for device in cluster.devices if device.group]
+    if groups:
+        names = _listed([device.name for device in groups])
+        what = "is a group" if len(groups) == 1 else "are groups"
+        yield (
+            f"{names} {what} of {groups[0].num_cards} cards, which all run the same local program; ops, times and "
+            "memory are those of each card."
+        )
+
+
 def of_held_memory(graph: Graph) -> Iterator[str]:
     """Yields sentences on the memory of parameters and of their optimizer, and on the bytes that each one takes."""
     held = HeldMemory.of(graph)
     if held.optimizer_state_bytes:
         parameters, state = format_gib(held.parameter_bytes), format_gib(held.optimizer_state_bytes)
-        yield f"Held for the whole step, on all devices together: parameters {parameters}, optimizer state {state}."
+        where = "on each card of a group" if ranks_of(graph).any() else "on all devices together"
+        yield f"Held for the whole step, {where}: parameters {parameters}, optimizer state {state}."
     if (each := ParameterBytes.of(graph)) is not None:
         yield f"{each}."
 

@@ -1,8 +1,9 @@
 """`nn.LSTM`, `nn.GRU` and `nn.RNN`, captured with one op for each layer and direction.
 
 Cards run them by cuDNN, in all types. CPUs have an operator of a whole layer for LSTMs in float32 alone, oneDNN's, and
-compute all others step by step. So while a step is captured, these are oneDNN's operator too, whose argument `mode`
-says which layer it is; `replacements.py` executes it. Layers whose states are projected stay as CPUs compute them.
+compute all others step by step; PyTorch's decomposition, which fake tensors take, does so for an LSTM whose input
+requires a gradient too. So while a step is captured, all are oneDNN's operator, whose argument `mode` says which layer
+it is; `replacements.py` executes it. Layers whose states are projected stay as CPUs compute them.
 """
 
 import contextlib
@@ -43,8 +44,7 @@ def _network(name: str) -> Callable[..., tuple[Tensor, ...]]:
         states = state if mode == LSTM_MODE else [state]
         num_tensors = 4 if has_biases else 2
         is_projected = states[0].shape[-1] != params[1].shape[-1] or len(params) % num_tensors
-        is_native = mode == LSTM_MODE and input.dtype is torch.float32
-        if not isinstance(input, FakeTensor) or is_projected or is_native:
+        if not isinstance(input, FakeTensor) or is_projected:
             return composed(input, state, params, has_biases, *options)
         layers = [list(params[start : start + num_tensors]) for start in range(0, len(params), num_tensors)]
         output, *after = _layers(input, states, layers, mode, *options)
