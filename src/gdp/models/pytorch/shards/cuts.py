@@ -3,14 +3,18 @@
 # mypy: disable-error-code="no-any-return,no-untyped-call"
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 ATTRIBUTE = "gdp_cut"
 PARTIAL = -1
+SEQUENCE = "tokens"
+"""The source of a cut of tokens, in place of weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +82,54 @@ def joined(x: Tensor, dim: int, outer: int, num_parts: int) -> Tensor:
 def segments_of(cut: AxisCut) -> tuple[int, ...]:
     """Returns the sizes of the pieces of a cut dimension, each of which is cut."""
     return cut.segments or (cut.shape[cut.dim] // cut.outer,) * cut.outer
+
+
+def of_segments(shape: tuple[int, ...], dim: int, segments: tuple[int, ...], cut: AxisCut) -> AxisCut:
+    """Returns the cut of a tensor with these segments; equal ones are counted."""
+    if len(set(segments)) == 1:
+        return AxisCut(shape, dim, cut.num_parts, len(segments), (), cut.sources)
+    return AxisCut(shape, dim, cut.num_parts, 1, segments, cut.sources)
+
+
+def whole_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Returns the shape of the whole that a tensor is a part of, or of a whole one."""
+    cut = cut_of(tensor)
+    return tuple(tensor.shape) if cut is None else cut.shape
+
+
+def tensors_in(item: Any) -> Iterator[Tensor]:
+    """Yields the tensors of nested arguments."""
+    if isinstance(item, Tensor):
+        yield item
+    elif isinstance(item, (tuple, list)):
+        for one in item:
+            yield from tensors_in(one)
+    elif isinstance(item, dict):
+        yield from tensors_in(tuple(item.values()))
+
+
+def cuts_in(item: Any) -> list[AxisCut]:
+    """Returns the cuts of the tensors of nested arguments."""
+    return [cut for tensor in tensors_in(item) if (cut := cut_of(tensor)) is not None]
+
+
+def mapped(item: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Returns nested arguments with other tensors."""
+    if isinstance(item, Tensor):
+        return change(item)
+    if type(item) in (tuple, list):
+        return type(item)(mapped(one, change) for one in item)
+    if type(item) is dict:
+        return {key: mapped(one, change) for key, one in item.items()}
+    return item
+
+
+def without_content(func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns the result of a function of whole tensors, which have no content."""
+
+    def empty(tensor: Tensor) -> Tensor:
+        return torch.empty(whole_shape(tensor), dtype=tensor.dtype, device="meta")
+
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        args, kwargs = mapped((args, kwargs), empty)
+        return func(*args, **kwargs)

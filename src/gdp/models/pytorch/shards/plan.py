@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gdp.models.pytorch.shards.cuts import AxisCut, cut_of, mark, part
-from gdp.models.pytorch.shards.local_run import SEQUENCE, LocalRun
+from gdp.models.pytorch.shards.cuts import SEQUENCE, AxisCut, cut_of, mark, part
+from gdp.models.pytorch.shards.exchanges import Exchanges
+from gdp.models.pytorch.shards.local_run import LocalRun
 from gdp.models.pytorch.shards.products import Product
 
 _SMALL = 0.01  # of all parameters: weights whose products are repeated rather than gathered
@@ -132,7 +133,7 @@ class CutPlan:
 
     # Decisions
 
-    def choose(self, run: LocalRun, product: Product, operands: list[Tensor]) -> list[Tensor]:
+    def choose(self, run: Exchanges, product: Product, operands: list[Tensor]) -> list[Tensor]:
         """Returns the operands of a product with its weight cut, if it has one and that is to be."""
         found = [
             place
@@ -157,7 +158,7 @@ class CutPlan:
         assert base is not None
         _, reader = self._rows.setdefault(id(x), (x, base[0]))
         if reader != base[0]:
-            operands[x_at] = run._refused(x, f"is read by {reader} and {base[0]}")
+            operands[x_at] = run.refused(x, f"is read by {reader} and {base[0]}")
             return operands
         segments = cut.segments or (() if cut.outer == 1 else (cut.shape[cut.dim] // cut.outer,) * cut.outer)
         operands[at] = self._cut_if(weight, letters.index(letter), self.num_ranks, segments)
@@ -179,7 +180,7 @@ class CutPlan:
         segments = self._bounds.get(pattern, ())
         return self._cut_if(weight, dim, num_parts, segments if sum(segments) == size else ())
 
-    def table(self, run: LocalRun, weight: Tensor) -> Tensor:
+    def table(self, run: Exchanges, weight: Tensor) -> Tensor:
         """Returns a table of a lookup, its rows cut if it is large."""
         base = self._base(weight)
         if base is None:

@@ -1,0 +1,107 @@
+"""Tensors of a rank as work needs them: whole, a part, or summed up, each made once and by an exchange if need be."""
+
+# mypy: disable-error-code="no-any-return,no-untyped-call"
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from gdp.models.pytorch.shards.collectives import Enter, Gather, Leave, Own, Scatter
+from gdp.models.pytorch.shards.cuts import SEQUENCE, AxisCut, cut_of, mapped, mark, part
+
+
+class Exchanges(TorchFunctionMode):
+    """A rank of `num_ranks`; `plan` decides on weights, and is None once they are cut."""
+
+    def __init__(self, num_ranks: int, rank: int = 0, *, by_tokens: bool = False, gathered: frozenset[str], plan: Any):
+        super().__init__()
+        self.num_ranks, self.rank, self.by_tokens = num_ranks, rank, by_tokens
+        self.gathered, self.plan = gathered, plan
+        self._once: dict[tuple[Any, ...], tuple[Tensor, Any]] = {}
+
+    def kept(self, key: tuple[Any, ...], tensor: Tensor, make: Callable[[], Any]) -> Any:
+        """Returns what `make` returned the first time for this tensor."""
+        key = (*key, id(tensor), tensor._version)
+        if key not in self._once:
+            self._once[key] = tensor, make()
+        return self._once[key][1]
+
+    def is_summed(self, x: Tensor) -> bool:
+        """Returns whether partial results have been summed up already."""
+        return ("sum", id(x), x._version) in self._once
+
+    def entered(self, x: Tensor) -> Tensor:
+        """Returns a whole tensor for cut work: the same one for all its readers."""
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        return self.kept(("enter",), x, lambda: Enter.apply(x, self.num_ranks))
+
+    def summed(self, x: Tensor, *, is_whole: bool = False) -> Tensor:
+        """Returns the sum of the partial results of all ranks, with tokens cut; others stay as they are."""
+        cut = cut_of(x)
+        if cut is None or not cut.is_partial:
+            return x
+        dim = max(x.dim() - 2, 0)
+        if not self.by_tokens or is_whole or x.dim() < 2 or x.shape[dim] % self.num_ranks:
+            return self.kept(("sum",), x, lambda: Leave.apply(x, self.num_ranks))
+        tokens = AxisCut(cut.shape, dim, self.num_ranks, sources=frozenset({SEQUENCE}))
+        return self.kept(("sum",), x, lambda: mark(Scatter.apply(x, dim, self.num_ranks), tokens))
+
+    def whole(self, x: Tensor, *, is_summed: bool = False) -> Tensor:
+        """Returns the whole of a cut tensor; `is_summed`: for cut work."""
+        cut = cut_of(x)
+        if cut is None:
+            return x
+        if cut.is_partial:
+            return self.summed(x, is_whole=True)
+        return self.kept(("whole", is_summed), x, lambda: self._gathered(x, cut, is_summed))
+
+    def _gathered(self, x: Tensor, cut: AxisCut, is_summed: bool) -> Tensor:
+        if cut.segments:
+            pieces = x.split([size // cut.num_parts for size in cut.segments], cut.dim)
+            shape = list(cut.shape)
+            wholes = []
+            for piece, size in zip(pieces, cut.segments, strict=True):
+                shape[cut.dim] = size
+                wholes.append(self._gathered(piece, AxisCut(tuple(shape), cut.dim, cut.num_parts), is_summed))
+            return torch.cat(wholes, cut.dim)
+        result: Tensor = Gather.apply(x, cut.dim, cut.outer, self.num_ranks, self.rank, is_summed)
+        copies = self.num_ranks // cut.num_parts
+        if copies > 1:
+            apart = result.unflatten(cut.dim, (cut.num_parts, copies, x.shape[cut.dim]))
+            result = apart.select(cut.dim + 1, 0).flatten(cut.dim, cut.dim + 1)
+        return result if result.shape[cut.dim] == cut.shape[cut.dim] else result.narrow(cut.dim, 0, cut.shape[cut.dim])
+
+    def own(self, y: Tensor, dim: int, cut: AxisCut) -> Tensor:
+        """Returns this rank's part of a whole tensor that meets one with a `cut` at the size of its dimension `dim`."""
+        dim %= y.dim()
+        if self.plan is not None and (planned := self.plan.cut_operand(y, dim, cut)) is not None:
+            return planned
+        of_y = AxisCut(tuple(y.shape), dim, cut.num_parts, cut.outer, cut.segments, cut.sources)
+
+        def make() -> Tensor:
+            is_even = cut.num_parts == self.num_ranks and not cut.segments and y.shape[dim] % cut.num_parts == 0
+            if is_even and y.requires_grad and torch.is_grad_enabled():
+                return Own.apply(y, dim, cut.outer, self.num_ranks, self.rank)
+            return part(self.entered(y), dim, cut.num_parts, self.own_part(cut), cut.outer, cut.segments)
+
+        return self.kept(("own", dim, cut.outer, cut.num_parts), y, lambda: mark(make(), of_y))
+
+    def own_part(self, cut: AxisCut) -> int:
+        """Returns which part is this rank's."""
+        return self.rank * cut.num_parts // self.num_ranks
+
+    def refused(self, x: Tensor, reason: str, *, is_result: bool = False) -> Tensor:
+        """Returns the whole of a tensor that a function cannot have in parts, and tells the plan."""
+        cut = cut_of(x)
+        if cut is not None and self.plan is not None and not cut.is_partial:
+            self.plan.refuse(cut.sources, reason, is_result=is_result)
+        return self.whole(x)
+
+    def on_wholes(self, reason: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function on whole tensors, and tells the plan why."""
+        args, kwargs = mapped((args, kwargs), lambda tensor: self.refused(tensor, reason))
+        return func(*args, **kwargs)

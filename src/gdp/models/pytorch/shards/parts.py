@@ -1,0 +1,345 @@
+"""Functions of cut tensors, by kind: what each does with a rank's part, and where the cut is in its result.
+
+The place of the cut is found by running the function on whole tensors without content. A function that cannot run on
+parts gets whole tensors: correct for any model, and told to the plan.
+"""
+
+# mypy: disable-error-code="no-any-return,no-untyped-call"
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gdp.models.names import names
+from gdp.models.pytorch.shards.cuts import (
+    PARTIAL,
+    SEQUENCE,
+    AxisCut,
+    cut_of,
+    mapped,
+    mark,
+    of_segments,
+    segments_of,
+    tensors_in,
+    without_content,
+)
+from gdp.models.pytorch.shards.exchanges import Exchanges
+
+_VIEWS = names("view reshape unflatten flatten view_as reshape_as _unsafe_view ravel")
+_EXPANDS = names("expand expand_as broadcast_to")
+_SPLITS = names("split split_with_sizes chunk tensor_split unsafe_chunk unsafe_split unbind")
+_SAME = names(
+    """
+    to type float half bfloat16 double contiguous clone detach dropout gelu silu relu sigmoid tanh exp cos sin neg
+    softplus requires_grad_ cpu cuda relu_ silu_ dropout_ type_as rsqrt sqrt square abs
+    """
+)
+_ALONG = {  # functions along a dimension: its place among the arguments, and its default
+    **dict.fromkeys(names("softmax log_softmax cumsum cumprod logcumsumexp cummax cummin logsumexp unfold"), (1, None)),
+    **dict.fromkeys(names("select index_select gather scatter scatter_add index_add index_copy"), (1, None)),
+    **dict.fromkeys(names("max min amax amin var std argmax argmin prod any all norm flip median"), (1, None)),
+    **dict.fromkeys(names("sort argsort diff"), (1, -1)),
+    **dict.fromkeys(names("topk roll renorm kthvalue"), (2, None)),
+}
+_SUMS = names("sum mean")
+_KINDS = 3  # that one layer makes: queries, keys and values
+_BY_CHANNEL = names("group_norm batch_norm instance_norm conv1d conv2d conv3d conv_transpose1d conv_transpose2d")
+_REFUSED = names("as_strided __setitem__ __bool__ item tolist nonzero unique masked_select index_put index_put_")
+
+
+def by_broadcast(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a function whose operands are broadcast against each other, or that has one."""
+    if name.startswith("new_"):
+        return func(*args, **kwargs)
+    operands = list(tensors_in((args, kwargs)))
+    if name.endswith("_") and not name.endswith("__") and cut_of(operands[0]) is None:
+        return run.on_wholes(f"is written into a whole tensor by {name}", func, args, kwargs)
+    lead = max(operands, key=lambda tensor: cut.num_parts if (cut := cut_of(tensor)) else 0)
+    cut = cut_of(lead)
+    assert cut is not None
+    place = len(cut.shape) - cut.dim  # from the right
+    clash = _clash(operands, cut, place)
+    if clash:
+        return run.on_wholes(clash, func, args, kwargs)
+
+    def local(tensor: Tensor) -> Tensor:
+        return tensor if tensor is lead else aligned(run, tensor, cut, place)
+
+    if len(operands) > 1:
+        args, kwargs = mapped((args, kwargs), local)
+    return on_parts(run, name, func, args, kwargs, lead)
+
+
+def _clash(operands: Sequence[Tensor], cut: AxisCut, place: int) -> str:
+    """Returns why the operands cannot be cut as one of them is; "" if they can."""
+    for tensor in operands:
+        other, size = cut_of(tensor), cut.shape[cut.dim]
+        if other is not None and not other.is_partial:
+            if (len(other.shape) - other.dim, other.outer, other.segments) != (place, cut.outer, cut.segments):
+                return "meets a tensor that is cut along another dimension"
+        elif place == 1 and tensor.dim() > 1 and tensor.shape[-1] == size > 1 and SEQUENCE not in cut.sources:
+            is_weight = isinstance(tensor, nn.Parameter)
+            if not is_weight:
+                return "meets whole activations"
+    return ""
+
+
+def aligned(run: Exchanges, y: Tensor, cut: AxisCut, place: int) -> Tensor:
+    """Returns an operand as it meets one with this cut, broadcast from the right."""
+    other = cut_of(y)
+    if other is not None:
+        if other.num_parts == cut.num_parts:
+            return y
+        finer = cut.num_parts // other.num_parts  # heads that several ranks have: each takes its share
+        width = y.shape[other.dim] // finer
+        own = run.own_part(cut) % finer * width
+        return mark(
+            y.narrow(other.dim, own, width), AxisCut(other.shape, other.dim, cut.num_parts, sources=other.sources)
+        )
+    if y.dim() >= place and y.shape[-place] == cut.shape[cut.dim] > 1:
+        return run.own(y, -place, cut)
+    return run.entered(y)
+
+
+def on_parts(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any, lead: Tensor) -> Any:
+    """Runs a function on parts, and marks its results."""
+    cut = cut_of(lead)
+    assert cut is not None
+    shape = lead.shape  # of the part: outside of the mode
+    result = func(*args, **kwargs)
+    made = list(tensors_in(result))
+    if not made:
+        return result
+    if name in _SAME and all(tensor.shape == shape for tensor in made):
+        for tensor in made:
+            mark(tensor, cut)
+        return result
+    wholes = list(tensors_in(without_content(func, args, kwargs)))
+    for tensor, whole in zip(made, wholes, strict=True):
+        places = [dim for dim, size in enumerate(whole.shape) if tensor.shape[dim] != size]
+        if len(places) != 1:
+            return run.on_wholes(f"loses its cut in {name}", func, args, kwargs)
+        dim = places[0]
+        is_same = whole.shape[dim] == cut.shape[cut.dim]
+        if not is_same and (cut.outer > 1 or cut.segments or tensor.shape[dim] * cut.num_parts != whole.shape[dim]):
+            return run.on_wholes(f"is cut in pieces that {name} moves", func, args, kwargs)
+        segments = cut.segments if is_same else ()
+        mark(tensor, AxisCut(tuple(whole.shape), dim, cut.num_parts, cut.outer, segments, cut.sources))
+    return result
+
+
+def _view(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    x, cut = args[0], cut_of(args[0])
+    if cut is None or (len(args) > 1 and isinstance(args[1], torch.dtype)):
+        return by_broadcast(run, name, func, args, kwargs)
+    shape = tuple(without_content(func, args, kwargs).shape)
+    before, passed = cut.before, 1
+    reason = f"is viewed as {list(shape)}, across the cut"
+    for dim, size in enumerate(shape):
+        if passed <= before < passed * size and before % passed == 0 and not cut.segments:
+            outer = before // passed
+            width = math.prod(x.shape) // max(1, math.prod(shape[:dim]) * math.prod(shape[dim + 1 :]))
+            is_even = width * cut.num_parts == size and size % outer == 0
+            is_padded = cut.shape[cut.dim] == size  # a vocabulary
+            rest = len(shape) - dim - 1
+            is_kinds = size <= _KINDS and outer == 1 and rest and (rest > 1 or cut.num_parts % size)
+            if is_kinds and run.plan is not None and run.plan.segment(cut, [cut.shape[cut.dim] // size] * size):
+                before *= size  # queries, keys and values behind each other
+            elif is_even or is_padded:
+                local = [*shape[:dim], width if is_even else x.shape[cut.dim], *shape[dim + 1 :]]
+                result = x.view(local) if name == "view" else x.reshape(local)
+                return mark(result, AxisCut(shape, dim, cut.num_parts, outer, (), cut.sources))
+            else:
+                heads = size // max(outer, 1)
+                reason = f"has {heads} heads or parts, no multiple of {cut.num_parts}"
+                if run.plan is not None and cut.num_parts % heads == 0:
+                    run.plan.repeat(cut.sources, heads)
+                break
+        passed *= size
+    return run.on_wholes(reason, func, args, kwargs)
+
+
+def _expand(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    x, cut = args[0], cut_of(args[0])
+    if cut is None:
+        return func(*mapped(args, run.whole), **kwargs)
+    shape = list(without_content(func, args, kwargs).shape)
+    dim = cut.dim + len(shape) - x.dim()
+    local = [*shape[:dim], x.shape[cut.dim], *shape[dim + 1 :]]
+    return mark(x.expand(local), AxisCut(tuple(shape), dim, cut.num_parts, cut.outer, cut.segments, cut.sources))
+
+
+def _split(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    x, cut = args[0], cut_of(args[0])
+    assert cut is not None
+    dim = kwargs.get("dim", args[-1] if len(args) == (2 if name == "unbind" else 3) else 0) % x.dim()
+    if dim != cut.dim:
+        return on_parts(run, name, func, args, kwargs, x)
+    wholes = without_content(func, args, kwargs)
+    groups = None if name == "unbind" else _groups(run, cut, [piece.shape[dim] for piece in wholes])
+    if name == "unbind" and len(wholes) <= _KINDS and run.plan is not None:
+        run.plan.segment(cut, [1] * len(wholes))
+    if groups is None:
+        return run.on_wholes(f"is divided by {name} along the cut", func, args, kwargs)
+    pieces = x.split([sum(group) // cut.num_parts for group in groups], dim)
+    return tuple(
+        mark(piece, of_segments(tuple(whole.shape), dim, group, cut))
+        for piece, whole, group in zip(pieces, wholes, groups, strict=True)
+    )
+
+
+def _groups(run: Exchanges, cut: AxisCut, sizes: Sequence[int]) -> list[tuple[int, ...]] | None:
+    """Returns the segments in each of consecutive pieces of a cut dimension; None if they are cut otherwise."""
+    if any(size % cut.num_parts for size in sizes):
+        return None
+    segments = segments_of(cut)
+    if len(segments) == 1 and len(sizes) > 1:
+        if run.plan is None or not run.plan.segment(cut, sizes):
+            return None
+        segments = tuple(sizes)
+    groups, rest = [], list(segments)
+    for size in sizes:
+        group: list[int] = []
+        while sum(group) < size and rest:
+            group.append(rest.pop(0))
+        if sum(group) != size:
+            return None
+        groups.append(tuple(group))
+    return groups
+
+
+def _item(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    x, cut = args[0], cut_of(args[0])
+    if cut is None:  # a cut index
+        return func(*mapped(args, lambda tensor: run.refused(tensor, "is an index")), **kwargs)
+    if name == "narrow":
+        given = {"dim": 0, "start": 0, "length": 0} | dict(zip(("dim", "start", "length"), args[1:], strict=False))
+        dim, start, length = map(int, (given | kwargs).values())
+        index: tuple[Any, ...] = (*[slice(None)] * (dim % x.dim()), slice(start, start + length))
+    else:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    at = _entry(index, cut.dim, x.dim())
+    if at is None or index[at] == slice(None):
+        return on_parts(run, name, func, args, kwargs, x)
+    entry, size = index[at], cut.shape[cut.dim]
+    if isinstance(entry, slice):
+        start, stop, step = entry.indices(size)
+        if (start, stop, step) == (0, size, 1):
+            return on_parts(run, name, func, args, kwargs, x)
+        sizes = [width for width in (start, stop - start, size - stop) if width]
+        groups = _groups(run, cut, sizes) if step == 1 and start < stop else None
+        if groups is not None:
+            own = slice(start // cut.num_parts, stop // cut.num_parts)
+            result = x[(*index[:at], own, *index[at + 1 :])]
+            whole = without_content(torch.Tensor.__getitem__, (x, index), {})
+            group = groups[1 if start else 0]
+            dim = next(d for d, width in enumerate(whole.shape) if result.shape[d] != width)
+            return mark(result, of_segments(tuple(whole.shape), dim, group, cut))
+    elif size <= _KINDS and run.plan is not None:
+        run.plan.segment(cut, [1] * size)
+    return run.on_wholes("is indexed along the cut", func, args, kwargs)
+
+
+def _along(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    cut, (place, default) = cut_of(args[0]), _ALONG[name]
+    dim = kwargs.get("dim", args[place] if len(args) > place else default)
+    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+    is_index = name in ("gather", "scatter", "scatter_add", "index_add", "index_copy")
+    ndim = args[0].dim()
+    if cut is None or is_index or None in dims or cut.dim in [place % ndim for place in dims if type(place) is int]:
+        return run.on_wholes(f"is read along the cut by {name}", func, args, kwargs)
+    return on_parts(run, name, func, args, kwargs, args[0])
+
+
+def _sum(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    x, cut = args[0], cut_of(args[0])
+    assert cut is not None
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    dims = range(x.dim()) if dim is None else [d % x.dim() for d in (dim if isinstance(dim, (tuple, list)) else (dim,))]
+    if cut.dim not in dims:
+        return on_parts(run, name, func, args, kwargs, x)
+    if cut.num_parts != run.num_ranks or cut.shape[cut.dim] % cut.num_parts:
+        return run.on_wholes(f"is read along the cut by {name}", func, args, kwargs)
+    result = func(*args, **kwargs) / (cut.num_parts if name == "mean" else 1)
+    return run.summed(mark(result, AxisCut(tuple(result.shape), PARTIAL, run.num_ranks)), is_whole=True)
+
+
+def _norm(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    x, cut = args[0], cut_of(args[0])
+    shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
+    if cut is None or cut.dim >= len(cut.shape) - len(shape):
+        return run.on_wholes(f"is normalised along the cut by {name}", func, args, kwargs)
+    args, kwargs = mapped((args, kwargs), lambda tensor: tensor if tensor is x else run.entered(tensor))
+    return on_parts(run, name, func, args, kwargs, x)
+
+
+def _refuse(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    return run.on_wholes(f"is read whole by {name}", func, args, kwargs)
+
+
+def _pad(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    x, cut = args[0], cut_of(args[0])
+    if cut is None or cut.dim >= len(cut.shape) - len(args[1]) // 2:
+        return run.on_wholes("is padded along the cut", func, args, kwargs)
+    return on_parts(run, name, func, args, kwargs, x)
+
+
+def _cat(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    tensors = list(args[0])
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % tensors[0].dim()
+    cuts = [cut_of(tensor) for tensor in tensors]
+    lead = next(cut for cut in cuts if cut is not None)
+    if lead.dim != dim:
+        return by_broadcast(run, name, func, args, kwargs)
+    segments: list[int] = []
+    for cut in cuts:
+        if cut is None or (cut.dim, cut.num_parts) != (dim, lead.num_parts):
+            return run.on_wholes("is joined to whole tensors", func, args, kwargs)
+        segments += segments_of(cut)
+    shape = list(lead.shape)
+    shape[dim] = sum(segments)
+    return mark(func(tensors, dim), of_segments(tuple(shape), dim, tuple(segments), lead))
+
+
+def _glu(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+    with run:
+        first, second = args[0].chunk(2, dim)
+        return first * second.sigmoid()
+
+
+def _entry(index: tuple[Any, ...], dim: int, ndim: int) -> int | None:
+    """Returns the place in an index of what selects from a dimension; None if all of it is there."""
+
+    def taken(entry: Any) -> int:
+        if entry is None or entry is Ellipsis or isinstance(entry, bool):
+            return 0
+        return entry.dim() if isinstance(entry, Tensor) and entry.dtype is torch.bool else 1
+
+    room = ndim - sum(map(taken, index))
+    passed = 0
+    for place, entry in enumerate(index):
+        width = room if entry is Ellipsis else taken(entry)
+        if passed <= dim < passed + width:
+            return None if entry is Ellipsis else place
+        passed += width
+    return None
+
+
+Rule = Callable[[Exchanges, str, Any, Any, Any], Any]
+RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(_ALONG, _along),
+    **dict.fromkeys(_VIEWS, _view),
+    **dict.fromkeys(_EXPANDS, _expand),
+    **dict.fromkeys(_SPLITS, _split),
+    **dict.fromkeys(_SUMS, _sum),
+    **dict.fromkeys(_REFUSED | _BY_CHANNEL, _refuse),
+    **dict.fromkeys(("layer_norm", "rms_norm"), _norm),
+    **dict.fromkeys(("__getitem__", "narrow"), _item),
+    **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
+    "pad": _pad,
+    "glu": _glu,
+}

@@ -1,0 +1,149 @@
+"""Functions of weights: products, attention, tables and losses of cut tensors."""
+
+# mypy: disable-error-code="no-any-return,no-untyped-call"
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from gdp.models.pytorch.shards import products
+from gdp.models.pytorch.shards.collectives import Repeated
+from gdp.models.pytorch.shards.cuts import PARTIAL, SEQUENCE, AxisCut, cut_of, cuts_in, mapped, mark, whole_shape
+from gdp.models.pytorch.shards.exchanges import Exchanges
+from gdp.models.pytorch.shards.loss import parallel_cross_entropy
+from gdp.models.pytorch.shards.parts import Rule, aligned
+
+
+def _product(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    product = products.read(name, args, kwargs)
+    if product is None:
+        return run.on_wholes(f"is multiplied by {name}", func, args, kwargs)
+    operands = list(product.operands)
+    if run.plan is not None:
+        operands = run.plan.choose(run, product, operands)
+    for at, tensor in enumerate(operands):  # tokens come together where columns are cut
+        cut = cut_of(tensor)
+        others = [other for place, other in enumerate(map(cut_of, operands)) if other is not None and place != at]
+        if cut is not None and SEQUENCE in cut.sources and others:
+            operands[at] = gathered = run.whole(tensor, is_summed=True)
+            run.kept(("enter",), gathered, lambda gathered=gathered: gathered)  # type: ignore[misc]
+    cuts = [cut for cut in map(cut_of, operands) if cut is not None]
+    if not cuts:
+        return product.call(func, operands)
+    lead = max(cuts, key=lambda cut: cut.num_parts)
+    letter = next(
+        letters[cut.dim] for letters, cut in zip(product.letters, map(cut_of, operands), strict=True) if cut is lead
+    )
+    is_sum = letter not in product.result
+    if not _agree(product.letters, operands, letter, lead) or (is_sum and lead.num_parts < run.num_ranks):
+        cut_operands = [run.refused(tensor, f"is multiplied by {name} with another cut") for tensor in operands]
+        return product.call(func, cut_operands)
+    for at, (letters, tensor) in enumerate(zip(product.letters, operands, strict=True)):
+        cut = cut_of(tensor)
+        if letter not in letters:
+            operands[at] = run.entered(tensor) if not (is_sum and at == product.bias) else tensor
+        elif cut is None:
+            operands[at] = run.own(tensor, letters.index(letter), lead)
+        elif isinstance(tensor, nn.Parameter) and cut.num_parts < run.num_ranks and tensor.requires_grad:
+            operands[at] = Repeated.apply(tensor, cut.num_parts, run.num_ranks, run.rank)
+        elif cut.num_parts < lead.num_parts:
+            operands[at] = aligned(run, tensor, lead, len(letters) - letters.index(letter))
+    sources = frozenset().union(*(cut.sources for cut in cuts))
+    if is_sum:
+        bias = operands[product.bias] if product.bias is not None else None
+        result = product.call(func, operands, with_bias=False)
+        result = mark(result, AxisCut(tuple(result.shape), PARTIAL, run.num_ranks, sources=sources))
+        if bias is None:
+            return result
+        total = run.summed(result)
+        with run:
+            return total + bias
+    result = product.call(func, operands)
+    dim = product.result.index(letter)
+    shape = [*result.shape[:dim], lead.shape[lead.dim], *result.shape[dim + 1 :]]
+    mark(result, AxisCut(tuple(shape), dim, lead.num_parts, lead.outer, lead.segments, sources))
+    return run.whole(result) if sources & run.gathered else result
+
+
+def _agree(letters: Sequence[str], operands: Sequence[Tensor], letter: str, lead: AxisCut) -> bool:
+    """Returns whether all cuts of operands are those of this letter."""
+    for text, cut in zip(letters, map(cut_of, operands), strict=True):
+        if cut is None:
+            continue
+        if text[cut.dim] != letter or (cut.outer, cut.segments) != (lead.outer, lead.segments):
+            return False
+    return True
+
+
+def _attention(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    query, key, value = args[:3] if len(args) > 2 else (kwargs.pop(part) for part in ("query", "key", "value"))
+    rest = list(args[3:])
+    triple = []
+    for tensor in (query, key, value):
+        cut = cut_of(tensor)
+        is_by_head = cut is None or (cut.dim == len(cut.shape) - 3 and cut.outer == 1 and not cut.segments)
+        triple.append(tensor if is_by_head else run.refused(tensor, "is cut otherwise than by heads in attention"))
+    lead = next((cut for cut in map(cut_of, triple) if cut is not None and cut.num_parts == run.num_ranks), None)
+    if lead is None:
+        return run.on_wholes("has fewer heads than ranks", func, (*triple, *rest), kwargs)
+    heads = whole_shape(triple[0])[-3]
+    parts = []
+    for tensor in triple:
+        cut, count = cut_of(tensor), whole_shape(tensor)[-3]
+        if cut is None and count > 1:
+            num_parts = run.num_ranks if count % run.num_ranks == 0 else count
+            if run.num_ranks % num_parts:
+                return run.on_wholes("attends in groups that ranks share", func, (*triple, *rest), kwargs)
+            tensor = run.own(tensor, -3, AxisCut(tuple(tensor.shape), tensor.dim() - 3, num_parts))
+        elif cut is None:
+            tensor = run.entered(tensor)
+        elif cut.num_parts < run.num_ranks and count == heads:
+            tensor = aligned(run, tensor, lead, 3)
+        parts.append(tensor)
+    lead = cut_of(parts[0])
+    assert lead is not None
+    rest, kwargs = mapped((rest, kwargs), lambda tensor: aligned(run, tensor, lead, 3))
+    shape = (*whole_shape(triple[0])[:-1], value.shape[-1])
+    sources = frozenset().union(*(cut.sources for cut in map(cut_of, triple) if cut is not None))
+    return mark(func(*parts, *rest, **kwargs), AxisCut(shape, len(shape) - 3, run.num_ranks, sources=sources))
+
+
+def _embedding(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    table, ids = args[:2]
+    if run.plan is not None and cut_of(table) is None:
+        table = run.plan.table(run, table)
+    cut = cut_of(table)
+    if cut is None or cut.dim != 0 or cut_of(ids) is not None or cut.outer > 1:
+        if not cuts_in((args, kwargs)):
+            return func(*args, **kwargs)
+        return run.on_wholes("is a table", func, (table, *args[1:]), kwargs)
+    rows = table.shape[0]
+    first = run.rank * rows
+    is_other = (ids < first) | (ids >= first + rows)
+    places = (ids - first).masked_fill(is_other, 0)
+    padding = args[2] - first if len(args) > 2 and 0 <= args[2] - first < rows else -1
+    result = func(table, places, padding).masked_fill(is_other.unsqueeze(-1), 0)
+    return mark(result, AxisCut(tuple(result.shape), PARTIAL, run.num_ranks, sources=cut.sources))
+
+
+def _cross_entropy(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    logits, target, weight, reduction, ignored, smoothing = [*args, *(None, None, 1, -100, 0.0)[len(args) - 1 :]][:6]
+    options = {"weight": weight, "reduction": reduction, "ignore_index": ignored, "label_smoothing": smoothing}
+    options |= kwargs
+    cut = cut_of(logits)
+    is_plain = options["weight"] is None and not options["label_smoothing"] and not target.is_floating_point()
+    is_small = run.plan is not None and cut is not None and run.plan.is_small(cut.sources)
+    if cut is None or cut.dim != 1 or len(cut.shape) != 2 or not is_plain or cut_of(target) is not None or is_small:
+        return run.on_wholes("is read by a loss", func, args, kwargs)
+    return parallel_cross_entropy(
+        logits, target, cut.shape[1], run.num_ranks, run.rank, options["reduction"], options["ignore_index"]
+    )
+
+
+RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(products.NAMES, _product),
+    "scaled_dot_product_attention": _attention,
+    "embedding": _embedding,
+    "cross_entropy_loss": _cross_entropy,
+}
