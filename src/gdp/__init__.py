@@ -1,7 +1,5 @@
 """gdp places the operators of a neural network on devices so that one step is as fast as possible within memory.
-
-`__init__.pyi` lists the public names. They load on first use: `import gdp` alone imports neither NumPy nor PyTorch.
-"""
+`__init__.pyi` lists the public names. They load on first use: `import gdp` alone imports neither NumPy nor PyTorch."""
 
 from typing import Any
 

@@ -16,10 +16,8 @@ _Record = TypeVar("_Record", bound=tuple[Any, ...])
 
 
 def narrow(table: npt.NDArray[_Value]) -> npt.NDArray[_Value]:
-    """Returns one column [N, 1] of a table [N, D] that is broadcast from one, else the table itself.
-
-    Tables of equal devices are broadcast: of a million ops one takes 0.5 GB with 64 devices.
-    """
+    """Returns one column [N, 1] of a table [N, D] that is broadcast from one, else the table itself. Tables of equal
+    devices are broadcast: of a million ops one takes 0.5 GB with 64 devices."""
     return table[:, :1] if table.strides[1] == 0 else table
 
 
@@ -64,10 +62,8 @@ def by_first(ids: I64) -> I64:
 
 def zeros(record: type[_Record], **sizes: int) -> _Record:
     """Returns the named tuple `record` of zeros, with arrays of the types and shapes that its annotations give.
-
     `Annotated[Any, "int64 [N, D + 1]"]` is an array of N rows and D + 1 columns, where `sizes` has N and D. A field
-    that is annotated with another record has one of these.
-    """
+    that is annotated with another record has one of these."""
     fields = record.__annotations__.values()
     return record(*(_array(form[1], sizes) if (form := get_args(field)) else zeros(field, **sizes) for field in fields))
 

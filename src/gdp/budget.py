@@ -92,10 +92,8 @@ class Pace:
 
 @dataclass(slots=True, eq=False)
 class Effort:
-    """The time that work takes on this machine, learned as it goes: an estimate for each op of a step.
-
-    First guesses, in us an op, are of one core of a Xeon at 2.5 GHz (`python -m benchmarks scale`).
-    """
+    """The time that work takes on this machine, learned as it goes: an estimate for each op of a step. First guesses,
+    in us an op, are of one core of a Xeon at 2.5 GHz (`python -m benchmarks scale`)."""
 
     read_kept: Pace = field(default_factory=lambda: Pace(10.0))  # a step from the cache
     estimate: Pace = field(default_factory=lambda: Pace(15.0))  # a replica's step
@@ -119,10 +117,8 @@ _LATE_SHARE, _LATE_S = 0.1, 0.5  # that a command may take longer than its budge
 
 
 def search_s(total_s: float, spent_s: float, last_s: float) -> float:
-    """Returns the seconds for a search and advice in a budget of `total_s`, after `spent_s` and before `last_s`.
-
-    At least half of the budget is for the search.
-    """
+    """Returns the seconds for a search and advice in a budget of `total_s`, after `spent_s` and before `last_s`. At
+    least half of the budget is for the search."""
     return max(total_s - spent_s - last_s, total_s / 2)
 
 
@@ -142,11 +138,9 @@ class _Meter:
 
 
 class Clock:
-    """Spends a budget: seconds pass by themselves, simulations are counted by `spend`.
-
-    A clock splits itself: `part` and `until` return clocks that end earlier. All of them count together, and share
-    `stop`, an event that ends them at once (Ctrl-C) and may be set from another thread.
-    """
+    """Spends a budget: seconds pass by themselves, simulations are counted by `spend`. A clock splits itself: `part`
+    and `until` return clocks that end earlier. All of them count together, and share `stop`, an event that ends them at
+    once (Ctrl-C) and may be set from another thread."""
 
     def __init__(
         self, budget: Budget, *, stop: threading.Event | None = None, timer: Callable[[], float] = time.monotonic

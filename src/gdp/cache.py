@@ -1,8 +1,6 @@
-"""The user's cache of captured graphs and plans. It may be deleted at any time.
-
-The name of an entry has a hash of all that its content depends on, so an entry is never wrong, only unused. An entry
-that cannot be written or read costs time, no more.
-"""
+"""The user's cache of captured graphs and plans. It may be deleted at any time. The name of an entry has a hash of all
+that its content depends on, so an entry is never wrong, only unused. An entry that cannot be written or read costs
+time, no more."""
 
 import contextlib
 import hashlib
@@ -29,10 +27,8 @@ def directory(kind: str) -> Path | None:
 
 
 def entry(kind: str, label: str, depends_on: Iterable[object], code: Iterable[Path] = ()) -> Path | None:
-    """Returns the file of the entry that depends on `depends_on` and on the source files `code`.
-
-    Values in `depends_on` are told apart by their `repr`; `label` makes the file's name readable.
-    """
+    """Returns the file of the entry that depends on `depends_on` and on the source files `code`. Values in `depends_on`
+    are told apart by their `repr`; `label` makes the file's name readable."""
     where = directory(kind)
     if where is None:
         return None

@@ -10,8 +10,7 @@ Compilation is what the first command on a machine waits for, so kernels are wri
 
 Compiled code is kept beside the modules. Numba compiles a kernel anew when its own file has changed; here when its code
 has, or that of a function that it calls by its name, or a constant that these name. Fields of records that change their
-order are not noticed: name a record anew then.
-"""
+order are not noticed: name a record anew then."""
 
 import hashlib
 import pickle

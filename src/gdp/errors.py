@@ -30,10 +30,8 @@ def first_line(error: BaseException) -> str:
 
 
 def user_line(error: BaseException) -> str:
-    """Returns `, vit.py line 12`: the innermost line of the user's own code that the exception passed; "" if none.
-
-    Own code is neither in gdp, nor in the standard library or an installed package.
-    """
+    """Returns `, vit.py line 12`: the innermost line of the user's own code that the exception passed; "" if none. Own
+    code is neither in gdp, nor in the standard library or an installed package."""
     libraries = [os.path.dirname(__file__), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = os.path.abspath(frame.filename)

@@ -1,8 +1,6 @@
-"""Reading and writing files: strict JSON, transparent gzip, atomic replacement.
-
-Every reader raises `InputError` with one line that names the file, the place in it and the remedy. Every writer writes
-to a temporary name beside the target and renames it, so a file is whole or absent.
-"""
+"""Reading and writing files: strict JSON, transparent gzip, atomic replacement. Every reader raises `InputError` with
+one line that names the file, the place in it and the remedy. Every writer writes to a temporary name beside the target
+and renames it, so a file is whole or absent."""
 
 import contextlib
 import gc
@@ -182,9 +180,7 @@ def require_header(
     document: object, expected_format: str, version: int, oldest: int | None = None
 ) -> Mapping[str, Any]:
     """Checks `format` and `version` of a document; messages name neither file nor op, the caller adds the file.
-
-    Versions from `oldest` (None: `version`) to `version` are read.
-    """
+    Versions from `oldest` (None: `version`) to `version` are read."""
     oldest = version if oldest is None else oldest
     if not isinstance(document, dict):
         raise InputError(f"the document is a {type(document).__name__}; a {expected_format} mapping is expected")

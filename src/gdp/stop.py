@@ -12,10 +12,8 @@ class CutShortError(KeyboardInterrupt):
 
 
 class Stop(threading.Event):
-    """Is set by an interrupt, once there is an answer that would be lost otherwise.
-
-    Nobody waits for it, so it is set without a lock: two signals may come at once, one in the handler of the other.
-    """
+    """Is set by an interrupt, once there is an answer that would be lost otherwise. Nobody waits for it, so it is set
+    without a lock: two signals may come at once, one in the handler of the other."""
 
     def __init__(self, *, has_answer: bool) -> None:
         super().__init__()
@@ -33,10 +31,8 @@ class Stop(threading.Event):
         return self._is_set
 
     def interrupt(self) -> None:
-        """Ends the work at once where that loses no answer, by KeyboardInterrupt; else sets the event.
-
-        The first interrupt in work that can be skipped cuts that short, too.
-        """
+        """Ends the work at once where that loses no answer, by KeyboardInterrupt; else sets the event. The first
+        interrupt in work that can be skipped cuts that short, too."""
         if not self.has_answer:
             raise KeyboardInterrupt
         if self._is_set:
@@ -48,10 +44,8 @@ class Stop(threading.Event):
 
 
 def skip_on_interrupt(stop: threading.Event | None, action: Callable[[], _T]) -> _T | None:
-    """Returns `action()`, which the answer can do without; None where an interrupt cuts it short, which sets `stop`.
-
-    It runs in the main thread. While `stop` has no answer, and for events of other kinds, nothing is cut short.
-    """
+    """Returns `action()`, which the answer can do without; None where an interrupt cuts it short, which sets `stop`. It
+    runs in the main thread. While `stop` has no answer, and for events of other kinds, nothing is cut short."""
     if not isinstance(stop, Stop) or not stop.has_answer:
         return action()
     # an interrupt comes where something is called: nothing is between here and `try`, and after the action

@@ -1,7 +1,5 @@
-"""Tensor files: safetensors with one line of JSON, the header, under `gdp` in their metadata.
-
-Readers raise InputError with one line that names the file, the fault and the remedy.
-"""
+"""Tensor files: safetensors with one line of JSON, the header, under `gdp` in their metadata. Readers raise InputError
+with one line that names the file, the fault and the remedy."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,10 +30,8 @@ class TensorFormat:
 
     @contextmanager
     def opened(self, path: str | Path, framework: str) -> Iterator[tuple[Mapping[str, Any], Any]]:
-        """Yields (header, the open file), with tensors of `framework`, "pt" or "numpy".
-
-        Raises InputError for a bad file, and adds the file's name to an InputError raised meanwhile.
-        """
+        """Yields (header, the open file), with tensors of `framework`, "pt" or "numpy". Raises InputError for a bad
+        file, and adds the file's name to an InputError raised meanwhile."""
         try:
             with files.explained(path):
                 if Path(path).is_dir():

@@ -40,10 +40,8 @@ def _budget(request: PlaceRequest, seconds: float) -> Budget:
 
 
 def find_advice(opened: OpenRequest, solution: Solution, search: Clock) -> tuple[Advice | None, Solution]:
-    """Returns what other machines would give, tried after the `search`, and the solution, or one on fewer devices.
-
-    The advice is None where a layout was asked for.
-    """
+    """Returns what other machines would give, tried after the `search`, and the solution, or one on fewer devices. The
+    advice is None where a layout was asked for."""
     best, plan, question = solution.best, solution.plan, opened.question
     assert best is not None
     assert plan is not None
@@ -101,11 +99,8 @@ def advise_on_units(opened: OpenRequest, placed: ExportablePlan, stop: Event) ->
 
 
 def _best_layout(opened: OpenRequest, clock: Clock) -> WhatIf | None:
-    """Returns an estimate of the best layout of the batch; None where none is possible, or was not refused.
-
-    None, too, where its graph was kept from an earlier command: building the model takes longer than its advice is
-    worth.
-    """
+    """Returns an estimate of the best layout of the batch; None where none is possible, or was not refused. None, too,
+    where its graph was kept from an earlier command: building the model takes longer than its advice is worth."""
     request, model = opened.request, opened.model
     cluster, limits, options = request.cluster, request.constraints, opened.question.options
     if request.parallel != NONE or cluster.num_devices == 1 or not model.seconds:

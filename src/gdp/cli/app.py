@@ -1,7 +1,5 @@
-"""Runs `gdp`: gathers its commands, and turns errors and interrupts into an exit status.
-
-Exit status: 0 done, 1 a run failed, 2 bad input, 3 nothing fits, 130 interrupted.
-"""
+"""Runs `gdp`: gathers its commands, and turns errors and interrupts into an exit status. Exit status: 0 done, 1 a run
+failed, 2 bad input, 3 nothing fits, 130 interrupted."""
 
 import os
 import signal
@@ -48,10 +46,8 @@ for command in (place, run, export, report, compare, simulate, costs, capture, t
 
 
 def main(args: Sequence[str] | None = None, commands: typer.Typer = app, name: str = "gdp") -> int:
-    """Runs the command line `args` (default: the process's own) of `commands` and returns the exit status.
-
-    A SIGTERM, as batch systems and `timeout` send it, is like Ctrl-C. `--traceback` may stand anywhere.
-    """
+    """Runs the command line `args` (default: the process's own) of `commands` and returns the exit status. A SIGTERM,
+    as batch systems and `timeout` send it, is like Ctrl-C. `--traceback` may stand anywhere."""
     words = list(sys.argv[1:] if args is None else args)
     shows_traceback = _TRACEBACK in words
     words = [word for word in words if word != _TRACEBACK]
@@ -99,10 +95,8 @@ def _log_traceback(error: Exception) -> None:
 
 
 def repeat_interrupt(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Repeats a Ctrl-C that came in a callback of compiled code, as when kernels are loaded, which Python ignores.
-
-    One that was to cut work short has stopped the search by then, and is not repeated: a second one ends the process.
-    """
+    """Repeats a Ctrl-C that came in a callback of compiled code, as when kernels are loaded, which Python ignores. One
+    that was to cut work short has stopped the search by then, and is not repeated: a second one ends the process."""
     if issubclass(unraisable.exc_type, CutShortError):
         return
     if issubclass(unraisable.exc_type, KeyboardInterrupt):

@@ -67,10 +67,8 @@ def check_placers(names: Iterable[str]) -> None:
 
 
 def split_rivals(source: ModelSource, placers: str | None) -> tuple[list[str], list[str]]:
-    """Returns (placers of gdp, rivals: modes of accelerate and parallel steps) that `--placers` names.
-
-    The modes are among the defaults for Transformers models, except with micro-batches: accelerate has none.
-    """
+    """Returns (placers of gdp, rivals: modes of accelerate and parallel steps) that `--placers` names. The modes are
+    among the defaults for Transformers models, except with micro-batches: accelerate has none."""
     if placers is None:
         is_whole_model = source.text.startswith("hf:") and source.reading.microbatches == 1
         has_rivals = is_whole_model and find_spec("accelerate") is not None
@@ -88,10 +86,8 @@ def split_rivals(source: ModelSource, placers: str | None) -> tuple[list[str], l
 def find_rivals(
     names: Sequence[str], source: ModelSource, cluster: Cluster, constraints: Constraints
 ) -> dict[str, Rival]:
-    """Returns the rivals `names` for MODEL: modes of accelerate, and the parallel steps of other tools.
-
-    The modes need a PyTorch model of one batch, the parallel steps a training step whose batch can be split.
-    """
+    """Returns the rivals `names` for MODEL: modes of accelerate, and the parallel steps of other tools. The modes need
+    a PyTorch model of one batch, the parallel steps a training step whose batch can be split."""
     parallel = [name for name in names if name in RIVALS]
     return {
         **_accelerate_modes([name for name in names if name not in RIVALS], source),

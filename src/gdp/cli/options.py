@@ -199,10 +199,8 @@ class Given(dict[str, Any]):
 
 
 def with_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Replaces each parameter of `command` that is a group of options by these options, for Typer to see.
-
-    A parameter `given: Given` gets the options that stand on the command line.
-    """
+    """Replaces each parameter of `command` that is a group of options by these options, for Typer to see. A parameter
+    `given: Given` gets the options that stand on the command line."""
     signature = inspect.signature(command)
     groups: dict[str, Any] = {
         name: parameter.annotation

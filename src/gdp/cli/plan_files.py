@@ -114,11 +114,9 @@ class PlanFiles:
         amounts: Mapping[str, int] = MappingProxyType({}),
         served: ServedStep | None = None,
     ) -> InputError | None:
-        """Writes all of them, the plan first; returns the error that ended it, if any.
-
-        After `stop` no files are written that would take seconds, and no long report that would end after `latest_s`,
-        by `time.monotonic`; notes say which. `amounts` are the samples and tokens of a step, or it is a `served` one.
-        """
+        """Writes all of them, the plan first; returns the error that ended it, if any. After `stop` no files are
+        written that would take seconds, and no long report that would end after `latest_s`, by `time.monotonic`; notes
+        say which. `amounts` are the samples and tokens of a step, or it is a `served` one."""
         if self.note:
             log(self.note)
         problem = simulation.problem
@@ -193,10 +191,8 @@ def _likely_tool(request: PlaceRequest, plan: Plan) -> str | None:
 
 
 def _others(plan: Path, kept: Path | None, graph: Graph) -> list[Path]:
-    """Returns the files that are there and have something else than `graph` or a plan of it.
-
-    A plan with its own graph of the same name beside it, as with other costs or measured times, may be replaced.
-    """
+    """Returns the files that are there and have something else than `graph` or a plan of it. A plan with its own graph
+    of the same name beside it, as with other costs or measured times, may be replaced."""
     read, known = None, None
     with contextlib.suppress(InputError):  # something else of the user's
         read = Plan.load(plan)

@@ -128,10 +128,8 @@ def _execute(
     interrupted: threading.Event,
     **measured: Any,
 ) -> "tuple[Executable, RunResult | None]":
-    """Runs the model on this host, or under torchrun as one of its processes.
-
-    On this host, Ctrl-C ends the measurement after the step that runs, and sets `interrupted`.
-    """
+    """Runs the model on this host, or under torchrun as one of its processes. On this host, Ctrl-C ends the measurement
+    after the step that runs, and sets `interrupted`."""
     from gdp.execute.run import run_on_host, run_on_ranks
 
     if not _is_rank():

@@ -26,10 +26,8 @@ _ASCII = str.maketrans("─…▁▂▃▄▅▆▇█", "-~.:-=+*#@")  # of tab
 
 
 def warm_up(placers: Collection[str] = ("auto",), problem: "Problem | None" = None) -> float:
-    """Compiles what `placers` run on `problem`, and says how far that is; without placers, what simulates.
-
-    Returns the seconds that it took, or 0 where all came from the cache.
-    """
+    """Compiles what `placers` run on `problem`, and says how far that is; without placers, what simulates. Returns the
+    seconds that it took, or 0 where all came from the cache."""
     from gdp.planning import warm_up
     from gdp.report.progress import StatusLine, live
 
@@ -80,10 +78,8 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 def print_text(text: str) -> None:
-    """Prints an answer; characters that standard output's encoding lacks as similar ones of ASCII, or escaped.
-
-    Lines and bars are ASCII on a terminal without abilities (`TERM=dumb`) too.
-    """
+    """Prints an answer; characters that standard output's encoding lacks as similar ones of ASCII, or escaped. Lines
+    and bars are ASCII on a terminal without abilities (`TERM=dumb`) too."""
     _print(printable(text))
 
 

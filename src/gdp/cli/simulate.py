@@ -115,10 +115,8 @@ def _derived(plan: "Plan", problem: "Problem", batches: int | None) -> _Answer:
 def _throughput_of(
     problem: "Problem", plan: "Plan", simulation: "Simulation", num_batches: int | None
 ) -> "Throughput | None":
-    """Returns the throughput of a plan of batches in flight, or of `num_batches` in flight in a plan of one batch.
-
-    None for other plans where no number is asked for.
-    """
+    """Returns the throughput of a plan of batches in flight, or of `num_batches` in flight in a plan of one batch. None
+    for other plans where no number is asked for."""
     from gdp.parallel.batches import in_flight, layout_in_flight
     from gdp.simulator.throughput import Throughput, throughput_of_plan
 

@@ -123,10 +123,8 @@ def _policy(options: TrainOptions, held_out: Sequence[str]) -> tuple[SchedulerPo
 
 
 def _pairs(texts: Sequence[str], clusters: Sequence[Cluster], held_out: Sequence[str]) -> list[TaskSource]:
-    """Returns each graph on each of `clusters`, or by default on the usual cluster of the graph.
-
-    Raises InputError for a graph without a usual cluster, and for one of a family that is `held_out`.
-    """
+    """Returns each graph on each of `clusters`, or by default on the usual cluster of the graph. Raises InputError for
+    a graph without a usual cluster, and for one of a family that is `held_out`."""
     training_set = [workload.name for workload in PAPERS.training_set(held_out)]
     names = [name for text in texts for name in (training_set if text == TRAINING_SET else (text,))]
     pairs: list[TaskSource] = []

@@ -1,9 +1,7 @@
-"""The built-in kinds of devices, the links between them, and machines: `catalogue.toml` has the figures and sources.
-
-A type without a rate runs at the float32 rate: integers other than int8, booleans, complex numbers, and types that the
+"""The built-in kinds of devices, the links between them, and machines: `catalogue.toml` has the figures and sources. A
+type without a rate runs at the float32 rate: integers other than int8, booleans, complex numbers, and types that the
 card emulates. Memory of GPUs is what a program can use: the total that CUDA reports less CONTEXT_GIB for the program's
-own context.
-"""
+own context."""
 
 import math
 import tomllib
@@ -63,10 +61,8 @@ there is, and 10 GB for 10 us, which is less than the latency.
 
 @dataclass(frozen=True, slots=True)
 class LinkKind:
-    """A kind of link, per device and direction.
-
-    `is_switched`: all routes of a device share its port; else each pair of linked devices has its own wires.
-    """
+    """A kind of link, per device and direction. `is_switched`: all routes of a device share its port; else each pair of
+    linked devices has its own wires."""
 
     name: str
     bytes_per_second: int
@@ -194,12 +190,10 @@ def _kind(name: str, row: Mapping[str, Any]) -> DeviceKind:
 
 
 def _tera_rates(row: Mapping[str, Any]) -> Mapping[str, float]:
-    """Returns the rates of a kind by dtype, which may follow from its float32 rate.
-
-    The ratios of GeForce cards are those of the RTX 3090, 4090 and 5090 in NVIDIA's white papers (GA102, Ada, RTX
-    Blackwell; each in appendix A): float64 1/64, TF32 1, float16 and bfloat16 2, int8 8, and since Ada float8 4,
-    accumulated in float32. Apple's chips run 16 bit types at the float32 rate.
-    """
+    """Returns the rates of a kind by dtype, which may follow from its float32 rate. The ratios of GeForce cards are
+    those of the RTX 3090, 4090 and 5090 in NVIDIA's white papers (GA102, Ada, RTX Blackwell; each in appendix A):
+    float64 1/64, TF32 1, float16 and bfloat16 2, int8 8, and since Ada float8 4, accumulated in float32. Apple's chips
+    run 16 bit types at the float32 rate."""
     if "rates_of" in row:
         return _tera_rates(_TABLES["kinds"][row["rates_of"]])
     if "apple" in row:

@@ -26,12 +26,9 @@ def only(cluster: Cluster, numbers: Sequence[int]) -> Cluster:
 
 
 def with_another(cluster: Cluster, like: int) -> Cluster | None:
-    """Returns the cluster with one more device at the end, connected as device `like` is.
-
-    The new device has channels of its own where `like` has, and shares the others. It is connected to `like` as another
-    device of that kind is; if there is none, by the links of the kind. None if the links are not known, for a
-    group, and in a large cluster.
-    """
+    """Returns the cluster with one more device at the end, connected as device `like` is. The new device has channels
+    of its own where `like` has, and shares the others. It is connected to `like` as another device of that kind is; if
+    there is none, by the links of the kind. None if the links are not known, for a group, and in a large cluster."""
     if cluster.num_devices >= MOST_CHANGED or cluster.devices[like].group:
         return None
     template, new = cluster.devices[like], cluster.num_devices

@@ -1,7 +1,5 @@
-"""`gdp-cluster` documents, in YAML or JSON: from a document to devices and routes.
-
-docs/machine-model.md, section 6, is the definition.
-"""
+"""`gdp-cluster` documents, in YAML or JSON: from a document to devices and routes. docs/machine-model.md, section 6, is
+the definition."""
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""Presets: the devices and routes that a text such as `4xp100-pcie-16g` names.
-
-docs/devices.md explains presets.
-"""
+"""Presets: the devices and routes that a text such as `4xp100-pcie-16g` names. docs/devices.md explains presets."""
 
 import re
 from collections import Counter
@@ -58,8 +55,7 @@ def preset(text: str) -> tuple[list[Device], dict[tuple[int, int], Route]]:
     local  = group { "+" group }
     group  = [ COUNT "x" ] KIND [ ":" LINK ]         LINK: pcie3-5, pcie4-host or nvlink1-5 instead of the kind's own
 
-    Upper and lower case are the same. Links of like cards are as NCCL uses them, see `EXCHANGES`.
-    """
+    Upper and lower case are the same. Links of like cards are as NCCL uses them, see `EXCHANGES`."""
     lower = text.lower()
     outer = _TOGETHER.fullmatch(_spelled(lower))
     if outer is None:
@@ -92,11 +88,8 @@ def preset(text: str) -> tuple[list[Device], dict[tuple[int, int], Route]]:
 
 @dataclass(frozen=True, slots=True)
 class _Uplinks:
-    """The uplinks of a pod.
-
-    A transfer takes a channel for itself, so what carries several at once is several: as many as have the rate of a
-    network card each. Cards take one of them each in turn.
-    """
+    """The uplinks of a pod. A transfer takes a channel for itself, so what carries several at once is several: as many
+    as have the rate of a network card each. Cards take one of them each in turn."""
 
     num_cards: int  # of the pod
     card_gbit: int

@@ -1,8 +1,5 @@
 """Prices: dollars an hour and watts of kinds of devices and of clusters, from the catalogue and from a user's file.
-
-rtx5090-32g: {dollars_per_hour: 0.69, watts: 575}
-my-card: {watts: 300}
-"""
+rtx5090-32g: {dollars_per_hour: 0.69, watts: 575} my-card: {watts: 300}"""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping

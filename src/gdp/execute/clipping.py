@@ -13,8 +13,7 @@ read them divided by it. P. Micikevicius et al., "Mixed Precision Training", ICL
       +---- grows, or backs off --------------------------+
 
 All updates wait for the last gradient. So on each device they come after the ops that do not need them, otherwise in
-the order of the plan. N ops and T tensors of the program, U updates.
-"""
+the order of the plan. N ops and T tensors of the program, U updates."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -61,22 +60,18 @@ class ReadGradient:
 def with_clipping(
     program: Program, order: Sequence[npt.ArrayLike], max_norm: float
 ) -> tuple[Program, tuple[list[int], ...]]:
-    """Returns the program and its order [D] with gradients clipped as `torch.nn.utils.clip_grad_norm_` does.
-
-    The norm is that of the gradients of the mean loss of the whole batch, whatever the layout: to the bit where they
-    are whole and of one type, to rounding of the norm where they are in pieces, or of several types, whose order is
-    PyTorch's own. InputError where an update reads several gradients.
-    """
+    """Returns the program and its order [D] with gradients clipped as `torch.nn.utils.clip_grad_norm_` does. The norm
+    is that of the gradients of the mean loss of the whole batch, whatever the layout: to the bit where they are whole
+    and of one type, to rounding of the norm where they are in pieces, or of several types, whose order is PyTorch's
+    own. InputError where an update reads several gradients."""
     return Clipping(program, gradients_of_updates(program, "clip_norm"), max_norm, None).build(order)
 
 
 def factor_of(
     norms: Sequence[Tensor], max_norm: float | None, *, inverse_scale: float | None = None
 ) -> tuple[Tensor | None, Tensor]:
-    """Returns the factor of gradients with these norms, and 1 if the norm of all is not finite, else 0.
-
-    The factor is min(1, max_norm / norm), times the inverse of the loss scale; the norms are those of scaled gradients.
-    """
+    """Returns the factor of gradients with these norms, and 1 if the norm of all is not finite, else 0. The factor is
+    min(1, max_norm / norm), times the inverse of the loss scale; the norms are those of scaled gradients."""
     norm = torch.linalg.vector_norm(torch.stack(list(norms)), _degree(max_norm))
     overflow = norm.isfinite().logical_not().float()
     inverse = None if inverse_scale is None else torch.full_like(norm, inverse_scale)
@@ -286,9 +281,7 @@ def with_loss_scale(
     program: Program, order: Sequence[npt.ArrayLike], scale: float, max_norm: float | None = None
 ) -> ScaledProgram:
     """Returns the program and its order [D] with the loss times `scale`, and gradients divided by it and clipped.
-
-    Clipped as by `with_clipping`, unless `max_norm` is None. InputError where an update cannot be left out.
-    """
+    Clipped as by `with_clipping`, unless `max_norm` is None. InputError where an update cannot be left out."""
     gradients = gradients_of_updates(program, "scaler")
     part, origins = micro_batch_of(program)
     calls = [

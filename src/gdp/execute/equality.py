@@ -17,11 +17,8 @@ from gdp.models.pytorch.program import named_state, named_tensors
 
 @dataclass(frozen=True, slots=True)
 class Equality:
-    """Differences between the results of two steps.
-
-    They are relative to the largest element of a tensor, or, if that is known and more, to `NOISE_FACTOR` times the
-    tensor's noise.
-    """
+    """Differences between the results of two steps. They are relative to the largest element of a tensor, or, if that
+    is known and more, to `NOISE_FACTOR` times the tensor's noise."""
 
     num_tensors: int  # compared: loss, outputs, gradients, state
     num_equal: int  # bit for bit
@@ -80,8 +77,7 @@ def eager_parts(
     of part p are called `NAME@p` if there are several, and buffers are those after the first `num_first` parts. It
     computes on one thread, since more of them may add up in another order. The results equal those of `program` unless
     random numbers are drawn, for which PyTorch has other seeds. `model` is left as it was. ExecutionError if the model
-    fails.
-    """
+    fails."""
     is_training, num_threads = program.loss is not None, torch.get_num_threads()
     torch.set_num_threads(1)
     losses: list[Tensor] = []

@@ -60,9 +60,7 @@ class Executable:
 
     def content(self, program: Program | None = None) -> dict[int, Tensor]:
         """Copies parameters, buffers and inputs, by tensor number. ExecutionError if there is no memory for them.
-
-        `program` is by default the one that is run.
-        """
+        `program` is by default the one that is run."""
         try:
             return (program or self.program).bind(self.model, self.args, self.kwargs)
         except RuntimeError as error:
@@ -83,10 +81,8 @@ class Executable:
 def read_executable(
     source: ModelSource, *, plan: Plan | None = None, placed: Graph | None = None, seed: int = 0
 ) -> Executable:
-    """Builds the model of MODEL, with parameters and inputs drawn by `seed` on the CPU, and captures its step.
-
-    The step is cut as `plan` says, whose graph is `placed` where it is known. InputError where MODEL cannot be read.
-    """
+    """Builds the model of MODEL, with parameters and inputs drawn by `seed` on the CPU, and captures its step. The step
+    is cut as `plan` says, whose graph is `placed` where it is known. InputError where MODEL cannot be read."""
     text, reading = source.text, source.reading
     source.check_runnable("executed")
 
@@ -122,10 +118,8 @@ def as_planned(
     placed: Graph | None = None,
 ) -> Executable:
     """Returns `executable`, of the whole batch, cut as the layout of `plan` says, or as a stream of batches.
-
     `captured(args, kwargs)` captures a part, and `sizes(K)` are those of its inputs for K parts, by default found by
-    the batch size in the plan. `placed` is the graph of the plan, where it is known.
-    """
+    the batch size in the plan. `placed` is the graph of the plan, where it is known."""
     whole, args, kwargs = executable.capture, executable.args, executable.kwargs
     cut = PlannedCut.of(plan, placed)
     if cut is None:
@@ -144,10 +138,8 @@ class PlannedCut:
 
     @classmethod
     def of(cls, plan: Plan, placed: Graph | None = None) -> "PlannedCut | None":
-        """Returns how the step of `plan` is cut: by its layout, or into micro-batches alone. None: it is not.
-
-        `placed` is the graph of the plan, where it is known.
-        """
+        """Returns how the step of `plan` is cut: by its layout, or into micro-batches alone. None: it is not. `placed`
+        is the graph of the plan, where it is known."""
         if plan.layout is not None:
             return cls(plan.layout)
         options = plan.question.options if placed is None else microbatching_of(placed)
@@ -161,11 +153,9 @@ class PlannedCut:
         kwargs: Mapping[str, Any],
         sizes: Callable[[int], Sizes | None] | None = None,
     ) -> StepProgram:
-        """Captures the first part of the batch, and returns the program of the step that is made of it.
-
-        `captured` and `sizes` are those of `as_planned`. InputError for a batch of another size, and for a layout that
-        is not executed.
-        """
+        """Captures the first part of the batch, and returns the program of the step that is made of it. `captured` and
+        `sizes` are those of `as_planned`. InputError for a batch of another size, and for a layout that is not
+        executed."""
         num_parts, batch = Layout.of_document(self.layout).num_parts, self.layout.get("batch")
         shape = next((list(tensor.shape) for _, tensor in named_inputs(args, kwargs) if tensor.dim()), [])
         found = part_sizes(args, kwargs, num_parts, batch) if sizes is None else sizes(num_parts)
@@ -238,10 +228,8 @@ def check_choice(options: CaptureOptions, model: nn.Module) -> None:
 
 
 def check_belongs(plan: Plan, placed: Graph | None, captured: Graph) -> None:
-    """Raises InputError, with what differs, unless `plan` is one of `captured` but for its costs.
-
-    `placed` is the graph of the plan; None: `captured` itself.
-    """
+    """Raises InputError, with what differs, unless `plan` is one of `captured` but for its costs. `placed` is the graph
+    of the plan; None: `captured` itself."""
     if placed is None and plan.problem is not None:
         placed = plan.problem.graph
     if plan.graph == (placed or captured).fingerprint and not (
@@ -268,11 +256,8 @@ def placed_program(
     learning_rate: float | None,
     options: CaptureOptions,
 ) -> Program:
-    """Captures the step of `model` on a whole batch, and cuts it as the plan does.
-
-    `graph` is the placed one, where it has measured times. InputError unless it is the step that was placed, and can be
-    executed.
-    """
+    """Captures the step of `model` on a whole batch, and cuts it as the plan does. `graph` is the placed one, where it
+    has measured times. InputError unless it is the step that was placed, and can be executed."""
     if in_flight(plan.layout):
         raise InputError("the plan serves batches in flight, and gdp.placed runs one; place without --batches")
 

@@ -45,10 +45,8 @@ class QueueTransport(Transport):
 
 
 class ThreadExecutor(PlanExecutor):
-    """A program placed on `targets` [D], a worker thread for each from the first step to `close`.
-
-    The main thread requests a step of each, and waits until all are done or one has failed; then all stop.
-    """
+    """A program placed on `targets` [D], a worker thread for each from the first step to `close`. The main thread
+    requests a step of each, and waits until all are done or one has failed; then all stop."""
 
     def __init__(self, program: Program, order: Sequence[npt.ArrayLike], targets: Sequence[Target]) -> None:
         super().__init__(program, order, targets)
@@ -96,10 +94,8 @@ class ThreadExecutor(PlanExecutor):
 
 
 def host_executor(program: Program, order: Sequence[npt.ArrayLike], targets: Sequence[Target]) -> PlanExecutor:
-    """Makes an executor of the program on `targets` [D].
-
-    PyTorch with CUDA has threads for gradients after a capture, and then no forked process of it computes any.
-    """
+    """Makes an executor of the program on `targets` [D]. PyTorch with CUDA has threads for gradients after a capture,
+    and then no forked process of it computes any."""
     if may_fork(targets) and torch.version.cuda is None:
         return ForkedExecutor(program, order, targets)
     return ThreadExecutor(program, order, targets)

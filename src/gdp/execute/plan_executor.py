@@ -50,12 +50,10 @@ def held_tensors(record: StepRecord) -> dict[int, Tensor]:
 
 
 class PlanExecutor(ABC):
-    """A program placed on `targets` [D] that run its ops in `order` [D]; a context manager.
-
-    `load` gives it parameters and buffers, `step` runs one step on them. After an ExecutionError it is closed.
-    `workers`, by device, are those of this process, which keep parameters, buffers and optimizer state. On ranks all
-    make the same calls, with the same arguments.
-    """
+    """A program placed on `targets` [D] that run its ops in `order` [D]; a context manager. `load` gives it parameters
+    and buffers, `step` runs one step on them. After an ExecutionError it is closed. `workers`, by device, are those of
+    this process, which keep parameters, buffers and optimizer state. On ranks all make the same calls, with the same
+    arguments."""
 
     is_first = True  # of the processes that make the same calls: it gets results
 
@@ -112,11 +110,9 @@ class PlanExecutor(ABC):
     def step(
         self, inputs: Mapping[int, Tensor], *, is_timed: bool = False, retain: bool = False, seed: int | None = None
     ) -> StepRecord:
-        """Runs one step on `inputs`, by tensor number as `Program.bind` gives them, and returns its record.
-
-        `retain` keeps outputs and gradients for `results`; random numbers differ from step to step unless `seed` is
-        given. ExecutionError if an op fails.
-        """
+        """Runs one step on `inputs`, by tensor number as `Program.bind` gives them, and returns its record. `retain`
+        keeps outputs and gradients for `results`; random numbers differ from step to step unless `seed` is given.
+        ExecutionError if an op fails."""
         own_seed = self.num_steps * self.program.num_draws if seed is None else seed
         with self._ending("running a step"):
             self._latest = self._step(inputs, is_timed=is_timed, retain=retain, seed=own_seed)
@@ -178,9 +174,7 @@ class PlanExecutor(ABC):
 
 def check_dropout(program: Program, home: Mapping[int, int], devices: Sequence[torch.device]) -> None:
     """Raises InputError if the passes of an attention with dropout are on a CPU and a GPU, which draw other numbers.
-
-    `home` is the number of each op's device.
-    """
+    `home` is the number of each op's device."""
     names = program.graph.op_names
     for op, forward in program.redrawn_attention():
         here, there = (devices[home[number]].type for number in (op, forward))

@@ -2,8 +2,7 @@
 
 step time      predicted by the replay of the plan      measured: median over the steps
 device         sum of its ops' times                    sum of its ops' medians, and how long it waited
-hand-over      from an op's finish to the arrival       from its finish to the start of an op that waited for it
-"""
+hand-over      from an op's finish to the arrival       from its finish to the start of an op that waited for it"""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -47,10 +46,8 @@ class OpPrediction:
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """Tensors that went from one device to another: medians of predicted and measured times in ns.
-
-    They are the tensors that an op waited for, and times begin at the end of their op.
-    """
+    """Tensors that went from one device to another: medians of predicted and measured times in ns. They are the tensors
+    that an op waited for, and times begin at the end of their op."""
 
     source: str
     destination: str
@@ -124,10 +121,8 @@ def _hand_overs(program: Program, simulation: Simulation, measurement: Measureme
 def _wait_times(
     program: Program, simulation: Simulation, measurement: Measurement, record: StepRecord
 ) -> Iterator[tuple[tuple[int, int], int, int]]:
-    """Yields ((source, destination), predicted ns, measured ns) from an op's end to the start of one that waited.
-
-    Other starts tell nothing of arrivals.
-    """
+    """Yields ((source, destination), predicted ns, measured ns) from an op's end to the start of one that waited. Other
+    starts tell nothing of arrivals."""
     graph, placement = program.graph, simulation.placement.tolist()
     producers, tensors = graph.producers.tolist(), simulation.transfer_tensors
     routed_ns = simulation.transfer_arrival_ns - simulation.op_finish_ns[graph.producers[tensors]]

@@ -3,8 +3,7 @@
     await what other devices send -> run the op -> send what others need of it -> drop what nobody here needs any more
 
 docs/machine-model.md, sections 3 and 4, says what is sent where and when it is freed. Tensors without bytes are control
-dependencies; they are sent and awaited like all others, without content.
-"""
+dependencies; they are sent and awaited like all others, without content."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -42,8 +41,7 @@ def scripts(
 
     A retained tensor with a keeper stays on that op's device instead.
 
-    InputError for an order that deadlocks.
-    """
+    InputError for an order that deadlocks."""
     graph = program.graph
     device_of, position = {}, {}
     lists: list[list[int]] = [np.asarray(ops, np.int64).tolist() for ops in order]

@@ -39,13 +39,10 @@ class Target:
 def find_targets(
     names: Sequence[str], on: str | Sequence[str] | None = None, *, option: str = "on"
 ) -> tuple[Target, ...]:
-    """[D] Returns the target of each device of a plan.
-
-    `on` has the place of each device in turn: `cpu` (any core), `cpu:1` (that core), `cpu:0-3` (these), `cuda:0`; or
-    is a text of them, with commas between.
-    Without it names are places: `cpu1` is core 1, `cuda0` is GPU 0; beside GPUs, a `cpu0` that is the only CPU has all
-    cores. InputError for a place that is not there; `option` is what the user calls `on`: `--on` on a command line.
-    """
+    """[D] Returns the target of each device of a plan. `on` has the place of each device in turn: `cpu` (any core),
+    `cpu:1` (that core), `cpu:0-3` (these), `cuda:0`; or is a text of them, with commas between. Without it names are
+    places: `cpu1` is core 1, `cuda0` is GPU 0; beside GPUs, a `cpu0` that is the only CPU has all cores. InputError for
+    a place that is not there; `option` is what the user calls `on`: `--on` on a command line."""
     on = on.split(",") if isinstance(on, str) else on
     if on is not None and len(on) != len(names):
         raise InputError(f"{option} names {len(on)} devices; the plan has {len(names)}, name each: {', '.join(names)}")

@@ -7,8 +7,7 @@ parameter. With ZeRO each of them keeps the state of a piece:
     update#1   exp_avg [6:11] --+--> exp_avg [11] --------+-- ...
 
 A file is NAME.safetensors, with format, version, num_steps and seed in its metadata, and the tensors "state/NAME" of
-parameters and buffers, "optimizer/NAME/KEY" of the optimizer, "scaler/KEY" of a GradScaler.
-"""
+parameters and buffers, "optimizer/NAME/KEY" of the optimizer, "scaler/KEY" of a GradScaler."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -112,11 +112,8 @@ class ExecutionError(Exception):
 
 @dataclass(slots=True)
 class Worker:
-    """One device: its parameters, buffers and optimizer state, and the ops that it runs.
-
-    `state` holds the memory of sources by tensor number, `private` optimizer state by op and value; both are on the
-    device.
-    """
+    """One device: its parameters, buffers and optimizer state, and the ops that it runs. `state` holds the memory of
+    sources by tensor number, `private` optimizer state by op and value; both are on the device."""
 
     program: Program
     backend: Backend
@@ -199,10 +196,8 @@ class Worker:
 
 
 class WorkerThread(threading.Thread):
-    """A thread that computes on a device: it answers `requests`, with its `number`, into `answers`.
-
-    It ends with None for a request, or with an error, which it puts there, too.
-    """
+    """A thread that computes on a device: it answers `requests`, with its `number`, into `answers`. It ends with None
+    for a request, or with an error, which it puts there, too."""
 
     def __init__(self, backend: Backend, answers: "SimpleQueue[tuple[int, Any]]", number: int) -> None:
         super().__init__(name=f"gdp-{backend.target.name}", daemon=True)

@@ -8,8 +8,7 @@
 `accumulated` copies the forward and backward ops of the graph of one micro-batch. Parameters, buffers and updates
 occur once. `one_microbatch` is the way back.
 
-N ops, T tensors of one micro-batch; M micro-batches.
-"""
+N ops, T tensors of one micro-batch; M micro-batches."""
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -60,10 +59,8 @@ def accumulated(graph: Graph, num_microbatches: int) -> Graph:
 
 
 class _Accumulation:
-    """Numbers shared sources, then the ops of each micro-batch and its sums, then updates; and connects them.
-
-    G gradients, in the order in which they are made.
-    """
+    """Numbers shared sources, then the ops of each micro-batch and its sums, then updates; and connects them. G
+    gradients, in the order in which they are made."""
 
     def __init__(self, graph: Graph, num_microbatches: int) -> None:
         self.graph, self.num_microbatches = graph, num_microbatches
@@ -198,10 +195,8 @@ def _ignores_buffers(kind: str) -> bool:
 
 
 def _buffer_writers(graph: Graph, is_repeated: Bool) -> dict[int, list[int]]:
-    """Maps each group to its ops of a micro-batch that overwrite memory which outlives the micro-batch.
-
-    A cache is not among that: each batch in flight has its own.
-    """
+    """Maps each group to its ops of a micro-batch that overwrite memory which outlives the micro-batch. A cache is not
+    among that: each batch in flight has its own."""
     writers = defaultdict[int, list[int]](list)
     own = set(graph.groups[is_cache(graph)].tolist())
     for op in np.unique(graph.producers[graph.is_resident]).tolist():
@@ -211,10 +206,8 @@ def _buffer_writers(graph: Graph, is_repeated: Bool) -> dict[int, list[int]]:
 
 
 def one_microbatch(graph: Graph) -> Graph:
-    """Returns the step of one micro-batch of `graph`, a step of several.
-
-    InputError where it has none, or where that step in as many micro-batches is another one.
-    """
+    """Returns the step of one micro-batch of `graph`, a step of several. InputError where it has none, or where that
+    step in as many micro-batches is another one."""
     microbatch = microbatch_of(graph)
     count = int(microbatch.max()) + 1
     if count < 2 or graph.replicas.any():

@@ -51,10 +51,8 @@ class GraphBuilder:
         return self._numbered(count)
 
     def copy_ops(self, graph: Graph, ops: I64, **changed: Any) -> I64:
-        """Adds `ops` of `graph`; returns their numbers.
-
-        `changed` are columns of the copies [len(ops)] that differ from those of `graph`; they have no origins.
-        """
+        """Adds `ops` of `graph`; returns their numbers. `changed` are columns of the copies [len(ops)] that differ from
+        those of `graph`; they have no origins."""
         columns = graph.columns_of(ops) | changed
         for name in _TEXTS:
             self._ops[name] += columns[name]
@@ -88,11 +86,9 @@ class GraphBuilder:
     def copy_tensors(
         self, graph: Graph, number: I64, *, tensor_bytes: I64 | None = None, is_edge: Bool | None = None
     ) -> I64:
-        """Adds the tensors of `graph` with their consumers; returns their numbers [T], -1 for those left out.
-
-        `number` [N] are the ops' numbers, -1 for those that are not copied: their results and reads are left out.
-        `tensor_bytes` [T] are other sizes; `is_edge` [E] tells the consumers that are copied, by default all.
-        """
+        """Adds the tensors of `graph` with their consumers; returns their numbers [T], -1 for those left out. `number`
+        [N] are the ops' numbers, -1 for those that are not copied: their results and reads are left out. `tensor_bytes`
+        [T] are other sizes; `is_edge` [E] tells the consumers that are copied, by default all."""
         chosen = np.flatnonzero(number[graph.producers] >= 0)
         tensors = np.full(graph.num_tensors, -1)
         tensors[chosen] = self.num_tensors + np.arange(len(chosen))
@@ -117,10 +113,8 @@ class GraphBuilder:
         self.add_edges(self.add_tensors(distinct, 0)[which], consumers)
 
     def build(self, name: str, position: I64 | None = None) -> Graph:
-        """Returns the graph; InputError where it is none.
-
-        `position` [M] orders the ops anew; those of one position keep the order in which they were added.
-        """
+        """Returns the graph; InputError where it is none. `position` [M] orders the ops anew; those of one position
+        keep the order in which they were added."""
         columns: dict[str, Any] = {column: tuple(self._ops[column]) for column in _TEXTS}
         columns |= {column: np.concatenate(self._ops[column]) for column in _FIGURES}
         columns |= {column: np.concatenate(self._tensors[column]) for column in OF_TENSORS}
@@ -186,11 +180,9 @@ class UniqueNames:
 def topological_order(
     makers: Sequence[Collection[int]], is_late: Callable[[int], bool] = lambda number: False
 ) -> list[int]:
-    """Returns the numbers 0 to N - 1 in an order in which each comes behind its `makers` [N], distinct numbers.
-
-    Of those that may come next, the least one does; ones that are `is_late` wait for all others. Numbers on a cycle,
-    and behind one, are left out.
-    """
+    """Returns the numbers 0 to N - 1 in an order in which each comes behind its `makers` [N], distinct numbers. Of
+    those that may come next, the least one does; ones that are `is_late` wait for all others. Numbers on a cycle, and
+    behind one, are left out."""
     followers: list[list[int]] = [[] for _ in makers]
     for number, sources in enumerate(makers):
         for source in sources:
@@ -209,10 +201,8 @@ def topological_order(
 
 
 def write_after_read(num_ops: int, tensors: Sequence[Tensor], pairs: Iterable[tuple[int, int]]) -> list[Tensor]:
-    """Returns a tensor of 0 bytes from each reader to its writers, for the `pairs` (reader, writer) of ops.
-
-    Pairs that a path of `tensors` orders anyway are left out. Ops are numbered in a topological order.
-    """
+    """Returns a tensor of 0 bytes from each reader to its writers, for the `pairs` (reader, writer) of ops. Pairs that
+    a path of `tensors` orders anyway are left out. Ops are numbered in a topological order."""
     counts = [len(tensor.consumers) for tensor in tensors]
     sources = np.repeat(np.array([tensor.producer for tensor in tensors], np.int64), counts)
     targets = np.array([op for tensor in tensors for op in tensor.consumers], np.int64)
@@ -223,10 +213,8 @@ def write_after_read(num_ops: int, tensors: Sequence[Tensor], pairs: Iterable[tu
 
 
 def unordered(num_ops: int, sources: I64, targets: I64, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns the `pairs` (reader, writer) of ops that no path orders anyway, distinct and sorted.
-
-    Op `sources[i]` comes before op `targets[i]` [E]. Ops are numbered in a topological order.
-    """
+    """Returns the `pairs` (reader, writer) of ops that no path orders anyway, distinct and sorted. Op `sources[i]`
+    comes before op `targets[i]` [E]. Ops are numbered in a topological order."""
     pairs = list(pairs)
     bits = {writer: 1 << place for place, writer in enumerate(dict.fromkeys(writer for _, writer in pairs))}
     later = [0] * num_ops  # the writers that come after each op anyway, as bits

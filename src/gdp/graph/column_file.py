@@ -5,8 +5,7 @@
     op/name [N]                            the same of names; -1 for that of the op's first copy, with `@1#2` behind it
     tensor/consumers [E]                   those of all tensors, which begin at `.offsets` [T + 1]
 
-docs/machine-model.md, section 6, is the definition. N ops, T tensors, E consumers of all tensors together.
-"""
+docs/machine-model.md, section 6, is the definition. N ops, T tensors, E consumers of all tensors together."""
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence

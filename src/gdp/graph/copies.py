@@ -6,8 +6,7 @@
     f!        f        0             0         recomputed   made for its origin, and itself the first of its copies
     f!@1#2    f!       1             2         recomputed   a copy of that
 
-The origin of a copy is the first of all copies, which is of the first micro-batch and replica that have one. N ops.
-"""
+The origin of a copy is the first of all copies, which is of the first micro-batch and replica that have one. N ops."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -83,10 +82,8 @@ def label_end(microbatch: int, replica: int) -> str:
 
 
 def numbers_in(part: "Graph", step: "Graph", ops: I64) -> I64:
-    """Returns the op of `part` that each of `ops` of `step` is; -1 where `part` has none of its name.
-
-    A step that was made of `part` keeps the names of the first copies.
-    """
+    """Returns the op of `part` that each of `ops` of `step` is; -1 where `part` has none of its name. A step that was
+    made of `part` keeps the names of the first copies."""
     distinct, which = np.unique(ops, return_inverse=True)
     names = step.op_names
     return np.array([part.op_numbers.get(names[op], -1) for op in distinct.tolist()], np.int64)[which]

@@ -1,8 +1,6 @@
-"""`gdp-graph` documents: the fields of their ops and tensors, checked column by column.
-
-Columns are checked in whole, so that a million ops are read in seconds. Where anything is wrong, the records are looked
-at one by one, to say what and where. docs/machine-model.md, section 6, is the definition.
-"""
+"""`gdp-graph` documents: the fields of their ops and tensors, checked column by column. Columns are checked in whole,
+so that a million ops are read in seconds. Where anything is wrong, the records are looked at one by one, to say what
+and where. docs/machine-model.md, section 6, is the definition."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
@@ -74,10 +72,8 @@ def _defaults(record: type) -> dict[str, Any]:
 def _columns(
     records: Sequence[object], checks: Mapping[str, Callable[[list[Any]], bool]], defaults: Mapping[str, Any]
 ) -> dict[str, list[Any]] | None:
-    """Returns the columns of `records`, None unless each passes its check.
-
-    Fields without a default must be in every record; no record may have others.
-    """
+    """Returns the columns of `records`, None unless each passes its check. Fields without a default must be in every
+    record; no record may have others."""
     if not set(map(type, records)) <= {dict}:
         return None
     mappings: Sequence[dict[str, Any]] = records  # type: ignore[assignment]

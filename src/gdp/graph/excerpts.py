@@ -1,8 +1,6 @@
-"""Excerpts: a part of a step that stands for the whole, a few of its micro-batches or one of its replicas.
-
-All copies of an op over micro-batches share a device, and replicas are placed alike, so a placement of the part is one
-of the whole. N ops of the whole, n of the part, T tensors of the whole.
-"""
+"""Excerpts: a part of a step that stands for the whole, a few of its micro-batches or one of its replicas. All copies
+of an op over micro-batches share a device, and replicas are placed alike, so a placement of the part is one of the
+whole. N ops of the whole, n of the part, T tensors of the whole."""
 
 from dataclasses import dataclass
 
@@ -53,10 +51,8 @@ class Excerpt:
 
     @classmethod
     def of_replica(cls, graph: Graph) -> "Excerpt | None":
-        """Takes the first replica, in which the end of an exchange follows its beginning.
-
-        None without replicas, and where they have different numbers of micro-batches.
-        """
+        """Takes the first replica, in which the end of an exchange follows its beginning. None without replicas, and
+        where they have different numbers of micro-batches."""
         replica = graph.replicas
         is_end = graph.is_in_role(EXCHANGE_START, EXCHANGE_END)
         has_twin = is_end | ~graph.is_collective
@@ -93,9 +89,7 @@ def _copies(graph: Graph, microbatch: I64) -> I64:
 
 def _twin_tensors(graph: Graph, number: I64, final: I64) -> tuple[I64, I64]:
     """Returns (tensors, stand_ins): tensors of the excerpt, and those of the copies `final` [N] that they stand for.
-
-    `number` [N] are the ops' numbers in the excerpt, -1 for others; `final` is -1 for ops without such a copy.
-    """
+    `number` [N] are the ops' numbers in the excerpt, -1 for others; `final` is -1 for ops without such a copy."""
     order = np.argsort(graph.producers, kind="stable")  # of tensors by producers
     counts = np.bincount(graph.producers, minlength=graph.num_ops)
     first = np.cumsum(counts) - counts
@@ -108,10 +102,8 @@ def _twin_tensors(graph: Graph, number: I64, final: I64) -> tuple[I64, I64]:
 
 
 def _excerpt(graph: Graph, ops: I64, number: I64, tensors_read: I64, readers: I64) -> Graph:
-    """Returns the graph of `ops`; `number` [N] are their numbers in it, -1 for others.
-
-    Besides, each of `readers` reads the one of `tensors_read`; both are numbered as in `graph`, and in the excerpt.
-    """
+    """Returns the graph of `ops`; `number` [N] are their numbers in it, -1 for others. Besides, each of `readers` reads
+    the one of `tensors_read`; both are numbered as in `graph`, and in the excerpt."""
     builder = GraphBuilder()
     builder.copy_ops(graph, ops)
     builder.copy_origins(graph, number)

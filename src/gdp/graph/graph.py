@@ -1,7 +1,5 @@
 """Graph: the ops and tensors of one step of a neural network, as read-only arrays; checks; `gdp-graph` files.
-
-docs/machine-model.md, sections 1 and 6, is the definition. N ops, T tensors, E (tensor, consumer) pairs.
-"""
+docs/machine-model.md, sections 1 and 6, is the definition. N ops, T tensors, E (tensor, consumer) pairs."""
 
 import sys
 from collections.abc import Mapping, Sequence

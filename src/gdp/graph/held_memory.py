@@ -33,10 +33,8 @@ class HeldMemory:
 
     @staticmethod
     def by_op(graph: Graph) -> tuple[I64, I64, I64]:
-        """Returns the bytes [N] of parameters, of optimizer state and of others that each op holds.
-
-        A parameter has more than its own tensor if it has optimizer state.
-        """
+        """Returns the bytes [N] of parameters, of optimizer state and of others that each op holds. A parameter has
+        more than its own tensor if it has optimizer state."""
         is_parameter = np.array([kind == _PARAMETER for kind in graph.kinds], np.bool_)
         own = np.zeros(graph.num_ops, np.int64)  # bytes of the first resident tensor of each op: the parameter itself
         tensors = np.flatnonzero(graph.is_resident)[::-1]

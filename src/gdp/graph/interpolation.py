@@ -1,8 +1,6 @@
 """Steps of other batch sizes, from two that were captured: all figures of an op are linear in the number of samples.
-
 Bytes and flops are a constant, for weights, plus something for each sample. Where a model is otherwise (experts that
-are read or not), the step is near the truth, and is to be captured before it is answered with.
-"""
+are read or not), the step is near the truth, and is to be captured before it is answered with."""
 
 from dataclasses import replace
 from types import MappingProxyType
@@ -56,10 +54,8 @@ def interpolated(one: Graph, one_samples: int, other: Graph, other_samples: int,
 
 
 def time_between(one: tuple[int, int], other: tuple[int, int], samples: int) -> int:
-    """Returns the ns of an op with `samples`, on the line through two (samples, ns), rounded up; -1 stays.
-
-    Beyond both it is between no growth and growth in proportion from the nearer one, whatever noise says of the slope.
-    """
+    """Returns the ns of an op with `samples`, on the line through two (samples, ns), rounded up; -1 stays. Beyond both
+    it is between no growth and growth in proportion from the nearer one, whatever noise says of the slope."""
     (low, low_ns), (high, high_ns) = sorted((one, other))
     if min(low_ns, high_ns) < 0:
         return -1

@@ -32,11 +32,9 @@ class LayerPaths:
 
     @classmethod
     def of(cls, graph: Graph) -> "LayerPaths":
-        """Returns the layers of `graph`.
-
-        A layer is the outermost numbered part of a path (`blocks.3`), if its list has more than one. Any other module
-        belongs to the outermost module that holds no layer. Without lists the parts are the outermost modules.
-        """
+        """Returns the layers of `graph`. A layer is the outermost numbered part of a path (`blocks.3`), if its list has
+        more than one. Any other module belongs to the outermost module that holds no layer. Without lists the parts are
+        the outermost modules."""
         first = _first_ops(graph)
         layer_of = _numbered_parts(first)
         holding = {""}
@@ -81,10 +79,8 @@ def _first_ops(graph: Graph) -> dict[str, int]:
 
 
 def _numbered_parts(modules: Iterable[str]) -> dict[str, tuple[str, int]]:
-    """Returns (path of the list, number in it) of each module in a list of several layers.
-
-    Numbers at the root (`torch.nn.Sequential`) give way to a longer list inside.
-    """
+    """Returns (path of the list, number in it) of each module in a list of several layers. Numbers at the root
+    (`torch.nn.Sequential`) give way to a longer list inside."""
     found = {
         module: [(module[: at.start()].rstrip("."), int(at[1])) for at in _NUMBERED.finditer(module)]
         for module in modules
@@ -122,10 +118,8 @@ _SWEEPS = 4  # ops between an op without a call of its own and one that has one
 
 
 def calls_of(graph: Graph) -> I64 | None:
-    """Returns the call [N] that each op belongs to, from 0, or `NO_CALL`; None where layers are called once.
-
-    A backward op belongs to the latest call whose results it uses, or else to that of the op that it follows.
-    """
+    """Returns the call [N] that each op belongs to, from 0, or `NO_CALL`; None where layers are called once. A backward
+    op belongs to the latest call whose results it uses, or else to that of the op that it follows."""
     is_late = graph.is_in_phase("backward") | graph.is_in_phase("update")
     sources, targets = graph.producers[graph.edge_tensors], graph.consumers
     has_input = np.zeros(graph.num_ops, np.bool_)
@@ -149,11 +143,9 @@ def calls_of(graph: Graph) -> I64 | None:
 
 
 def _in_turn(modules: I64, kinds: I64) -> I64:
-    """Returns the call of each op, of ops in turn; `NO_CALL` in modules that are called once.
-
-    Most modules tell how often the model calls its layers. Others are called more often, or not at the first step; and
-    of what the model does between its layers, kinds of ops that come as often, or a multiple of that, belong to calls.
-    """
+    """Returns the call of each op, of ops in turn; `NO_CALL` in modules that are called once. Most modules tell how
+    often the model calls its layers. Others are called more often, or not at the first step; and of what the model does
+    between its layers, kinds of ops that come as often, or a multiple of that, belong to calls."""
     keys, index, counts = np.unique(modules * (kinds.max() + 1) + kinds, return_inverse=True, return_counts=True)
     first = np.flatnonzero(np.diff(keys // (kinds.max() + 1), prepend=-1))  # key of each module
     common, fewest = np.gcd.reduceat(counts, first), np.minimum.reduceat(counts, first)

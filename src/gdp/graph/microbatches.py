@@ -1,7 +1,5 @@
-"""Micro-batches of a step that accumulates gradients over M of them: which ops there are once, and which M times.
-
-The graph determines the samples of a micro-batch: models are captured with an even part of their batch.
-"""
+"""Micro-batches of a step that accumulates gradients over M of them: which ops there are once, and which M times. The
+graph determines the samples of a micro-batch: models are captured with an even part of their batch."""
 
 import numpy as np
 
@@ -24,9 +22,7 @@ def check_count(num_microbatches: int, where: str) -> None:
 
 def microbatch_of(graph: Graph) -> I64:
     """[ops] the micro-batch of each op, SHARED for ops that all share; all SHARED in a graph without micro-batches.
-
-    Where one replica has several, the others have the first one of each op that these repeat.
-    """
+    Where one replica has several, the others have the first one of each op that these repeat."""
     is_repeated = np.zeros(graph.num_ops, np.bool_)
     is_repeated[graph.first_copy[graph.microbatches > 0]] = True
     return np.where(is_repeated[graph.first_copy], graph.microbatches, SHARED)

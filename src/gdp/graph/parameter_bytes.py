@@ -84,9 +84,7 @@ def _is_update(graph: Graph) -> Bool:
 
 def _trained(graph: Graph) -> tuple[I64, I64, I64, set[str]]:
     """Returns the parameters [P] of the first replica with updates, their bytes [P], state [N], and kinds of updates.
-
-    What updates alone read is state, as steps of JAX have it.
-    """
+    What updates alone read is state, as steps of JAX have it."""
     own, state, _ = HeldMemory.by_op(graph)
     sources, is_late = graph.producers[graph.edge_tensors], _is_update(graph)[graph.consumers]
     is_updated, is_read = np.zeros((2, graph.num_ops), np.bool_)

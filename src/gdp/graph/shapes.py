@@ -4,8 +4,7 @@
 
 A call has its kind, its arguments in order and, behind `>`, its results. Tensors have a type, sizes and, where they are
 not contiguous, strides in elements. Other arguments are integers, `(1,2)` lists of them, `-` for none and `~` for
-anything else.
-"""
+anything else."""
 
 import math
 import re
@@ -99,9 +98,7 @@ def parsed_calls(text: str) -> tuple[ShapedCall, ...]:
 
 def interpolated_shapes(one: str, one_samples: int, other: str, other_samples: int, samples: int) -> str:
     """Returns the text at `samples`, from those at two numbers of samples: sizes are linear; "" if they are not alike.
-
-    Fractions are rounded up.
-    """
+    Fractions are rounded up."""
     if one == other:
         return one
     here, there = _INTEGER.findall(one), _INTEGER.findall(other)

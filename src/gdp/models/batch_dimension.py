@@ -1,8 +1,6 @@
-"""Tells whether the dimension of inputs that is cut is the batch, from two steps of more and of fewer samples.
-
-Fewer samples have the same ops, of smaller sizes. Where the dimension is time, a recurrent model has fewer ops in a
-row; where it is a sequence, attention has fewer FLOPs a token; and inputs of another length are not cut with it.
-"""
+"""Tells whether the dimension of inputs that is cut is the batch, from two steps of more and of fewer samples. Fewer
+samples have the same ops, of smaller sizes. Where the dimension is time, a recurrent model has fewer ops in a row;
+where it is a sequence, attention has fewer FLOPs a token; and inputs of another length are not cut with it."""
 
 from collections.abc import Sequence
 
@@ -22,9 +20,7 @@ def other_dimension(
     whole: Graph, part: Graph, num_parts: int, steps: tuple[Sequence[int], Sequence[int]] = ((), ())
 ) -> str:
     """Returns what says that `part`, of 1/`num_parts` of a dimension of `whole`, is no part of its batch; "": nothing.
-
-    `steps` are the time steps of each call of a recurrent kernel, which is one op, in `whole` and in `part`.
-    """
+    `steps` are the time steps of each call of a recurrent kernel, which is one op, in `whole` and in `part`."""
     share = f"1/{num_parts} as much"
     if steps[0] != steps[1]:
         return f"with {share} a recurrent layer has {max(steps[1], default=0)} time steps, not {max(steps[0])}"

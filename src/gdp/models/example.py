@@ -38,11 +38,9 @@ def note_time_steps(model: nn.Module, steps: list[int]) -> None:
 
 
 def splitter(answer: Example | JaxFunction, num_parts: int, text: str, dim: int = 0) -> Callable[[Any], Any]:
-    """Returns a function that cuts the first of `num_parts` out of each input that has the batch as dimension `dim`.
-
-    An input of one dimension, such as lengths, may have it alone. InputError, with the MODEL `text`, for one that is
-    not split.
-    """
+    """Returns a function that cuts the first of `num_parts` out of each input that has the batch as dimension `dim`. An
+    input of one dimension, such as lengths, may have it alone. InputError, with the MODEL `text`, for one that is not
+    split."""
     if isinstance(answer, JaxFunction):
         raise UnevenBatchError(
             f"--microbatches: {text} is a JAX function, which is not split; gdp capture the step of one "
@@ -73,10 +71,8 @@ def first_part(example: Example, num_parts: int, text: str, dim: int = 0) -> Exa
 
 
 def with_batch(answer: Example | JaxFunction, samples: int, text: str, dim: int = 0) -> Example:
-    """Returns the model with inputs of this number of samples: the first ones, or all of them again and again.
-
-    Which inputs, and dimensions, have the batch is as in `splitter`.
-    """
+    """Returns the model with inputs of this number of samples: the first ones, or all of them again and again. Which
+    inputs, and dimensions, have the batch is as in `splitter`."""
     if isinstance(answer, JaxFunction) or is_own_step(answer[0]):
         raise InputError(f"--batch: {text} has its inputs in its step, whose batch stays as it is; leave it out")
     module, args, kwargs = answer if len(answer) == 3 else (*answer, {})

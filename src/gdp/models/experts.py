@@ -4,8 +4,7 @@ Routing depends on content, which a capture does not have. It is taken as unifor
 token is sent to `per_token` distinct experts of `num_experts`, any set as likely as any other. An expert is missed by
 one token with probability `1 - per_token / num_experts`, so the expected share of experts that `num_tokens` tokens hit
 is `1 - (1 - per_token / num_experts) ** num_tokens`. Trained routers are less even: fewer experts are hit, so this is
-the upper end for a given number of tokens, and exact for one token and for very many.
-"""
+the upper end for a given number of tokens, and exact for one token and for very many."""
 
 from fractions import Fraction
 
@@ -13,11 +12,9 @@ _GRID = 2**32  # shares are rounded to this, so that the last bit of a machine's
 
 
 def share_hit(num_experts: int, num_rows: int, per_token: int | None = None) -> Fraction:
-    """Returns the expected share of the experts, in [0, 1], that a grouped product of `num_rows` rows reads.
-
-    A token makes `per_token` rows. None: not known, each row is sent to an expert of its own accord, which may be one
-    that another row of its token is sent to.
-    """
+    """Returns the expected share of the experts, in [0, 1], that a grouped product of `num_rows` rows reads. A token
+    makes `per_token` rows. None: not known, each row is sent to an expert of its own accord, which may be one that
+    another row of its token is sent to."""
     if per_token is None or not 0 < per_token <= num_experts or num_rows % per_token:
         per_token = 1
     num_tokens = num_rows // per_token

@@ -1,8 +1,5 @@
-"""A cache of captured graphs.
-
-The name of an entry changes with all that its graph depends on, including the code that captures. A second run starts
-at once, without importing PyTorch.
-"""
+"""A cache of captured graphs. The name of an entry changes with all that its graph depends on, including the code that
+captures. A second run starts at once, without importing PyTorch."""
 
 import contextlib
 import os
@@ -25,10 +22,8 @@ _GRAPH = _MODELS.parent / "graph"
 
 
 def model_entry(text: str, reading: Reading, num_microbatches: int) -> Path | None:
-    """Returns the file that keeps the graph of a workload, a Transformers directory or a model of timm.
-
-    None for a user's function, which may have changed, and where the caller has registered FLOPs, which are functions.
-    """
+    """Returns the file that keeps the graph of a workload, a Transformers directory or a model of timm. None for a
+    user's function, which may have changed, and where the caller has registered FLOPs, which are functions."""
     formulas = sys.modules.get("gdp.models.pytorch.flops")
     if formulas is not None and formulas.has_registered():
         return None

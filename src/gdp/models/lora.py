@@ -1,8 +1,6 @@
-"""LoRA: `--lora rank=16,weights=nf4`, small trained matrices beside frozen linear layers.
-
-E. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685; T. Dettmers et al., "QLoRA:
-Efficient Finetuning of Quantized LLMs", arXiv 2305.14314.
-"""
+"""LoRA: `--lora rank=16,weights=nf4`, small trained matrices beside frozen linear layers. E. Hu et al., "LoRA: Low-Rank
+Adaptation of Large Language Models", arXiv 2106.09685; T. Dettmers et al., "QLoRA: Efficient Finetuning of Quantized
+LLMs", arXiv 2305.14314."""
 
 import re
 from dataclasses import dataclass
@@ -64,10 +62,8 @@ class Lora:
 
     def held_bytes(self, graph: Graph) -> int:
         """Returns about what the training step `graph` holds with these adapters, in place of all that it trains.
-
         Linear weights are those that products read as they are. Frozen ones take 2 bytes, and a parameter of an adapter
-        14 with Adam in mixed precision.
-        """
+        14 with Adam in mixed precision."""
         parameters, _, others = HeldMemory.by_op(graph)
         count = {
             op: int(parameters[op]) // ELEMENT_BYTES.get(graph.dtypes[op], 2)

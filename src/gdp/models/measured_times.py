@@ -1,8 +1,6 @@
-"""MeasuredTimes: measured times of ops, by device kind, library and signature, in an SQLite file.
-
-`gdp run --times FILE` and `gdp times import` fill it, `gdp place --times FILE` reads it. Transactions are atomic, and
-several processes may use a file at once.
-"""
+"""MeasuredTimes: measured times of ops, by device kind, library and signature, in an SQLite file. `gdp run --times
+FILE` and `gdp times import` fill it, `gdp place --times FILE` reads it. Transactions are atomic, and several processes
+may use a file at once."""
 
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -157,11 +155,9 @@ class OpTimer:
         return any(kind not in graph.times_ns[op] for op in active for kind in self.device_kinds)
 
     def measured(self, model: Model, signatures: Sequence[str], library: str) -> Model:
-        """Returns the step with the times that were measured of its ops; other times stay.
-
-        Its noise is the relative standard deviation of these times, weighted by time; None if it is not known. Half the
-        distance between quartiles is 0.6745 standard deviations of a normal distribution.
-        """
+        """Returns the step with the times that were measured of its ops; other times stay. Its noise is the relative
+        standard deviation of these times, weighted by time; None if it is not known. Half the distance between
+        quartiles is 0.6745 standard deviations of a normal distribution."""
         tables: list[dict[str, int]] = [dict(table) for table in model.graph.times_ns]
         median_ns, spread_ns = 0, 0
         for kind in self.device_kinds:
@@ -176,10 +172,8 @@ class OpTimer:
 
     def between(self, graph: Graph, samples: int, others: Mapping[int, Graph]) -> Graph:
         """Returns `graph`, a step of `samples`, with times of ops that have none from `others`, by numbers of samples.
-
         An op that was measured with two numbers or more has a time on the line through those around `samples`, else the
-        nearest ones; with one number, a time in proportion to what the cost model says of both steps.
-        """
+        nearest ones; with one number, a time in proportion to what the cost model says of both steps."""
         steps = {count: step for count, step in others.items() if have_same_ops(graph, step)}
         if not steps:
             return graph

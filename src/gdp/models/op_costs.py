@@ -8,8 +8,7 @@
       - {match: 'decoder\\..*mlp', time: {p100-pcie-16g: 120us, gpu0: 95us}}
 
 Entries apply in their order, so a later one overrides an earlier one. Times are by name or kind of device and take
-precedence over the cost model, as measured ones do.
-"""
+precedence over the cost model, as measured ones do."""
 
 import math
 import re

@@ -96,10 +96,8 @@ class ServedStep:
         }
 
     def in_flight(self, groups: int, time_ns: int, latency_ns: int, alone_ns: int | None = None) -> dict[str, Any]:
-        """Returns the figures with so many such steps in flight, one done every `time_ns`; each has its own cache.
-
-        A step takes `latency_ns` among the others, and `alone_ns` where there are none.
-        """
+        """Returns the figures with so many such steps in flight, one done every `time_ns`; each has its own cache. A
+        step takes `latency_ns` among the others, and `alone_ns` where there are none."""
         together, alone = (self.figures(ns) if ns else {} for ns in (time_ns, alone_ns))
         name = "time_per_token_ns" if self.phase == "decode" else "time_to_first_token_ns"
         one = {"one_group": {**alone, name: alone_ns}} if alone_ns else {}
@@ -135,11 +133,9 @@ class ServedStep:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Arithmetic on requests: each is a prefill and then `generated` tokens, a step of all sequences for each token.
-
-    A device does either a prefill or a step. Prompts come at random, wait for the step that runs and for those before
-    them (M/D/1: a queue with one server and fixed times), and go before further steps.
-    """
+    """Arithmetic on requests: each is a prefill and then `generated` tokens, a step of all sequences for each token. A
+    device does either a prefill or a step. Prompts come at random, wait for the step that runs and for those before
+    them (M/D/1: a queue with one server and fixed times), and go before further steps."""
 
     first_token_ns: int  # of a prefill alone
     prefill_ns: int  # from one prefill to the next

@@ -12,9 +12,7 @@ MAX_RANKS = 64  # of a group: as many cards as one island of fast links has toda
 @dataclass(frozen=True, slots=True)
 class Shards:
     """The degrees of a local program: that of one of `num_ranks` ranks. InputError for numbers that make no sense.
-
-    Experts lie whole on `expert` of the tensor ranks each; 1: every rank has columns of all experts.
-    """
+    Experts lie whole on `expert` of the tensor ranks each; 1: every rank has columns of all experts."""
 
     tensor: int = 1
     sequence: bool | None = None  # tokens are cut over the tensor ranks between cut ops; None: in training

@@ -1,8 +1,6 @@
-"""FLOPs of decompositions of matrices, from their sizes, and of interpolation.
-
-Those of matrices are in G. Golub, C. Van Loan, "Matrix Computations", 4th edition, 2013, in the sections named: for a
-matrix of m rows and n columns with m >= n; a wide matrix is its transpose.
-"""
+"""FLOPs of decompositions of matrices, from their sizes, and of interpolation. Those of matrices are in G. Golub, C.
+Van Loan, "Matrix Computations", 4th edition, 2013, in the sections named: for a matrix of m rows and n columns with m
+>= n; a wide matrix is its transpose."""
 
 
 def lu(m: int, n: int) -> int:
@@ -50,10 +48,8 @@ def svd(m: int, n: int, *, has_vectors: bool = True, is_complete: bool = False) 
 
 
 def exponential(n: int) -> int:
-    """Five products: the Taylor polynomial of degree 18 of P. Bader, S. Blanes, F. Casas, Mathematics 7(12), 2019.
-
-    How often it is squared depends on the norm; no squaring is counted.
-    """
+    """Five products: the Taylor polynomial of degree 18 of P. Bader, S. Blanes, F. Casas, Mathematics 7(12), 2019. How
+    often it is squared depends on the norm; no squaring is counted."""
     return 10 * n**3
 
 

@@ -52,11 +52,9 @@ def named(text: str, directory: Path | None = None) -> Any:
 
 
 class UserFunction:
-    """A user's function, imported; a call returns its answer in order.
-
-    An answer is known to be a PyTorch model or a JAX function only after the call, which runs under fake tensors.
-    InputError for a function that cannot be imported or called, and, by the call, for its errors.
-    """
+    """A user's function, imported; a call returns its answer in order. An answer is known to be a PyTorch model or a
+    JAX function only after the call, which runs under fake tensors. InputError for a function that cannot be imported
+    or called, and, by the call, for its errors."""
 
     def __init__(self, text: str, directory: Path | None = None) -> None:
         """Imports the function that `text` names, from `directory` on: by default the current one."""
@@ -152,10 +150,8 @@ def _remedy(reason: str) -> str:
 @contextlib.contextmanager
 def printing_to_stderr() -> Iterator[None]:
     """Redirects standard output to standard error, for code that is not ours: what it prints is no part of our answer.
-
     Covers Python, C and child processes. The whole process is redirected, so only one thread at a time may use it.
-    PyTorch logs no traceback, besides raising, when an operator fails on fake tensors.
-    """
+    PyTorch logs no traceback, besides raising, when an operator fails on fake tensors."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     with contextlib.ExitStack() as undo:
         undo.callback(logger.setLevel, logger.level)
@@ -182,9 +178,7 @@ def _flush() -> None:
 @contextlib.contextmanager
 def _importable_in(directory: Path | None) -> Iterator[None]:
     """Puts a directory first on the search path for modules, and comes back to the current one: our paths start there.
-
-    None: the current one.
-    """
+    None: the current one."""
     here = str(directory or os.getcwd())
     sys.path.insert(0, here)
     try:

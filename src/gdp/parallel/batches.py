@@ -8,8 +8,7 @@
 All batches of a replica share its parameters; each place in flight has a cache of its own. An op `batch.done` waits
 for all results of a batch. The first batches fill the replica; its speed
 is that of the later ones, so that each place in flight takes `ROUNDS` batches in turn.
-N ops of one batch, M ops of the stream, R replicas.
-"""
+N ops of one batch, M ops of the stream, R replicas."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -44,10 +43,8 @@ class BatchStream(CutGraph):
 
     @classmethod
     def of(cls, graph: Graph, layout: Layout) -> "BatchStream":
-        """Returns the stream of `layout`, from the forward pass `graph` of one batch.
-
-        InputError for a training step, and for more batches than can be simulated.
-        """
+        """Returns the stream of `layout`, from the forward pass `graph` of one batch. InputError for a training step,
+        and for more batches than can be simulated."""
         check_batches(graph, layout.num_parts)
         ended = _with_end(graph)
         streams = {count: _stream(ended, count) for count in set(layout.microbatches)}
@@ -71,10 +68,8 @@ class BatchStream(CutGraph):
 
 
 def batch_ends(graph: Graph, layout: Layout) -> list[I64]:
-    """Returns the ops that end the batches of each replica, `ROUNDS` times as many as are in flight there.
-
-    InputError where `graph` is no stream of this layout.
-    """
+    """Returns the ops that end the batches of each replica, `ROUNDS` times as many as are in flight there. InputError
+    where `graph` is no stream of this layout."""
     ends = np.flatnonzero(graph.is_in_role(BATCH_END))
     by_replica = [ends[graph.replicas[ends] == replica] for replica in range(layout.data)]
     by_replica = [own[np.argsort(graph.microbatches[own])] for own in by_replica]

@@ -1,8 +1,6 @@
-"""Blocks: parts of a model whose forward ops run again for the backward pass, or whose activations leave the device.
-
-A block is a module with all that is below it. Its backward pass reads results of its forward ops (activations) and of
-others (inputs). N ops, T tensors, E (tensor, consumer) pairs, B blocks.
-"""
+"""Blocks: parts of a model whose forward ops run again for the backward pass, or whose activations leave the device. A
+block is a module with all that is below it. Its backward pass reads results of its forward ops (activations) and of
+others (inputs). N ops, T tensors, E (tensor, consumer) pairs, B blocks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +19,9 @@ _IGNORES_OLD_CONTENT = "batch_norm"  # in training: it updates running statistic
 
 
 def block_paths(graph: Graph, modules: str | Sequence[str]) -> list[str]:
-    """Returns the paths of the blocks that `modules` names: BLOCKS, the layers of `LayerPaths`, or paths of modules.
-
-    A path inside another one is left out. InputError, with near names, for a path that no forward op is below, and
-    for a model without layers.
-    """
+    """Returns the paths of the blocks that `modules` names: BLOCKS, the layers of `LayerPaths`, or paths of modules. A
+    path inside another one is left out. InputError, with near names, for a path that no forward op is below, and for a
+    model without layers."""
     computing = {
         module
         for module, phase, kind in zip(graph.modules, graph.phases, graph.kinds, strict=True)
@@ -88,11 +84,9 @@ class Blocks:
 
     @cached_property
     def is_saved(self) -> Bool:
-        """[N] the forward ops whose results are kept where recomputation is selective.
-
-        They are attention and of each block the first product and every second one after it, as the policy of
-        torchtitan 0.2 has it: `_apply_op_sac` in torchtitan/distributed/activation_checkpoint.py.
-        """
+        """[N] the forward ops whose results are kept where recomputation is selective. They are attention and of each
+        block the first product and every second one after it, as the policy of torchtitan 0.2 has it: `_apply_op_sac`
+        in torchtitan/distributed/activation_checkpoint.py."""
         kinds = np.array(self.graph.kinds)
         saved: Bool = np.char.find(kinds, "attention") >= 0
         products = np.flatnonzero(self.is_forward & (kinds == "aten.mm"))
@@ -102,10 +96,8 @@ class Blocks:
 
     @cached_property
     def kept_unread(self) -> tuple[I64, I64]:
-        """Returns (tensors, ops): what is kept of each block though nothing late reads it, and its last backward op.
-
-        A selective checkpoint of PyTorch frees what its copies did not ask for at the end of its backward pass.
-        """
+        """Returns (tensors, ops): what is kept of each block though nothing late reads it, and its last backward op. A
+        selective checkpoint of PyTorch frees what its copies did not ask for at the end of its backward pass."""
         graph, tensors, readers = self.graph, self.graph.edge_tensors, self.graph.consumers
         read = np.zeros(graph.num_tensors, np.bool_)
         read[graph.base[tensors[self.is_backward[readers] | self.is_repeated[readers]]]] = True
@@ -131,11 +123,8 @@ class Blocks:
 
     @cached_property
     def is_read(self) -> Bool:
-        """[E] where the backward pass of a block reads an activation of it.
-
-        A backward op belongs to a block by its module, or because it takes gradients to what no forward op outside the
-        block reads.
-        """
+        """[E] where the backward pass of a block reads an activation of it. A backward op belongs to a block by its
+        module, or because it takes gradients to what no forward op outside the block reads."""
         graph = self.graph
         block = self.of_op[graph.producers[graph.edge_tensors]]
         by_forward = ~self.is_backward[graph.consumers]
@@ -157,11 +146,9 @@ class Blocks:
 
     @cached_property
     def is_repeatable(self) -> Bool:
-        """[N] the forward ops of blocks that compute the same when they run again, without writing what stays.
-
-        Not among them are ops that write buffers, batch normalisation apart, or read what another op overwrites: a
-        buffer, or a tensor that an operator in place (`aten.add_`) changes, unless it runs again as well.
-        """
+        """[N] the forward ops of blocks that compute the same when they run again, without writing what stays. Not
+        among them are ops that write buffers, batch normalisation apart, or read what another op overwrites: a buffer,
+        or a tensor that an operator in place (`aten.add_`) changes, unless it runs again as well."""
         graph, tensors = self.graph, self.graph.edge_tensors
         makers, readers = graph.producers[tensors], graph.consumers
         is_resident = graph.is_resident[graph.base]
@@ -208,11 +195,9 @@ class Blocks:
         return self.first_of(self.is_read & self.is_repeated[graph.producers[graph.edge_tensors]])
 
     def releases(self, first_reader: I64) -> list[I64]:
-        """[B] Returns the ops before which nothing of each block need be there.
-
-        They make the gradients that the op `first_reader` [B] takes; where it takes none, the release is the block's
-        last forward op before it. Empty without a reader.
-        """
+        """[B] Returns the ops before which nothing of each block need be there. They make the gradients that the op
+        `first_reader` [B] takes; where it takes none, the release is the block's last forward op before it. Empty
+        without a reader."""
         graph, found = self.graph, []
         sources = graph.producers[graph.edge_tensors]
         for block, reader in enumerate(first_reader.tolist()):
@@ -248,9 +233,7 @@ class Blocks:
 
     def held_bytes(self, chosen: Bool) -> int:
         """Returns the bytes of tensors that are held for the backward pass if the blocks `chosen` [B] are recomputed.
-
-        They are those of the forward pass that backward ops or copies read; parameters and buffers are not counted.
-        """
+        They are those of the forward pass that backward ops or copies read; parameters and buffers are not counted."""
         graph, tensors = self.graph, self.graph.edge_tensors
         makers = graph.producers[tensors]
         in_chosen = np.append(chosen, False)[self.of_op]  # -1 is no block
@@ -284,10 +267,8 @@ class Blocks:
 
 
 def longest_held_blocks(graph: Graph) -> list[tuple[str, int]]:
-    """Returns the paths of layers, as their activations are held the longest, and an op of each.
-
-    Empty for a graph without layers.
-    """
+    """Returns the paths of layers, as their activations are held the longest, and an op of each. Empty for a graph
+    without layers."""
     blocks = _layers(graph)
     if blocks is None:
         return []
@@ -295,12 +276,10 @@ def longest_held_blocks(graph: Graph) -> list[tuple[str, int]]:
 
 
 def cheapest_blocks(graph: Graph, op_time_ns: I64) -> list[tuple[str, int]]:
-    """Returns the paths of layers whose recomputation saves memory, and an op of each.
-
-    Those that save most for each ns come first; `op_time_ns` [N] is the time of each op of the step `graph`, on any one
-    device. Layers of equal merit are taken from the beginning of the model: they are recomputed when the others'
-    activations are gone. Empty for a graph without layers.
-    """
+    """Returns the paths of layers whose recomputation saves memory, and an op of each. Those that save most for each ns
+    come first; `op_time_ns` [N] is the time of each op of the step `graph`, on any one device. Layers of equal merit
+    are taken from the beginning of the model: they are recomputed when the others' activations are gone. Empty for a
+    graph without layers."""
     blocks = _layers(graph)
     if blocks is None:
         return []

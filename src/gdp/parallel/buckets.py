@@ -49,9 +49,7 @@ class Bucket:
 
 def gradients_of(graph: Graph, is_update: Bool) -> dict[str, Gradient]:
     """Returns the gradients by the name of the first update that reads each, in the order of their producers.
-
-    `is_update` [N] are the updates and what follows them.
-    """
+    `is_update` [N] are the updates and what follows them."""
     by_update = is_update[graph.consumers] & ~is_update[graph.producers[graph.edge_tensors]]
     is_source = ~np.isin(np.arange(graph.num_ops), graph.consumers)
     made = by_update & ~is_source[graph.producers[graph.edge_tensors]] & (graph.tensor_bytes[graph.edge_tensors] > 0)
@@ -72,10 +70,8 @@ def gradients_of(graph: Graph, is_update: Bool) -> dict[str, Gradient]:
 def buckets_of(
     gradients: dict[str, Gradient], places: Sequence[int], bucket_bytes: int, first_bytes: int | None = None
 ) -> list[Bucket]:
-    """Returns the buckets: one is full with `bucket_bytes`, the first of a place and type with `first_bytes`.
-
-    `places` [ops] are equal for ops that are sure to share a device: no bucket crosses them, nor types of numbers.
-    """
+    """Returns the buckets: one is full with `bucket_bytes`, the first of a place and type with `first_bytes`. `places`
+    [ops] are equal for ops that are sure to share a device: no bucket crosses them, nor types of numbers."""
     buckets: list[Bucket] = []
     least = dict[tuple[int, str], int]()
     open_buckets: dict[tuple[int, str], tuple[list[str], int]] = {}

@@ -1,7 +1,5 @@
-"""State that replicas have in common: parameters, optimizer state, and the updates that write them.
-
-N ops and T tensors of one replica, R replicas.
-"""
+"""State that replicas have in common: parameters, optimizer state, and the updates that write them. N ops and T tensors
+of one replica, R replicas."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,11 +19,9 @@ _NO_PARAMETERS = ("buffer", "constant", "input")  # kinds of sources
 
 @dataclass(frozen=True, eq=False)
 class HeldState:
-    """The ops of a graph that hold or change parameters.
-
-    A parameter with optimizer state has more resident bytes than its own tensors. Sources that updates alone read are
-    optimizer state as well. Weights held by an op that itself computes are neither: every replica keeps all of them.
-    """
+    """The ops of a graph that hold or change parameters. A parameter with optimizer state has more resident bytes than
+    its own tensors. Sources that updates alone read are optimizer state as well. Weights held by an op that itself
+    computes are neither: every replica keeps all of them."""
 
     is_late: Bool  # [N] updates and what follows them
     is_update: Bool  # [N] updates, and what other updates wait for
@@ -91,10 +87,9 @@ class HeldState:
 
     def add_updates(self, builder: GraphBuilder, graph: Graph, count: int, groups: I64) -> I64:
         """Adds the updates of a replica, with an R-th of their work each, R being `count`; returns their numbers.
-
         Optimizers treat parameters as flat arrays, as FSDP's and DeepSpeed's do: an R-th is rounded up for each op.
-        What they need of whole parameters, such as norms, would be summed over replicas; those few bytes are left out.
-        """
+        What they need of whole parameters, such as norms, would be summed over replicas; those few bytes are left
+        out."""
         ops = np.flatnonzero(self.is_update)
         return builder.copy_ops(
             graph,

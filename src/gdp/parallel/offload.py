@@ -8,8 +8,7 @@ The activation of op `f` is sent to the host when it is made, and to the ops tha
 of kind `host.copy`. It starts with the gradients that the block before needs in the backward pass: so a block's
 activations come back while that one runs. The op takes no time.
 
-N ops, T tensors, E (tensor, consumer) pairs.
-"""
+N ops, T tensors, E (tensor, consumer) pairs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -46,11 +45,9 @@ class Offload:
 
 
 def offloaded(graph: Graph, modules: str | Sequence[str], *, least_bytes: int = LEAST_BYTES) -> Graph:
-    """Returns the training step `graph` in which activations of blocks wait on the host: NONE, BLOCKS or paths.
-
-    Tensors below `least_bytes` stay, and of the blocks the one that comes first in the backward pass, since no other
-    tells when it is wanted. InputError for a path that is no module's.
-    """
+    """Returns the training step `graph` in which activations of blocks wait on the host: NONE, BLOCKS or paths. Tensors
+    below `least_bytes` stay, and of the blocks the one that comes first in the backward pass, since no other tells when
+    it is wanted. InputError for a path that is no module's."""
     return Offload.of(graph, modules, least_bytes=least_bytes).graph
 
 
@@ -90,9 +87,7 @@ def _tensors(
     graph: Graph, leaves: Bool, carrier: I64, copy_of: dict[int, int], number: I64
 ) -> tuple[list[Tensor], list[int]]:
     """Returns the tensors of `graph`, then what the copies send back, and which tensor of `graph` each one is.
-
-    Consumers on edges that `leaves` [E] get what the copies send back.
-    """
+    Consumers on edges that `leaves` [E] get what the copies send back."""
     staying: list[list[int]] = [[] for _ in range(graph.num_tensors)]
     sent: dict[int, dict[int, list[int]]] = {tensor: {tensor: []} for tensor in copy_of}
     for tensor, op, goes in zip(
@@ -119,10 +114,8 @@ def _tensors(
 
 
 def _releases(blocks: Blocks, order: list[int], first_reader: I64, moved: I64, number: I64) -> list[tuple[int, int]]:
-    """Returns pairs (op, copy that waits for it); `order` are the blocks as the backward pass takes them.
-
-    A copy waits for the gradients that the block before its own needs, and for the backward ops of the one before that.
-    """
+    """Returns pairs (op, copy that waits for it); `order` are the blocks as the backward pass takes them. A copy waits
+    for the gradients that the block before its own needs, and for the backward ops of the one before that."""
     graph, releases = blocks.graph, blocks.releases(first_reader)
     of_copy, copies = blocks.of_op[graph.producers[moved]], number[graph.num_ops :]
     sources, targets = graph.producers[graph.edge_tensors], graph.consumers

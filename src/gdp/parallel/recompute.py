@@ -11,8 +11,7 @@ come from are done; else they would run with the forward pass, since devices are
 buffers and inputs of the block, and copies of all else that they depend on. T. Chen et al., "Training deep nets with
 sublinear memory cost", arXiv 1604.06174.
 
-N ops, T tensors, E (tensor, consumer) pairs of the graph; C copies.
-"""
+N ops, T tensors, E (tensor, consumer) pairs of the graph; C copies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -42,11 +41,9 @@ class Recomputation:
 
     @classmethod
     def of(cls, blocks: Blocks, places: I64 | None = None) -> "Recomputation":
-        """Returns the step in which all `blocks` are recomputed; the same graph if that saves nothing.
-
-        `places` [N] are equal for ops that are sure to share a device, by default for all: copies do not wait for
-        gradients of weights in other places.
-        """
+        """Returns the step in which all `blocks` are recomputed; the same graph if that saves nothing. `places` [N] are
+        equal for ops that are sure to share a device, by default for all: copies do not wait for gradients of weights
+        in other places."""
         copies = np.flatnonzero(blocks.is_repeated)
         if not len(copies):
             graph = blocks.graph
@@ -67,13 +64,10 @@ class Recomputation:
 
 
 def recomputed(graph: Graph, modules: str | Sequence[str], *, places: I64 | None = None) -> Graph:
-    """Returns the training step `graph` with blocks recomputed: NONE, BLOCKS, SELECTIVE or paths of modules.
-
-    Ops are renumbered, tensors of `graph` keep their numbers. What no backward op reads is not copied. Ops that write
-    buffers are not run again (batch normalisation is, and writes nothing). `places` [N] as in `Recomputation.of`.
-    InputError for a path that is no module's, and for a graph without a backward pass, with micro-batches, or with
-    copies.
-    """
+    """Returns the training step `graph` with blocks recomputed: NONE, BLOCKS, SELECTIVE or paths of modules. Ops are
+    renumbered, tensors of `graph` keep their numbers. What no backward op reads is not copied. Ops that write buffers
+    are not run again (batch normalisation is, and writes nothing). `places` [N] as in `Recomputation.of`. InputError
+    for a path that is no module's, and for a graph without a backward pass, with micro-batches, or with copies."""
     if modules == NONE or not len(modules):
         return graph
     return Recomputation.of(blocks_to_recompute(graph, modules), places).graph
@@ -209,10 +203,8 @@ class _Rewrite:
 
     def _late_gradients(self, waiting: I64) -> list[tuple[int, int]]:
         """Returns pairs (backward op, copy): the op is of the block that the copy's block gets its gradients from.
-
-        Gradients of weights are less urgent than copies: without these edges they would all run last and hold, block
-        by block, what is recomputed for them. Ops that may lie on other devices than the copy are left out.
-        """
+        Gradients of weights are less urgent than copies: without these edges they would all run last and hold, block by
+        block, what is recomputed for them. Ops that may lie on other devices than the copy are left out."""
         blocks, number, places = self.blocks, self.number, self.places
         pairs: list[tuple[int, int]] = []
         source_of = np.full(len(self.op_order), _NEW)
@@ -229,11 +221,9 @@ class _Rewrite:
         return pairs
 
     def _overwrites(self) -> list[tuple[int, int]]:
-        """Returns pairs (op, update): the op, or a copy, reads a parameter, which the update overwrites.
-
-        Whatever update reads a parameter is taken to write it: a new value that nothing reads is no tensor. Originals
-        are among the ops, since the backward pass need not wait for them any longer.
-        """
+        """Returns pairs (op, update): the op, or a copy, reads a parameter, which the update overwrites. Whatever
+        update reads a parameter is taken to write it: a new value that nothing reads is no tensor. Originals are among
+        the ops, since the backward pass need not wait for them any longer."""
         graph, blocks = self.graph, self.blocks
         is_update = np.array(graph.phases) == "update"
         base = blocks.graph.base[graph.edge_tensors]

@@ -14,8 +14,7 @@ sums its gradients over replicas, as FSDP does by default: with M micro-batches,
 Optimizations Toward Training Trillion Parameter Models", SC 2020; Y. Zhao et al., "PyTorch FSDP: Experiences on Scaling
 Fully Sharded Data Parallel", VLDB 2023.
 
-N ops of one replica (with zero=3 of one micro-batch of it), E (tensor, consumer) pairs.
-"""
+N ops of one replica (with zero=3 of one micro-batch of it), E (tensor, consumer) pairs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,9 +45,7 @@ class ReplicaStep:
     @classmethod
     def of(cls, graph: Graph, buckets: Sequence[Bucket], count: int, zero: int) -> "ReplicaStep":
         """Returns the step `graph` of one of `count` replicas, which sum their gradients in `buckets`; zero=0 to 2.
-
-        InputError if `graph` has other gradients than the buckets.
-        """
+        InputError if `graph` has other gradients than the buckets."""
         gradients = gradients_of(graph, HeldState.of(graph).is_late)
         sizes = {name: gradient.num_bytes for name, gradient in gradients.items()}
         if sorted(sizes) != sorted(name for bucket in buckets for name in bucket.names) or any(
@@ -72,13 +69,11 @@ class ReplicaStep:
 
     @classmethod
     def sharded(cls, graph: Graph, count: int, places: I64 | None = None, *, at_once: bool = False) -> "ReplicaStep":
-        """Returns a micro-batch `graph` of one of `count` replicas that share all parameters: zero=3.
-
-        `places` [N] are equal for ops that are sure to share a device, by default for all of them. A parameter is
-        gathered where its chunk is. Blocks are those of `LayerPaths`; a parameter outside of them, or used by another
-        block than its own, is gathered alone. `at_once`: gathered parameters are tensors of the last op of a gather.
-        InputError where there are no gradients.
-        """
+        """Returns a micro-batch `graph` of one of `count` replicas that share all parameters: zero=3. `places` [N] are
+        equal for ops that are sure to share a device, by default for all of them. A parameter is gathered where its
+        chunk is. Blocks are those of `LayerPaths`; a parameter outside of them, or used by another block than its own,
+        is gathered alone. `at_once`: gathered parameters are tensors of the last op of a gather. InputError where there
+        are no gradients."""
         places = np.zeros(graph.num_ops, np.int64) if places is None else places
         blocks = _blocks(graph)
         gradients = gradients_of(graph, HeldState.of(graph).is_late)
@@ -116,9 +111,7 @@ class ReplicaStep:
 
     def repeated(self, num_microbatches: int) -> tuple[Graph, I64]:
         """Returns the step of so many micro-batches, and the ops [2, X] of which each second one waits for the first.
-
-        They are of a micro-batch and the next one.
-        """
+        They are of a micro-batch and the next one."""
         step = Accumulation.of(self.graph, num_microbatches)
         before, after = np.array(self.after, np.int64).reshape(-1, 2).T
         return step.graph, np.stack((step.number[:-1, before].ravel(), step.number[1:, after].ravel()))
@@ -244,11 +237,8 @@ class _ReplicaBuilder:
         return start
 
     def _read_gathered(self, gather: _Gather, ends: tuple[int, int], at_once: bool) -> None:
-        """Makes the users read the gathered parameters, and wait for the last chunk.
-
-        A user at another place, or any `at_once`, reads what the last op of the gather makes: before, not all of it is
-        there.
-        """
+        """Makes the users read the gathered parameters, and wait for the last chunk. A user at another place, or any
+        `at_once`, reads what the last op of the gather makes: before, not all of it is there."""
         graph, builder, number, places = self.graph, self.builder, self.number, self.places
         start, done = ends
         edges = np.array(gather.edges)
@@ -345,11 +335,9 @@ def _released_by(gathers: Sequence[_Gather], index: int) -> int | None:
 
 
 def _between_microbatches(gathers: Sequence[_Gather]) -> list[tuple[int, int]]:
-    """Returns pairs of gathers: the second one begins when the micro-batch before is done with the first one.
-
-    At each place the first two gathers of a pass wait for the last two of that pass. Where one place has all, a
-    micro-batch waits for the backward pass of the one before, since nothing is won by having several in flight.
-    """
+    """Returns pairs of gathers: the second one begins when the micro-batch before is done with the first one. At each
+    place the first two gathers of a pass wait for the last two of that pass. Where one place has all, a micro-batch
+    waits for the backward pass of the one before, since nothing is won by having several in flight."""
     pairs = []
     places = dict.fromkeys(gather.place for gather in gathers)
     for place in places:

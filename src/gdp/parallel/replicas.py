@@ -3,8 +3,7 @@
     forward, backward    -- gradients --.                   .--> updates
     forward#1, backward#1 -- gradients -+--> rings of buckets +--> updates#1
 
-The replica d of op `x` is called `x#d`, the first one `x`. N ops of a replica, R replicas.
-"""
+The replica d of op `x` is called `x#d`, the first one `x`. N ops of a replica, R replicas."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,12 +29,10 @@ def replicated(
     rings: Rings | None = None,
     bucket_bytes: int | None = None,
 ) -> Graph:
-    """Returns the step of all `replicas`: graphs of one model whose numbers of micro-batches may differ.
-
-    With `zero` 1 or 2 optimizer state and updates are cut over replicas. `places` [N] of the first replica are equal
-    for ops that are sure to share a device, by default for all of them: a bucket does not cross them, and the
-    parameters of a bucket are one group. InputError where the graphs have no gradients, or not the same ones.
-    """
+    """Returns the step of all `replicas`: graphs of one model whose numbers of micro-batches may differ. With `zero` 1
+    or 2 optimizer state and updates are cut over replicas. `places` [N] of the first replica are equal for ops that are
+    sure to share a device, by default for all of them: a bucket does not cross them, and the parameters of a bucket are
+    one group. InputError where the graphs have no gradients, or not the same ones."""
     if len(replicas) == 1:
         return replicas[0]
     first = replicas[0]
@@ -57,11 +54,9 @@ def replicated(
 def joined(
     replicas: Sequence[Graph], collectives: Sequence[Collective], rings: Rings, releases: I64 | None = None
 ) -> Graph:
-    """Returns the step of `replicas`, each with the first and last ops of `collectives`, and what is between.
-
-    All replicas have the same exchanges in the same order, and `collectives` are in that of their first ops. `releases`
-    [2, X] are ops of a replica, of which each second one waits for the first.
-    """
+    """Returns the step of `replicas`, each with the first and last ops of `collectives`, and what is between. All
+    replicas have the same exchanges in the same order, and `collectives` are in that of their first ops. `releases` [2,
+    X] are ops of a replica, of which each second one waits for the first."""
     builder, numbers = GraphBuilder(), []
     next_group = 0
     groups, positions = [], []

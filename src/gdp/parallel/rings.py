@@ -17,8 +17,7 @@ Alike cards on alike links, of which it is known what NCCL takes, exchange a buc
 one a single tensor, as long under way as the exchange is (gdp.costs.collectives).
 
 Replicas are in the order with the fastest slowest hop, since all hops of a ring take turns together (a bottleneck
-travelling salesman); the sum of all hops decides second.
-"""
+travelling salesman); the sum of all hops decides second."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -68,9 +67,7 @@ class Collective:
 
     def add_ends(self, builder: GraphBuilder, group: int, copied_bytes: tuple[int, int]) -> tuple[int, int]:
         """Adds the first and the last op of one replica, which copy so many bytes, to `builder`; returns their numbers.
-
-        A copy reads and writes each byte.
-        """
+        A copy reads and writes each byte."""
         first, last = (
             builder.add_ops(
                 [f"{self.label}.{end}"],
@@ -110,9 +107,7 @@ class Rings:
         times: ExchangeTimes | None = None,
     ) -> "Rings":
         """Returns one ring in the `order` [R] of replicas, by default as numbered; with `hosts` [R], rings over hosts.
-
-        InputError where the hosts do not have as many replicas each.
-        """
+        InputError where the hosts do not have as many replicas each."""
         ring = np.arange(num_replicas) if order is None else np.array(order, np.int64)
         if not np.array_equal(np.sort(ring), np.arange(num_replicas)):
             raise InputError(f"ring {ring.tolist()}: the replicas 0 to {num_replicas - 1} are expected, each once")
@@ -131,10 +126,8 @@ class Rings:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """An exchange under construction, of one micro-batch.
-
-    `ready` and `done` [R] are the first and last ops of replicas, `groups` [R] those of these ops.
-    """
+    """An exchange under construction, of one micro-batch. `ready` and `done` [R] are the first and last ops of
+    replicas, `groups` [R] those of these ops."""
 
     builder: GraphBuilder
     collective: Collective
@@ -191,10 +184,8 @@ class Exchange:
         return final
 
     def gather(self, members: I64, start: I64, chunk_bytes: int, in_host: bool) -> list[tuple[I64, I64]]:
-        """Sends the chunk that each replica has after `start` [R] along rings `members` [G, n].
-
-        Returns ops after which chunks are there, and the replicas where they are: for every replica all of its chunks.
-        """
+        """Sends the chunk that each replica has after `start` [R] along rings `members` [G, n]. Returns ops after which
+        chunks are there, and the replicas where they are: for every replica all of its chunks."""
         count = members.shape[1]
         chunks = np.broadcast_to((np.arange(count) + 1) % count, members.shape)  # as `reduce` leaves them
         last, receivers = start[members], members
@@ -215,10 +206,8 @@ class Exchange:
             self._at_once(rings.levels[0][0], rings.times)
 
     def _at_once(self, ring: I64, times: ExchangeTimes) -> None:
-        """Sends one tensor to each replica, which is in memory there until the end.
-
-        While parameters for a block are gathered, the tensor and another one are the memory that is to hold them.
-        """
+        """Sends one tensor to each replica, which is in memory there until the end. While parameters for a block are
+        gathered, the tensor and another one are the memory that is to hold them."""
         collective, ready, done, builder = self.collective, self.ready[ring], self.done[ring], self.builder
         sizes = times.received_bytes(collective.exchange, collective.num_bytes)
         senders = np.array([sender for sender, _, _ in times.legs])
@@ -266,9 +255,7 @@ def rings_over(
     cluster: Cluster, devices: Sequence[Sequence[int]] | I64, layout: Layout, hosts: Sequence[int] | None = None
 ) -> Mapping[str, Any]:
     """Returns how replicas on `devices` [R, P] exchange, as `Step.of` takes it: at once where links tell their times.
-
-    Else they exchange over rings, with `hosts` [R] inside hosts and over them.
-    """
+    Else they exchange over rings, with `hosts` [R] inside hosts and over them."""
     known = exchange_times(cluster, devices) if layout.is_even else None
     if known is None:
         return {"ring": ring_over(cluster, devices), "hosts": hosts}
@@ -278,9 +265,7 @@ def rings_over(
 
 def ring_over(cluster: Cluster, devices: Sequence[Sequence[int]] | I64) -> tuple[int, ...] | None:
     """Returns the order [R] of replicas on `devices` [R, P] in rings; None where the order of their numbers is as good.
-
-    A hop takes a chunk of a bucket over the slowest of P routes. Many replicas stay in the order of their numbers.
-    """
+    A hop takes a chunk of a bucket over the slowest of P routes. Many replicas stay in the order of their numbers."""
     grid = np.array(devices, np.int64)
     count = len(grid)
     if count <= 2 or count > _MOST_ORDERED:
@@ -293,12 +278,10 @@ def ring_over(cluster: Cluster, devices: Sequence[Sequence[int]] | I64) -> tuple
 
 
 def ring_order(seconds: npt.ArrayLike) -> I64:
-    """Returns the order [R] of replicas, beginning with 0.
-
-    `seconds` [R, R] is the time of a hop from one replica to another; both directions may differ. Up to 8 replicas all
-    orders are compared. Beyond, each replica is followed by the nearest one that is left, from every start; in the
-    best of these orders parts are turned round and replicas moved as long as that helps.
-    """
+    """Returns the order [R] of replicas, beginning with 0. `seconds` [R, R] is the time of a hop from one replica to
+    another; both directions may differ. Up to 8 replicas all orders are compared. Beyond, each replica is followed by
+    the nearest one that is left, from every start; in the best of these orders parts are turned round and replicas
+    moved as long as that helps."""
     hops = np.array(seconds, np.float64)
     count = len(hops)
     if count <= 2:

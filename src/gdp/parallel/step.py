@@ -1,8 +1,7 @@
 """START HERE: from the graph of one micro-batch and a layout to the graph of the step.
 
 one micro-batch --recompute or offload, repeat--> micro-batches --ends of exchanges--> a replica --copy, hops--> step
-with zero=3:    --recompute, ends of exchanges--> --repeat--> a replica --copy, hops--> step
-"""
+with zero=3:    --recompute, ends of exchanges--> --repeat--> a replica --copy, hops--> step"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,10 +26,8 @@ from gdp.parallel.rings import Rings
 
 @dataclass(frozen=True, eq=False)
 class CutGraph:
-    """A graph that is cut as `layout` says, and where its ops come from.
-
-    N ops of one micro-batch or batch, M ops of the whole, R replicas, P places of a replica.
-    """
+    """A graph that is cut as `layout` says, and where its ops come from. N ops of one micro-batch or batch, M ops of
+    the whole, R replicas, P places of a replica."""
 
     graph: Graph
     layout: Layout
@@ -47,12 +44,9 @@ class CutGraph:
         return self.graph.replicas
 
     def placement(self, places: npt.ArrayLike, devices: npt.ArrayLike, cpus: npt.ArrayLike | None = None) -> I64:
-        """Returns the placement [M] of replicas that are placed alike.
-
-        `places` [N] is the place of each op of a micro-batch, 0 to P - 1, `devices` [R, P] the device that is each
-        place of each replica, and `cpus` [R] where activations of each replica wait, in a step with offload. A batch in
-        flight ends where its last op is.
-        """
+        """Returns the placement [M] of replicas that are placed alike. `places` [N] is the place of each op of a
+        micro-batch, 0 to P - 1, `devices` [R, P] the device that is each place of each replica, and `cpus` [R] where
+        activations of each replica wait, in a step with offload. A batch in flight ends where its last op is."""
         placement = np.asarray(np.asarray(devices)[self.replica, np.asarray(places)[self.origin]], np.int64)
         return placement if cpus is None else np.where(self.is_on_host, np.asarray(cpus)[self.replica], placement)
 
@@ -79,14 +73,11 @@ class Step(CutGraph):
         bucket_bytes: int | None = None,
         part: Graph | None = None,
     ) -> "Step":
-        """Returns the step of `layout`, from the step `graph` of one micro-batch.
-
-        `places` [N] are equal for ops of a replica that are sure to share a device, by default for all; `ring` [R] is
-        the order of replicas in rings, and `hosts` [R] where they are, for rings inside hosts and rings over hosts;
-        `times`, where replicas are alike, make each exchange one transfer to each replica.
-        `part` is `graph` with blocks recomputed and activations sent away, where it is known. InputError where the
-        layout does not suit the graph.
-        """
+        """Returns the step of `layout`, from the step `graph` of one micro-batch. `places` [N] are equal for ops of a
+        replica that are sure to share a device, by default for all; `ring` [R] is the order of replicas in rings, and
+        `hosts` [R] where they are, for rings inside hosts and rings over hosts; `times`, where replicas are alike, make
+        each exchange one transfer to each replica. `part` is `graph` with blocks recomputed and activations sent away,
+        where it is known. InputError where the layout does not suit the graph."""
         if layout.data > 1 and graph.replicas.any():
             raise InputError(f"graph {graph.name!r}: has replicas already; leave out data={layout.data}")
         times = times if layout.is_even else None
@@ -118,10 +109,8 @@ class Step(CutGraph):
     def of_document(
         cls, read_part: Callable[[int], Graph], document: Mapping[str, Any], *, in_hops: bool = False
     ) -> "Step":
-        """Returns the step that `document` describes; `read_part(K)` returns that of 1/K of the batch.
-
-        InputError where it describes none of this model.
-        """
+        """Returns the step that `document` describes; `read_part(K)` returns that of 1/K of the batch. InputError where
+        it describes none of this model."""
         layout = Layout.of_document(document)
         graph = read_part(layout.num_parts)
         places = _numbers(document, "places", graph.num_ops)
@@ -134,11 +123,10 @@ class Step(CutGraph):
 
 def with_waits(graph: Graph, places: I64) -> Graph:
     """Returns the step with hosts that wait at exchanges of stages: when a pass has received, and when it is sent on.
-
     Megatron-LM calls torch.cuda.synchronize() after each batch_isend_irecv (`batch_p2p_sync`, on by default), since
     waiting for the requests was no wait before PyTorch 1.13 (github.com/pytorch/pytorch/pull/82450): its hosts do not
-    run ahead from one pass to the next. Where no op takes time on a host, nothing changes. `places` [M] are the stages.
-    """
+    run ahead from one pass to the next. Where no op takes time on a host, nothing changes. `places` [M] are the
+    stages."""
     tensors, targets = graph.edge_tensors, graph.consumers
     sources, phase = graph.producers[tensors], np.array(graph.phases)
     is_pass = np.isin(phase, ("forward", "backward")) & np.isin(np.array(graph.roles), (MODEL, RECOMPUTED))

@@ -1,7 +1,5 @@
-"""The common ground of classical placers: the contract, the choice of units, comparison of candidates, repair.
-
-N ops, T tensors, U units (groups of ops that share a device, and each other op for itself), D devices.
-"""
+"""The common ground of classical placers: the contract, the choice of units, comparison of candidates, repair. N ops, T
+tensors, U units (groups of ops that share a device, and each other op for itself), D devices."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -29,11 +27,9 @@ class NoTimeError(Exception):
 
 class Placer(Protocol):
     """From a problem and a seed to a placement int64 [N] that obeys groups and allowed devices; None if there is none.
-
     The same problem and seed give the same answer, without a clock or with one that counts simulations. Once a clock
     that counts seconds is up, the answer is the best placement so far; NoTimeError before the first one. A placement
-    that does not fit in memory is returned only if the placer found none that fits.
-    """
+    that does not fit in memory is returned only if the placer found none that fits."""
 
     def __call__(self, problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None: ...
 
@@ -129,10 +125,8 @@ def best_of(
     smaller: Callable[[], Iterable[Placement]] | None = None,
     clock: Clock | None = None,
 ) -> Placement:
-    """Returns the fastest of `candidates` [N] that fits in memory, of those that there is time for.
-
-    If none fits, `smaller` makes further candidates; if none of those fits either, the nearest ones are repaired.
-    """
+    """Returns the fastest of `candidates` [N] that fits in memory, of those that there is time for. If none fits,
+    `smaller` makes further candidates; if none of those fits either, the nearest ones are repaired."""
     tried = TriedPlacements(problem, clock)
     tried.run(candidates)
     if smaller is not None and not tried.fits:

@@ -1,9 +1,7 @@
-"""Contiguous stages of about equal time, one a device, along an order of the units.
-
-Cutting a chain for a bottleneck by binary search, each device taking as much as fits in turn: A. Pinar, C. Aykanat,
-"Fast optimal load balancing algorithms for 1D partitioning", Journal of Parallel and Distributed Computing 64 (2004),
-for devices of unequal speed in a given order. U units, D devices.
-"""
+"""Contiguous stages of about equal time, one a device, along an order of the units. Cutting a chain for a bottleneck by
+binary search, each device taking as much as fits in turn: A. Pinar, C. Aykanat, "Fast optimal load balancing algorithms
+for 1D partitioning", Journal of Parallel and Distributed Computing 64 (2004), for devices of unequal speed in a given
+order. U units, D devices."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,9 +21,7 @@ from gdp.units.units import Units
 
 def contiguous(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
     """Returns the best stages over 1 to D devices along several chains: topological, folded, by module and by layer.
-
-    Each backward op is a unit by itself, or follows its forward op.
-    """
+    Each backward op is a unit by itself, or follows its forward op."""
     chains: list[tuple[Units, Chain]] = []
     subsets = device_subsets(problem, smallest=1)
     tried = TriedPlacements(problem, clock)
@@ -68,11 +64,9 @@ class Chain:
 
 
 def stages(problem: Problem, units: Units, chain: Chain, devices: I64, memory_share: float = 0.0) -> I64:
-    """Cuts `chain` into one stage for each of `devices`, so that the largest load is least; returns devices [U].
-
-    A unit's load on a device is its share of all time there, or with `memory_share` a mix with its share of the memory.
-    The chain may be of some of the units; others go to the first device.
-    """
+    """Cuts `chain` into one stage for each of `devices`, so that the largest load is least; returns devices [U]. A
+    unit's load on a device is its share of all time there, or with `memory_share` a mix with its share of the memory.
+    The chain may be of some of the units; others go to the first device."""
     order = chain.order
     total_ns = max(int(units.mean_time_ns[order].sum()), 1)
     columns, column_of = columns_of(problem, devices) if memory_share == 0 else (devices, np.arange(len(devices)))
@@ -119,8 +113,7 @@ def module_chain(problem: Problem, units: Units, *, whole_layers: bool) -> Chain
     Backward ops join the forward ops of their layer, and ops of a container its inputs. With `whole_layers` each layer
     (`layers.3`, or a part without numbers) is a block.
 
-    The folded chain if the graph has no module paths.
-    """
+    The folded chain if the graph has no module paths."""
     modules = problem.graph.modules
     if not any(modules):
         return folded_chain(problem, units)
@@ -145,10 +138,8 @@ def _layer(module: str, outer: set[str]) -> str:
 
 
 def _entries(problem: Problem) -> dict[str, int]:
-    """Returns the op at which the forward pass enters each module; containers have none.
-
-    It is the first op there, else the first that uses a parameter of the module, else that of the enclosing module.
-    """
+    """Returns the op at which the forward pass enters each module; containers have none. It is the first op there, else
+    the first that uses a parameter of the module, else that of the enclosing module."""
     graph, memory = problem.graph, problem.simulator.arrays.memory
     inner = containers(graph.modules)
     is_forward = np.array([phase in ("forward", "") for phase in graph.phases], np.bool_)

@@ -10,8 +10,7 @@ most T and fit; the first such cut is as good as any, so a table over stages and
 by bisection.
 
 Chains, numbers of devices and estimates of memory are tried, and the best placement by simulation kept. U units, D
-devices, U + 1 cuts: cut c is before unit c of the chain.
-"""
+devices, U + 1 cuts: cut c is before unit c of the chain."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -116,9 +115,7 @@ def _cut_times(problem: Problem, units: Units, order: I64, devices: I64) -> F64:
 @kernel
 def _find_ends(work_ns, column_of, held_bytes, cut_ns, room, bottleneck, may_end, ends):
     """Fills `ends` [D] with the cut that ends each stage under the bottleneck; the last is -1 if there are none.
-
-    `may_end` [D, U + 1] is working memory: whether the rest of the chain can follow if a stage ends at a cut.
-    """
+    `may_end` [D, U + 1] is working memory: whether the rest of the chain can follow if a stage ends at a cut."""
     num_stages, last = len(column_of), len(held_bytes) - 1
     limit = bottleneck * (1 + 1e-12)
     ends[:] = -1

@@ -6,8 +6,7 @@ partial placement is bounded as by `lower_bound`, with every placed op on its de
 holds too much already; a full one is simulated. Of devices whose exchange changes nothing but names one is tried; as
 the machine model sends to the lower device first, exchanged placements are simulated too where that order can matter.
 
-Sizes that take seconds: about 20 ops on 4 equal devices, more where the bound is tight.
-"""
+Sizes that take seconds: about 20 ops on 4 equal devices, more where the bound is tight."""
 
 import threading
 import time
@@ -62,10 +61,8 @@ def exact(
     stop: threading.Event | None = None,
 ) -> Exact:
     """The fastest placement of `problem` that fits, or the best found within about `max_nodes` nodes or `time_limit_s`.
-
     `start` is a placement to begin with; it is ignored if it is not feasible. `stop` ends the search early. `seed` has
-    no effect: nothing is random.
-    """
+    no effect: nothing is random."""
     search = _Search.of(problem)
     if start is not None and not problem.broken_constraints(start):
         _simulate(search, problem.check_placement(start))
@@ -276,10 +273,8 @@ def _expand(search, unit, ops):
 
 @inner
 def _can_fit(search, placed):
-    """Returns False if a device holds more than its limit under every completion of the partial placement.
-
-    It may do so at the end, or while an op that takes time runs, which needs its inputs and its results.
-    """
+    """Returns False if a device holds more than its limit under every completion of the partial placement. It may do so
+    at the end, or while an op that takes time runs, which needs its inputs and its results."""
     placement, memory = search.placement, search.arrays.memory
     is_placed, resident, at_end = search.scratch.is_placed, search.scratch.resident, search.scratch.at_end
     is_placed[:] = False

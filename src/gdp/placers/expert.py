@@ -5,8 +5,7 @@ It never splits the batch, as many would today.
 Recurrent and transformer models: one layer per device in turn, embeddings with the first layer, attention and softmax
 with the last; other models: contiguous stages of about equal time (Zhou et al., arXiv 1910.01578, section 4.1). For
 models that are not built in, it is the faster of those stages and of equal contiguous ranges of the repeated layers
-that module paths show.
-"""
+that module paths show."""
 
 import re
 from collections import defaultdict
@@ -60,11 +59,9 @@ def _by_rule(problem: Problem, workload: Workload, num_devices: int) -> I64 | No
 
 
 def layer_ranges(problem: Problem, num_devices: int) -> I64 | None:
-    """Cuts the layers that module paths show (`layers.0`, ...) into equal contiguous ranges, one a device.
-
-    Returns the number of the range [N] of each op; None without layers. Ops before the first layer go with it, ops of a
-    container of layers with their inputs, all others with the layer entered last.
-    """
+    """Cuts the layers that module paths show (`layers.0`, ...) into equal contiguous ranges, one a device. Returns the
+    number of the range [N] of each op; None without layers. Ops before the first layer go with it, ops of a container
+    of layers with their inputs, all others with the layer entered last."""
     modules, time_ns = problem.graph.modules, problem.mean_op_time_ns
     first_op: dict[str, int] = {}
     list_time_ns: dict[str, int] = defaultdict(int)

@@ -106,8 +106,7 @@ def earliest_first(arrays, schedule, queues, state, count):
                 device with most room
             consumers that miss no other input become ready
 
-    `state` [NUM_STATE] is 0 at the beginning; between calls it has the numbers of ops left and of fresh ones.
-    """
+    `state` [NUM_STATE] is 0 at the beginning; between calls it has the numbers of ops left and of fresh ones."""
     rank, fresh, missing, is_placed = queues.rank, queues.fresh, queues.missing, queues.is_placed
     offers, is_stale, free_ns = queues.offers, queues.offers.is_stale, schedule.free_ns
     num_ops, num_devices = schedule.op_time_ns.shape
@@ -261,10 +260,8 @@ def _offer(arrays, schedule, queues, device):
 
 @inner
 def _awaited_child(arrays, schedule, queues, device, op, start_ns):
-    """Returns (the favourite child of the last op of `device`, its start) if the device waits for it, else (-1, 0).
-
-    It waits if the child can start nowhere sooner and fits, unless `op`, which could start at `start_ns`, is urgent.
-    """
+    """Returns (the favourite child of the last op of `device`, its start) if the device waits for it, else (-1, 0). It
+    waits if the child can start nowhere sooner and fits, unless `op`, which could start at `start_ns`, is urgent."""
     all_free_ns, ready_ns = schedule.free_ns, schedule.ready_ns
     child = queues.favourite[queues.last[device]] if queues.last[device] >= 0 else np.int64(-1)
     if child < 0 or not queues.is_ready[child] or queues.is_placed[child] or not may_go(schedule, child, device):
@@ -288,10 +285,8 @@ def _awaited_child(arrays, schedule, queues, device, op, start_ns):
 @kernel
 def in_order(arrays, schedule, op_of_rank, gaps, state, count):
     """Places `count` further ops in the order of `op_of_rank` (topological), each where it ends first, in the first gap
-    long enough. Returns True once all are placed.
-
-    `state` [NUM_STATE] is 0 at the beginning; between calls it has the number of ops that were placed.
-    """
+    long enough. Returns True once all are placed. `state` [NUM_STATE] is 0 at the beginning; between calls it has the
+    number of ops that were placed."""
     op_time_ns, unit, floating = schedule.op_time_ns, schedule.unit, schedule.floating
     unit_device, finish_ns, free_ns = schedule.unit_device, schedule.finish_ns, schedule.free_ns
     starts, ends, counts = gaps

@@ -5,8 +5,7 @@ m-TOPO, m-ETF and m-SCT: B. Jeon et al., "Baechi: Fast Device Placement of Machi
 adds memory limits to known schedulers. HEFT: H. Topcuoglu, S. Hariri, M.-Y. Wu, IEEE TPDS 13(3), 2002. Each is tried on
 all devices and on fewer, with backward ops free or following their forward ops (as in Baechi), with estimates as
 published (no contention, no foresight) and with better ones; the best placement by simulation is kept. N ops, P pairs
-of ops.
-"""
+of ops."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -82,11 +81,9 @@ def heft(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placeme
 
 
 def favourite_children(problem: Problem) -> I64:
-    """[N] the child of each op that gains most from running on the op's device right after it, -1 if none.
-
-    An op is the favourite of at most one parent. Up to a few thousand edges they come from the linear relaxation of
-    Hanen and Munier, as in Baechi; in larger graphs, where that takes too long, the heaviest path decides.
-    """
+    """[N] the child of each op that gains most from running on the op's device right after it, -1 if none. An op is the
+    favourite of at most one parent. Up to a few thousand edges they come from the linear relaxation of Hanen and
+    Munier, as in Baechi; in larger graphs, where that takes too long, the heaviest path decides."""
     sources, targets, transfer_ns = _transfers(problem)
     real = ~_floating(problem)[sources]
     sources, targets, transfer_ns = sources[real], targets[real], transfer_ns[real]
@@ -106,9 +103,8 @@ def favourite_children(problem: Problem) -> I64:
 
 def _relaxation(problem: Problem, sources: I64, targets: I64, transfer_ns: I64) -> F64 | None:
     """[P] how much each pair is apart, 0 to 1, in a shortest schedule on unlimited devices; None if it was not found.
-
-    Variables: x[P] (1: a transfer is made), start[N], end of the step. Each op keeps at most one child and one parent.
-    """
+    Variables: x[P] (1: a transfer is made), start[N], end of the step. Each op keeps at most one child and one
+    parent."""
     from scipy.optimize import linprog  # half a second
     from scipy.sparse import block_array, coo_array, diags_array, eye_array
 

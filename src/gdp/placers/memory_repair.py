@@ -1,8 +1,6 @@
-"""Memory repair: the groups that free most memory per added time move to devices with room.
-
-Units join into groups within each device (`units/units.py`), so that connected ops move together; when groups
-are too coarse, smaller ones are tried. N ops, T tensors, G groups, D devices.
-"""
+"""Memory repair: the groups that free most memory per added time move to devices with room. Units join into groups
+within each device (`units/units.py`), so that connected ops move together; when groups are too coarse, smaller ones are
+tried. N ops, T tensors, G groups, D devices."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,8 +26,7 @@ def fit_memory(problem: Problem, placement: Placement, clock: Clock | None = Non
 
     Once the clock is up, it is the nearest so far.
 
-    Groups and allowed devices stay obeyed. A placement that fits is returned as it is.
-    """
+    Groups and allowed devices stay obeyed. A placement that fits is returned as it is."""
     best = np.asarray(placement, np.int64)
     step_time_ns, peaks = evaluate(problem, best)
     best_key = int(excess_bytes(problem, peaks)), step_time_ns
@@ -92,10 +89,8 @@ def _moves(groups: Units, units: Units, pairs: Pairs, start: Placement) -> Itera
 
 
 def _give_away(groups: _Groups, device: int, missing: int, held: I64, room: I64) -> bool:
-    """Moves groups off `device` until `missing` bytes are freed; returns False if none could move.
-
-    `held` [G, D] is that of `held_bytes`.
-    """
+    """Moves groups off `device` until `missing` bytes are freed; returns False if none could move. `held` [G, D] is
+    that of `held_bytes`."""
     here = np.flatnonzero((groups.device == device) & held.any(axis=1))
     room = np.maximum(room, 0)
     has_moved = False
@@ -134,11 +129,9 @@ def _state(groups: Units, units: Units, pairs: Pairs, placement: Placement) -> _
 
 
 def held_bytes(simulation: Simulation, device: int) -> I64:
-    """Returns [N, D] the bytes that each op holds of `device` when its use is highest; they sum to the peak.
-
-    Its resident bytes, its tensors, and copies that it is the last to consume: these under the device of the original
-    if that still has it too, all else under `device` itself.
-    """
+    """Returns [N, D] the bytes that each op holds of `device` when its use is highest; they sum to the peak. Its
+    resident bytes, its tensors, and copies that it is the last to consume: these under the device of the original if
+    that still has it too, all else under `device` itself."""
     problem, placement, every = simulation.problem, simulation.placement, Allocations.of(simulation)
     graph, here = problem.graph, np.flatnonzero(every.devices == device)
     tensors, size = every.tensors[here], every.sizes_bytes[here]

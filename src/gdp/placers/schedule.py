@@ -1,9 +1,7 @@
-"""A schedule in the making, for list scheduling: estimates of when ops can start and of what fits, compiled.
-
-A tensor travels once to each device, when its first consumer there is placed; with `contention`, channels are busy
-meanwhile. A tensor's memory is given back when its last consumer is placed. A unit's device is that of its first op to
-be placed. A *floating* op, a source that takes no time (a parameter, an input), goes where its first consumer goes.
-"""
+"""A schedule in the making, for list scheduling: estimates of when ops can start and of what fits, compiled. A tensor
+travels once to each device, when its first consumer there is placed; with `contention`, channels are busy meanwhile. A
+tensor's memory is given back when its last consumer is placed. A unit's device is that of its first op to be placed. A
+*floating* op, a source that takes no time (a parameter, an input), goes where its first consumer goes."""
 
 from typing import Any, NamedTuple
 

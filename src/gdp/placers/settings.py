@@ -1,7 +1,5 @@
-"""Settings of the placers: one record for each, every number with its source.
-
-A source is a measurement, with where it is written down, physics, a paper, or "untuned": chosen once, by eye.
-"""
+"""Settings of the placers: one record for each, every number with its source. A source is a measurement, with where it
+is written down, physics, a paper, or "untuned": chosen once, by eye."""
 
 from dataclasses import dataclass
 

@@ -55,11 +55,9 @@ def interleaved_stages(problem: Problem) -> list[Placement]:
 
 
 def call_grids(problem: Problem) -> list[Placement]:
-    """Returns placements [N], one for each way to lay all devices out as a grid with several columns of calls.
-
-    There are none where the forward pass does not call its layers several times, or a step has micro-batches or
-    replicas, which are calls of another kind.
-    """
+    """Returns placements [N], one for each way to lay all devices out as a grid with several columns of calls. There
+    are none where the forward pass does not call its layers several times, or a step has micro-batches or replicas,
+    which are calls of another kind."""
     if problem.num_devices < 2 or problem.microbatch.max() >= 1 or problem.graph.replicas.any():
         return []
     if (call := problem.simulator.order_traits.call) is None:
@@ -142,10 +140,8 @@ class ReplicatedChain:
         return self._at(np.broadcast_to(np.arange(1, size) / size, (len(self.chains), size - 1)))
 
     def shifted(self, cuts: I64, shares: F64) -> I64:
-        """Returns `cuts` [R, S - 1] moved on by `shares` [S - 1] of a replica's work.
-
-        Later cuts make way to one that moves on, and one that moves back stops at an earlier one.
-        """
+        """Returns `cuts` [R, S - 1] moved on by `shares` [S - 1] of a replica's work. Later cuts make way to one that
+        moves on, and one that moves back stops at an earlier one."""
         passed = [np.concatenate(([0.0], done))[own] for done, own in zip(self._done, cuts, strict=True)]
         moved = np.where(shares == 0, cuts, self._at(np.array(passed) + shares))
         return np.maximum.accumulate(moved, axis=1)
@@ -170,10 +166,8 @@ class ReplicatedChain:
 
 
 def replicated_chains(problem: Problem) -> Iterator[ReplicatedChain]:
-    """Yields chains to cut stages along: by layers, by modules, folded; none without replicas with ops of their own.
-
-    A replica on one device needs no choice.
-    """
+    """Yields chains to cut stages along: by layers, by modules, folded; none without replicas with ops of their own. A
+    replica on one device needs no choice."""
     replica = problem.graph.replicas
     num_replicas = int(replica.max()) + 1
     size = problem.num_devices // num_replicas

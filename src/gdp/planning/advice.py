@@ -3,8 +3,7 @@
     plan --start--> search on one device fewer | one more | links twice as fast | twice the memory
 
 Each search begins from the plan. A machine that has more is never told to be slower than the plan itself there, whose
-ops may wait for the times that they start at now.
-"""
+ops may wait for the times that they start at now."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -201,10 +200,8 @@ def _changes(simulation: Simulation, constraints: Constraints, filled: float) ->
 
 
 def _start(simulation: Simulation, others: Sequence[int] | None) -> Candidate:
-    """Returns the plan to begin a search from.
-
-    Without a device, its ops are on one of its kind among the `others` that holds none, or else on the busiest.
-    """
+    """Returns the plan to begin a search from. Without a device, its ops are on one of its kind among the `others` that
+    holds none, or else on the busiest."""
     placement = simulation.placement
     if others is None:
         return Candidate.start(simulation)
@@ -228,10 +225,8 @@ def _share(budget: Budget, clock: Clock, num_changes: int, turn: int, least_s: f
 def carried(
     plan: Plan, cluster: Cluster, constraints: Constraints, numbers: Sequence[int] | None = None
 ) -> Simulation | None:
-    """Returns the step of `plan` on `cluster`, where its devices are those with these `numbers`.
-
-    Without numbers each is the first free one with its figures. None where there is none, or constraints forbid it.
-    """
+    """Returns the step of `plan` on `cluster`, where its devices are those with these `numbers`. Without numbers each
+    is the first free one with its figures. None where there is none, or constraints forbid it."""
     problem = plan.problem
     assert problem is not None
     numbers = changes.same_devices(problem.cluster, cluster) if numbers is None else numbers

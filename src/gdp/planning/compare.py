@@ -151,10 +151,8 @@ def compare_answers(
     on_start: Callable[[str, int], None] | None = None,
     stop: threading.Event | None = None,
 ) -> Comparison:
-    """Returns the rows of `placers` for an open question, which `auto` answers with `find`, as in `compare`.
-
-    Of batches in flight, which `auto` alone answers, the rows before it are the ways to serve that users run.
-    """
+    """Returns the rows of `placers` for an open question, which `auto` answers with `find`, as in `compare`. Of batches
+    in flight, which `auto` alone answers, the rows before it are the ways to serve that users run."""
     if question.num_batches and (rivals or list(placers) != [AUTO]):
         raise InputError("--placers: batches in flight are placed by auto, beside what users run; leave the option out")
     stop, problem, options = stop or threading.Event(), question.problem, question.options

@@ -2,8 +2,7 @@
 
     best over layouts of: estimate with the change * (simulated / estimated, without it, of a layout of that kind)
 
-Kinds of layouts are levels of ZeRO, on one device a replica or on several.
-"""
+Kinds of layouts are levels of ZeRO, on one device a replica or on several."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -65,11 +64,9 @@ class _LayoutChange:
 def advise_on_layouts(
     solution: Solution, parts: Parts, constraints: Constraints, clock: Clock
 ) -> tuple[Advice, Solution]:
-    """Estimates the best layout of each changed machine, and of twice the batch, until `clock` ends.
-
-    The layout of the plan comes first on all of them, then others in the time left. Where the plan is faster without a
-    device, the solution is that plan; else it is the one given.
-    """
+    """Estimates the best layout of each changed machine, and of twice the batch, until `clock` ends. The layout of the
+    plan comes first on all of them, then others in the time left. Where the plan is faster without a device, the
+    solution is that plan; else it is the one given."""
     best, plan = solution.best, solution.plan
     assert best is not None
     assert plan is not None
@@ -143,9 +140,7 @@ def _on_fewer(
     solution: Solution, search: LayoutSearch, others: Sequence[int], estimate: Candidate
 ) -> tuple[Solution, int]:
     """Returns the better one of `solution` and the step of `estimate` on the devices `others`, and that step's time.
-
-    Without the time to simulate it, the estimate is told to be as slow as the plan.
-    """
+    Without the time to simulate it, the estimate is told to be as slow as the plan."""
     plan = solution.plan
     assert plan is not None
     assert plan.search is not None
@@ -226,10 +221,8 @@ def _kind(way: Arrangement) -> _Kind:
 def _best_estimate(
     change: _LayoutChange, factors: Mapping[_Kind, float], clock: Clock, like: Arrangement | None = None
 ) -> Candidate | None:
-    """Returns the best estimate over layouts, which lacks memory where nothing fits; None where time is up before.
-
-    Of layouts `like` one these are that one, and those of its kind on as many devices as there are.
-    """
+    """Returns the best estimate over layouts, which lacks memory where nothing fits; None where time is up before. Of
+    layouts `like` one these are that one, and those of its kind on as many devices as there are."""
     if clock.is_up:
         return None
     size = change.parts.batch_size

@@ -3,8 +3,7 @@
     minimize  sum over rows huber(log(predicted / measured) / 0.08) + sum over numbers (log(fitted / known) / prior)^2
 
 A row errs by what the cost model errs, so few rows move a number little, and a number that no row tells of stays as it
-is. R rows, P numbers.
-"""
+is. R rows, P numbers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
-"""Options as they are typed on a command line and kept in plan files -> `Reading`, `Constraints`.
-
-An option is known by its name with _ for -; one that is absent has its default.
-"""
+"""Options as they are typed on a command line and kept in plan files -> `Reading`, `Constraints`. An option is known by
+its name with _ for -; one that is absent has its default."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,6 @@
-"""Plans that were found before: an identical question is answered at once.
-
-What is identical: graph, cluster, constraints, every option that a search depends on, gdp's code and the policy that
-comes with it, and the libraries that a search computes with. D devices.
-"""
+"""Plans that were found before: an identical question is answered at once. What is identical: graph, cluster,
+constraints, every option that a search depends on, gdp's code and the policy that comes with it, and the libraries that
+a search computes with. D devices."""
 
 import contextlib
 from collections.abc import Callable, Mapping

@@ -1,8 +1,6 @@
-"""A plan and what it takes to simulate, show, export or run it: its model, its devices, its limits.
-
-They come from the files beside the plan, if those are its own, else from what was asked: MODEL is read again. What is
-given in addition overrides what was asked.
-"""
+"""A plan and what it takes to simulate, show, export or run it: its model, its devices, its limits. They come from the
+files beside the plan, if those are its own, else from what was asked: MODEL is read again. What is given in addition
+overrides what was asked."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -49,10 +47,8 @@ def graph_beside(plan: Plan) -> Graph | None:
 
 
 class PlanSource:
-    """A plan with its question; MODEL, DEVICES and options that are given in addition override it.
-
-    InputError, with what differs, where they are not those of the plan.
-    """
+    """A plan with its question; MODEL, DEVICES and options that are given in addition override it. InputError, with
+    what differs, where they are not those of the plan."""
 
     def __init__(
         self, plan: Plan, *, model: str = "", devices: str = "", options: Mapping[str, Any] | None = None

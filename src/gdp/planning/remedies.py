@@ -4,8 +4,7 @@
     other machine: a CPU beside it | more such devices | one larger card      smaller step: fewer samples
 
 Each is tried by a search that ends at the first step that fits. Of changes that differ in size the smallest
-one that was found in time is told; if none was, the smallest one that bytes held leave room for.
-"""
+one that was found in time is told; if none was, the smallest one that bytes held leave room for."""
 
 import contextlib
 import re
@@ -241,11 +240,9 @@ class RemedySearch:
 
 
 def _smallest(row: Sequence[_Try | Remedy], clock: Clock, least_s: float) -> list[Remedy]:
-    """Returns the first change of `row` with which a step fits, if any does.
-
-    From the first that is roomy the row is doubled until one fits, then halved. Where no try fits, as without the time
-    for any, the first that is roomy by its bytes is told, so that no answer depends on how busy the machine is.
-    """
+    """Returns the first change of `row` with which a step fits, if any does. From the first that is roomy the row is
+    doubled until one fits, then halved. Where no try fits, as without the time for any, the first that is roomy by its
+    bytes is told, so that no answer depends on how busy the machine is."""
     first = next((place for place, each in enumerate(row) if isinstance(each, Remedy) or each.is_roomy), None)
     low, turn, high, remedies = -1, first or 0, len(row), list[Remedy]()
     while low < turn < high and not clock.is_up:

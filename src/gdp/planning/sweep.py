@@ -119,9 +119,7 @@ def place_row(
     find: Callable[[PlaceQuestion, Clock], Solution] = answer,
 ) -> SweepRow:
     """Returns the answer of `place` to `question`, or the plan of one of the rows `earlier` where that is better.
-
-    `find` finds the answer of a tool in place of that of `place`.
-    """
+    `find` finds the answer of a tool in place of that of `place`."""
     solution = find(question, clock)
     plan = solution.plan
     assert plan is not None

@@ -4,8 +4,7 @@
                                 |                      |
                                 +------ score() <------+        log-probabilities with gradients, for PPO
 
-S samples, N ops of the problem, C choices that make up one placement, D devices.
-"""
+S samples, N ops of the problem, C choices that make up one placement, D devices."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -41,10 +40,8 @@ class Policy(nn.Module, ABC):
 
     @abstractmethod
     def instance(self, problem: Problem, rng: np.random.Generator) -> Instance:
-        """Returns the features of `problem`; random parts of them, such as a grouping, come from `rng`.
-
-        Raises InputError for a problem that the policy cannot place, such as one with too many devices.
-        """
+        """Returns the features of `problem`; random parts of them, such as a grouping, come from `rng`. Raises
+        InputError for a problem that the policy cannot place, such as one with too many devices."""
 
     @abstractmethod
     def sample(
@@ -72,12 +69,10 @@ class Policy(nn.Module, ABC):
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Gives PyTorch's operators one thread meanwhile; simulations take all.
-
-    The operators are small: two threads gain little, and wait for each other on a busy machine (an update of the
-    default policy took 0.2 s with one thread, 20 s with two, on two busy cores). Processes share the work better, and
-    the trained parameters do not depend on the number of processors.
-    """
+    """Gives PyTorch's operators one thread meanwhile; simulations take all. The operators are small: two threads gain
+    little, and wait for each other on a busy machine (an update of the default policy took 0.2 s with one thread, 20 s
+    with two, on two busy cores). Processes share the work better, and the trained parameters do not depend on the
+    number of processors."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -4,8 +4,7 @@
                         tensors: parameters by name; "optimizer/..." the state of training
 
 A file is written under a temporary name and renamed: parameters and state are of the same update, whatever happens.
-Readers raise InputError with one line that names the file, what is wrong and the remedy.
-"""
+Readers raise InputError with one line that names the file, what is wrong and the remedy."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass

@@ -3,8 +3,7 @@
     problem --grouped()--> UnitInstance --place(styles)--> placements
 
 Searches draw many placements and import no more than this; `scheduler.py` holds the weights in training.
-S samples, P passes, U units, D devices, N ops, K features of a unit on a device.
-"""
+S samples, P passes, U units, D devices, N ops, K features of a unit on a device."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,11 +72,8 @@ def check_weights(tensors: Mapping[str, F32]) -> None:
 
 
 class Constructor:
-    """Draws placements.
-
-    `weights` returns the weights [2, K] of features as they are now, `style_scorer` the scorer of styles, if the policy
-    has learned one.
-    """
+    """Draws placements. `weights` returns the weights [2, K] of features as they are now, `style_scorer` the scorer of
+    styles, if the policy has learned one."""
 
     def __init__(
         self, weights: Callable[[], F32], style_scorer: Callable[[], StyleScorer | None] = lambda: None
@@ -137,11 +133,9 @@ class Constructor:
 
 
 def _fixed(instance: UnitInstance, num_samples: int, rng: np.random.Generator) -> I64:
-    """Returns the device of each unit that stays, -1 for a unit that chooses, [S, U].
-
-    All units choose, or, to refine an incumbent, a part, drawn for each sample: single units, a stretch of the step, or
-    a unit with its nearest ones.
-    """
+    """Returns the device of each unit that stays, -1 for a unit that chooses, [S, U]. All units choose, or, to refine
+    an incumbent, a part, drawn for each sample: single units, a stretch of the step, or a unit with its nearest
+    ones."""
     from scipy.sparse import csr_array  # a quarter of a second, which most commands never need
 
     incumbent, near = instance.incumbent, instance.arrays.near

@@ -1,9 +1,6 @@
-"""The features by which the default policy weighs devices for the unit at hand: one row each.
-
-The compiled roll-out (`rollout.py`) computes them in this order, and a checkpoint stores weights in this order: rows
-may be appended, never moved. A test holds the roll-out against a plain computation of each row.
-K features.
-"""
+"""The features by which the default policy weighs devices for the unit at hand: one row each. The compiled roll-out
+(`rollout.py`) computes them in this order, and a checkpoint stores weights in this order: rows may be appended, never
+moved. A test holds the roll-out against a plain computation of each row. K features."""
 
 from collections import namedtuple
 from collections.abc import Mapping

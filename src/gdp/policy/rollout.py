@@ -10,8 +10,7 @@ In further passes over the units each chooses again, with all others in place: a
 a unit, and repeating it mends much of that (restreaming, J. Nishimura and J. Ugander, KDD 2013). A roll-out that
 refines an incumbent begins so: some units stay where the incumbent has them, the others choose again.
 
-S samples, P passes, U units, D devices, K features, B slices of the step.
-"""
+S samples, P passes, U units, D devices, K features, B slices of the step."""
 
 from typing import Any, NamedTuple
 
@@ -51,8 +50,7 @@ def roll_out(arrays, weights, options, fixed, was, uniforms, choices, record):
 
     `weights` [2, K] have a row for units that see those before them and one for units that see all others. `uniforms`
     float64 [S, P, U] from 0 to 1 decide. `fixed` int64 [S, U] has the device of a unit that stays, else -1; `was` int64
-    [U] that of each unit in the incumbent, -1 without one.
-    """
+    [U] that of each unit in the incumbent, -1 without one."""
     num_samples, num_units = choices.shape
     num_devices, num_slices = len(arrays.speed), arrays.slices.shape[1]
     by_device = np.empty((5, num_devices))

@@ -1,8 +1,5 @@
-"""The arrays that roll-outs of the default policy read and fill.
-
-N ops, S samples, P passes, U units, D devices, K features, B equal slices of the critical path, E pairs of units that
-share tensors.
-"""
+"""The arrays that roll-outs of the default policy read and fill. N ops, S samples, P passes, U units, D devices, K
+features, B equal slices of the critical path, E pairs of units that share tensors."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 

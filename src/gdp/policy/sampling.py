@@ -5,8 +5,7 @@ samples that differ by design than with samples that differ by chance (populatio
 "Winner takes it all", NeurIPS 2023). The design that did well on a graph can be varied there (search in a latent
 space, F. Chalumeau et al., "Combinatorial optimization with policy adaptation using latent space search", NeurIPS
 2023). A style is that latent: nothing in it is trained, and the policy is trained under styles drawn here.
-K features of a unit on a device.
-"""
+K features of a unit on a device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

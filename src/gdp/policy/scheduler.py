@@ -12,8 +12,7 @@ roll-outs record the features, from which log-probabilities of their choices are
 A learned list scheduler over device features is also the idea of DOPPLER (arXiv 2505.23131), there for single ops of
 one graph.
 
-S samples, P passes, U units, D devices, K features of a unit on a device.
-"""
+S samples, P passes, U units, D devices, K features of a unit on a device."""
 
 from dataclasses import dataclass, replace
 
@@ -88,12 +87,10 @@ class SchedulerPolicy(Policy):
         check_weights({name: parameter.detach().numpy() for name, parameter in self.named_parameters()})
 
     def instance(self, problem: Problem, rng: np.random.Generator) -> UnitInstance:
-        """Draws units by `rng`: their number, the grouping, and whether backward ops go with their forward ops.
-
-        A share `refining` of the instances has an incumbent: the best of a few placements of the untrained policy,
-        refined up to three times, as in the searches that use a policy. So an instance does not depend on parameters,
-        and can be kept while they change.
-        """
+        """Draws units by `rng`: their number, the grouping, and whether backward ops go with their forward ops. A share
+        `refining` of the instances has an incumbent: the best of a few placements of the untrained policy, refined up
+        to three times, as in the searches that use a policy. So an instance does not depend on parameters, and can be
+        kept while they change."""
         sizes = np.array(self.config.num_units)
         instance = self.constructor.grouped(problem, int(rng.choice(sizes)), rng)
         if rng.random() >= self.config.refining:

@@ -1,8 +1,6 @@
-"""Settings of the default policy: one record for each of its parts, every number with its source.
-
-Almost all were chosen by hand before training ("untuned"): the styles are random around them, and the style scorer has
-learned which suit a problem. Shipped checkpoints are trained with these values.
-"""
+"""Settings of the default policy: one record for each of its parts, every number with its source. Almost all were
+chosen by hand before training ("untuned"): the styles are random around them, and the style scorer has learned which
+suit a problem. Shipped checkpoints are trained with these values."""
 
 from dataclasses import dataclass
 

@@ -5,8 +5,7 @@
     style [F] ------one layer-------> [H] --+
 
 The problem's part is computed once, and a few hundred styles are scored in a millisecond, without PyTorch.
-M features of a problem, F numbers of a style, K features of a unit on a device, H numbers of a layer, S styles.
-"""
+M features of a problem, F numbers of a style, K features of a unit on a device, H numbers of a layer, S styles."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -73,19 +72,15 @@ class StyleScores:
 
     def for_one_grouping(self, styles: Sequence[Style], numbers: F32) -> tuple[Style, I64]:
         """Returns (the best of `styles`, the positions [S] of all, those first that are best in its grouping).
-
-        `numbers` [S, F] are those of the styles.
-        """
+        `numbers` [S, F] are those of the styles."""
         best = styles[int(np.argmin(self.of(numbers)))]
         in_its_grouping = in_grouping(numbers, best.num_units, best.following)
         return best, np.argsort(self.of(in_its_grouping), kind="stable")
 
     def learn(self, numbers: F32, ranks: F64) -> "StyleScores":
-        """Returns scores that also know how styles with these `numbers` [S, F] ranked on the problem, from 0 to 1.
-
-        The weights of the last layer are moved by ridge regression: a linear model with a prior, as in neural linear
-        bandits (C. Riquelme, G. Tucker and J. Snoek, "Deep Bayesian bandits showdown", ICLR 2018).
-        """
+        """Returns scores that also know how styles with these `numbers` [S, F] ranked on the problem, from 0 to 1. The
+        weights of the last layer are moved by ridge regression: a linear model with a prior, as in neural linear
+        bandits (C. Riquelme, G. Tucker and J. Snoek, "Deep Bayesian bandits showdown", ICLR 2018)."""
         layer, errors = self.last_layer(numbers), target(ranks) - self.of(numbers)
         layer, errors = layer - layer.mean(axis=0), errors - errors.mean()
         change = np.linalg.solve(layer.T @ layer + SCORER.prior * np.eye(layer.shape[1]), layer.T @ errors)

@@ -1,10 +1,7 @@
-"""Units, which the default policy places: a few hundred groups of a problem's ops, in the order of the step.
-
-Drawing a device for every op teaches nothing in short budgets (docs/method/policy.md). Ops first join into units along
-heavy edges, as the search groups them, with noise: each drawing sees another grouping.
-Features of a problem as a whole, free of scale, tell the style scorer problems apart.
-N ops, D devices, B equal slices of the critical path, M features.
-"""
+"""Units, which the default policy places: a few hundred groups of a problem's ops, in the order of the step. Drawing a
+device for every op teaches nothing in short budgets (docs/method/policy.md). Ops first join into units along heavy
+edges, as the search groups them, with noise: each drawing sees another grouping. Features of a problem as a whole, free
+of scale, tell the style scorer problems apart. N ops, D devices, B equal slices of the critical path, M features."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,11 +67,9 @@ class UnitSource:
         following: bool | None = None,
         incumbent: Placement | None = None,
     ) -> Units:
-        """Draws about `num_units` units, numbered in the order of their first ops in the step.
-
-        `following`: whether backward ops go with their forward ops (drawn when None). With an `incumbent` [N] to
-        refine, each unit is part of one device's share in it.
-        """
+        """Draws about `num_units` units, numbered in the order of their first ops in the step. `following`: whether
+        backward ops go with their forward ops (drawn when None). With an `incumbent` [N] to refine, each unit is part
+        of one device's share in it."""
         follows = bool(rng.random() < 0.5) if following is None else following
         units, pairs = self.following if follows and incumbent is None else self.units
         score = np.exp(rng.normal(0.0, GROUPING.spread, len(pairs.first))) * pairs.transfer_ns.astype(np.float64)

@@ -39,10 +39,8 @@ def of_throughput(figures: Throughput, samples: int | None = None) -> str:
 
 
 def in_flight_of(figures: Throughput, simulation: Simulation) -> tuple[int, int, int, int | None]:
-    """Returns the batches in flight, the time per batch, the latency, and the time of a batch alone.
-
-    The last is that of `simulation`; None where that is of the stream of batches.
-    """
+    """Returns the batches in flight, the time per batch, the latency, and the time of a batch alone. The last is that
+    of `simulation`; None where that is of the stream of batches."""
     alone_ns = None if simulation.problem.graph.is_in_role(BATCH_END).any() else simulation.step_time_ns
     return figures.num_batches, figures.time_per_batch_ns, figures.latency_ns, alone_ns
 

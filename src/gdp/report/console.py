@@ -42,10 +42,8 @@ def place_report(
     serving: str = "",
     amounts: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[RenderableType]:
-    """Yields the answer of `gdp place`, from the headline to the next command.
-
-    `serving` is a sentence on the speed of serving, `amounts` are the samples and tokens of a step of another kind.
-    """
+    """Yields the answer of `gdp place`, from the headline to the next command. `serving` is a sentence on the speed of
+    serving, `amounts` are the samples and tokens of a step of another kind."""
     assert plan.search is not None
     graph, cluster = simulation.problem.graph, simulation.problem.cluster
     sizes = f"{graph.num_ops:,} ops, {graph.num_tensors:,} tensors"
@@ -83,9 +81,7 @@ def device_report(
     simulation: Simulation, *, searched: bool = False, tells_held: bool = True
 ) -> Iterator[RenderableType]:
     """Yields a table of the devices, the limit of the step, and devices that are nearly full or hold no ops.
-
-    `searched`: whether the plan is from a search over all devices. `tells_held`: whether held memory is told.
-    """
+    `searched`: whether the plan is from a search over all devices. `tells_held`: whether held memory is told."""
     problem = simulation.problem
     counts = np.bincount(simulation.placement, minlength=problem.num_devices)
     devices = problem.cluster.devices
@@ -195,9 +191,7 @@ def nothing_fits(
     simulation: Simulation, plan: Plan, question: PlaceQuestion, remedies: Sequence[Remedy], num_samples: int | None
 ) -> str:
     """Returns one line: the devices that are too small, the bytes they lack and why, and changes that are enough.
-
-    `num_samples` are those of the batch, if it can be cut.
-    """
+    `num_samples` are those of the batch, if it can be cut."""
     problem, missing = simulation.problem, simulation.missing_bytes
     lacking = sentences.lacking(problem.cluster, missing)
     if plan.placer != "auto":

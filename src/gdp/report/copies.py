@@ -1,7 +1,5 @@
-"""Tells the copies of ops apart that a step is made of: replicas, micro-batches, recomputed ops, exchanges.
-
-N ops, D devices, R replicas.
-"""
+"""Tells the copies of ops apart that a step is made of: replicas, micro-batches, recomputed ops, exchanges. N ops, D
+devices, R replicas."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -48,9 +46,7 @@ class Copies:
 
     def names(self) -> tuple[list[str], I64, I64]:
         """Returns names that are shown [B], and of each op the number of its name [N] and its micro-batch [N], or 0.
-
-        Ops that differ by replica and micro-batch alone have one name.
-        """
+        Ops that differ by replica and micro-batch alone have one name."""
         graph = self.simulation.problem.graph
         number = graph.first_copy.copy()
         hops, turn = graph.is_in_role(*copies.HOPS, copies.HOST_RING_END), turn_in_exchange(graph)
@@ -148,8 +144,7 @@ class _Exchanges:
 
     chunks to or from a device    ====== ======  ====
     its ops                     #########      ####  ##
-    not hidden                           =  ===  ==
-    """
+    not hidden                           =  ===  =="""
 
     def __init__(self, simulation: Simulation) -> None:
         graph = simulation.problem.graph
@@ -234,10 +229,8 @@ class _Exchanges:
 
 
 def exchanges_document(simulation: Simulation) -> dict[str, Any] | None:
-    """Returns the exchanges between replicas for a page; None where there are none.
-
-    `devices` have for each device [ns that chunks are under way to or from it, ns of it that no op hides].
-    """
+    """Returns the exchanges between replicas for a page; None where there are none. `devices` have for each device [ns
+    that chunks are under way to or from it, ns of it that no op hides]."""
     exchanges = _Exchanges(simulation)
     every = exchanges.each()
     if not every:

@@ -70,11 +70,9 @@ def place_document(
     served: ServedStep | None = None,
     amounts: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Returns the answer of `gdp place --json`.
-
-    `path` is None if no plan was written; `remedies` are changes with which a plan would fit; `held_bytes` are held
-    for the whole step, before it is cut; `amounts` are the samples and tokens of a step.
-    """
+    """Returns the answer of `gdp place --json`. `path` is None if no plan was written; `remedies` are changes with
+    which a plan would fit; `held_bytes` are held for the whole step, before it is cut; `amounts` are the samples and
+    tokens of a step."""
     assert plan.search is not None
     noisy, graph = plan.search.under_noise, simulation.problem.graph
     return {
@@ -147,10 +145,8 @@ def simulate_document(
     served: ServedStep | None = None,
     throughput: Throughput | None = None,
 ) -> dict[str, Any]:
-    """Returns the answer of `gdp simulate --json`: figures of the replay, and the bound derived anew.
-
-    `plan` is None for a bare placement, and `throughput` without batches in flight.
-    """
+    """Returns the answer of `gdp simulate --json`: figures of the replay, and the bound derived anew. `plan` is None
+    for a bare placement, and `throughput` without batches in flight."""
     serving = serving_entry(served, simulation.step_time_ns)
     if throughput is not None:
         serving = {} if served is None else {"serving": served.in_flight(*in_flight_of(throughput, simulation))}

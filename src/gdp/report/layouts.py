@@ -127,10 +127,8 @@ def choice_document(answer: LayoutAnswer) -> dict[str, Any]:
 
 
 def layout_document(plan: Plan, answer: LayoutAnswer | None) -> dict[str, Any] | None:
-    """Returns the layout of a plan for a page, in words and as `--parallel` takes it; None where it has none.
-
-    An `answer` adds the layouts that were looked at and the bound of all layouts.
-    """
+    """Returns the layout of a plan for a page, in words and as `--parallel` takes it; None where it has none. An
+    `answer` adds the layouts that were looked at and the bound of all layouts."""
     if plan.layout is None and answer is None:
         return None
     layout = Layout()

@@ -6,8 +6,7 @@
 
 An op starts when its device is free and its last input is there, a transfer when its tensor is made and its channels
 are free (docs/machine-model.md, section 3). Each start is the end of another event, back to the start of the step.
-N ops, R transfers.
-"""
+N ops, R transfers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Traces the memory of each device over a simulated step (docs/machine-model.md, section 4), and divides it by use.
-
-`gdp.simulator.memory` has the peaks; here are the times and the tensors too. N ops, T tensors, D devices. In bytes.
-"""
+`gdp.simulator.memory` has the peaks; here are the times and the tensors too. N ops, T tensors, D devices. In bytes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
-"""A report as one HTML file that asks no network for anything: text, data, scripts and styles are all in it.
-
-Only the scripts that are written here run: a Content-Security-Policy names them by their hashes and forbids all else.
-So any name in a graph is text.
-"""
+"""A report as one HTML file that asks no network for anything: text, data, scripts and styles are all in it. Only the
+scripts that are written here run: a Content-Security-Policy names them by their hashes and forbids all else. So any
+name in a graph is text."""
 
 import base64
 import hashlib

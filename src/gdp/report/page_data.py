@@ -1,7 +1,5 @@
-"""Collects the data of a page: a small JSON document, and packed columns of ops, transfers and memory.
-
-Times in ns, sizes in bytes. Names are as in the graph; the page treats them as text.
-"""
+"""Collects the data of a page: a small JSON document, and packed columns of ops, transfers and memory. Times in ns,
+sizes in bytes. Names are as in the graph; the page treats them as text."""
 
 import base64
 import gzip

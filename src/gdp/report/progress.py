@@ -138,10 +138,8 @@ def _in_log(line: StatusLine | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_on_interrupt(note: str = "", *, has_answer: bool = True) -> Iterator[Stop]:
-    """Yields an event that the first Ctrl-C or a SIGTERM sets, with a `note` in the log; a second Ctrl-C exits.
-
-    They raise KeyboardInterrupt as long as `has_answer` of the event is false, as it is from the start here.
-    """
+    """Yields an event that the first Ctrl-C or a SIGTERM sets, with a `note` in the log; a second Ctrl-C exits. They
+    raise KeyboardInterrupt as long as `has_answer` of the event is false, as it is from the start here."""
     stop = Stop(has_answer=has_answer)
     previous = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 

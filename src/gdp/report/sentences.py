@@ -25,11 +25,9 @@ _NEARLY_FULL = 0.95  # of a memory limit; a choice: allocators lose some per cen
 
 
 def headline(plan: Plan, baselines: Mapping[str, Baseline], count: int = 1, step_range: StepRange | None = None) -> str:
-    """Returns the step time and its ratios to one device, the expert of the GDP paper and the best baseline.
-
-    `count` is the number of micro-batches of the step. A layout is compared with the whole batch on one device; other
-    plans with the step that they are of. `step_range` is that of the step time.
-    """
+    """Returns the step time and its ratios to one device, the expert of the GDP paper and the best baseline. `count` is
+    the number of micro-batches of the step. A layout is compared with the whole batch on one device; other plans with
+    the step that they are of. `step_range` is that of the step time."""
     step_time_ns = plan.step_time_ns
     times = {
         name: baseline.step_time_ns
@@ -175,10 +173,8 @@ def is_searched(plan: Plan) -> bool:
 
 
 def of_empty_devices(simulation: Simulation, shown: Callable[[str], str] = str, *, searched: bool = False) -> str:
-    """Returns a sentence on devices without ops, their names as `shown` gives them; "" if there are none.
-
-    `searched`: whether the plan is from a search over all devices, which then found no faster plan with them.
-    """
+    """Returns a sentence on devices without ops, their names as `shown` gives them; "" if there are none. `searched`:
+    whether the plan is from a search over all devices, which then found no faster plan with them."""
     problem = simulation.problem
     counts = np.bincount(simulation.placement, minlength=problem.num_devices)
     empty = [shown(device.name) for number, device in enumerate(problem.cluster.devices) if not counts[number]]

@@ -21,9 +21,7 @@ _MOST_LAYOUT = 48  # characters
 
 class SweepAnswer:
     """The rows of a sweep over `what`, whose steps do samples or tokens (`noun`); all of them, if it `is_whole`.
-
-    `served` are the facts of the steps of a decoder or a prefill.
-    """
+    `served` are the facts of the steps of a decoder or a prefill."""
 
     def __init__(
         self,

@@ -62,10 +62,8 @@ def least_width(table: Table, console: Console) -> int:
 
 
 def new_table(*columns: str, rows: Iterable[Sequence[str]] = ()) -> Table:
-    """Returns a table with these headings and rows; `>` in front of a heading sets the column flush right.
-
-    In a narrow terminal text goes on in the next line, so that no name is cut, and no figure.
-    """
+    """Returns a table with these headings and rows; `>` in front of a heading sets the column flush right. In a narrow
+    terminal text goes on in the next line, so that no name is cut, and no figure."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
         is_figure = column.startswith(">")

@@ -29,10 +29,8 @@ _LABEL = 24  # characters of a name
 
 
 def figure_bytes(simulation: Simulation, kind: str) -> bytes:
-    """Returns the figure as a file of `kind` "svg", "png" or "pdf": busy devices, coloured by phase, and memory.
-
-    The height of a row is the busy share of its device in each 1/1400 of the step.
-    """
+    """Returns the figure as a file of `kind` "svg", "png" or "pdf": busy devices, coloured by phase, and memory. The
+    height of a row is the busy share of its device in each 1/1400 of the step."""
     graph, cluster = simulation.problem.graph, simulation.problem.cluster
     num_devices = cluster.num_devices
 

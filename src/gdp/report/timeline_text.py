@@ -1,8 +1,7 @@
 """Draws a step in a terminal: a line per device, a column per slice of the step, as high as the device is busy.
 
 gpu0  ██████▆▃ ▂███████
-gpu1   ▁▄████████▅▂
-"""
+gpu1   ▁▄████████▅▂"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,10 +45,8 @@ def timeline_text(simulation: Simulation, width: int) -> Iterator[Text]:
 
 
 def busy_shares(simulation: Simulation, num_columns: int, counted: npt.NDArray[np.bool_] | None = None) -> F64:
-    """Returns [D, columns] the share of each slice of the step in which a device computes.
-
-    With `counted` [N], only these ops count.
-    """
+    """Returns [D, columns] the share of each slice of the step in which a device computes. With `counted` [N], only
+    these ops count."""
     step_ns = max(simulation.step_time_ns, 1)
     edges = np.linspace(0, step_ns, num_columns + 1)
     chosen = (ops if counted is None else ops[counted[ops]] for ops in simulation.order)

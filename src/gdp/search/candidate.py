@@ -23,11 +23,9 @@ _NOWHERE = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Figures:
-    """Figures to compare candidates by: fit first, then be fast. The lesser ones are better.
-
-    Missing bytes are summed over devices, not those of the fullest one: so each byte less is a gain for a search. An
-    estimate knows one replica, and has the bytes that its fullest device lacks at least.
-    """
+    """Figures to compare candidates by: fit first, then be fast. The lesser ones are better. Missing bytes are summed
+    over devices, not those of the fullest one: so each byte less is a gain for a search. An estimate knows one replica,
+    and has the bytes that its fullest device lacks at least."""
 
     excess_bytes: int = NEVER  # over the memory limits
     step_time_ns: int = NEVER  # of batches in flight: for each batch
@@ -228,12 +226,10 @@ class Candidate:
 
 
 def simplest(candidates: Sequence[Candidate]) -> Candidate:
-    """Returns the simplest of the candidates that are as fast as the best, as far as can be told.
-
-    The step times of two candidates are a tie where they differ by no more than predictions err beside each other on
-    the devices of the best. By the predictions, the answer is slower than the best rival by at most this error; where
-    it is not known, as of graphs without shapes on GPUs, the best candidate is the answer.
-    """
+    """Returns the simplest of the candidates that are as fast as the best, as far as can be told. The step times of two
+    candidates are a tie where they differ by no more than predictions err beside each other on the devices of the best.
+    By the predictions, the answer is slower than the best rival by at most this error; where it is not known, as of
+    graphs without shapes on GPUs, the best candidate is the answer."""
     best = min(candidates)
     if not (best.fits and best.error):
         return best

@@ -1,7 +1,5 @@
-"""Noise: op times vary, and a plan should be fast on average. Tables of perturbed op times to average over.
-
-N ops, M reduced ops, D devices, K tables of op times.
-"""
+"""Noise: op times vary, and a plan should be fast on average. Tables of perturbed op times to average over. N ops, M
+reduced ops, D devices, K tables of op times."""
 
 import time
 from dataclasses import dataclass
@@ -39,10 +37,8 @@ class Noise:
 def step_times_under_noise(
     simulation: Simulation, spread: float, seed: int, clock: Clock | None = None
 ) -> NoisyTimes | None:
-    """Replays the order of `simulation` under op times with a relative noise of deviation `spread`.
-
-    None where `clock` is up before there were a few replays.
-    """
+    """Replays the order of `simulation` under op times with a relative noise of deviation `spread`. None where `clock`
+    is up before there were a few replays."""
     num_ops = simulation.problem.num_ops
     num_draws = max(min(_NUM_REPLAYS, _REPLAYED_OPS // num_ops), _FEWEST_REPLAYS)
     times_ns: list[int] = []
@@ -59,9 +55,7 @@ def step_times_under_noise(
 
 def perturbed_times(problem: Problem, spread: float, num_tables: int, seed: int) -> I64:
     """Draws op times [K, N, D] with a relative normal noise of deviation `spread`, the same on all devices of an op.
-
-    Where all devices are alike, they are [K, N, 1].
-    """
+    Where all devices are alike, they are [K, N, 1]."""
     rng = np.random.default_rng(np.random.SeedSequence([seed, 0x0B057]))
     factors = np.maximum(1.0 + spread * rng.standard_normal((num_tables, problem.num_ops, 1)), 0.1)
     times = problem.simulator.time_table_ns[None]

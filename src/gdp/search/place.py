@@ -5,8 +5,7 @@
     ops of one step: Problem --reduce, bound--> Question --a solver-->  Solution
     batch:           BatchQuestion --layouts/choose.py or batches/-->   Solution
 
-`solvers.py` has the solvers of one step by name, `ops/auto.py` the default one.
-"""
+`solvers.py` has the solvers of one step by name, `ops/auto.py` the default one."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence

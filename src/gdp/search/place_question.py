@@ -95,11 +95,9 @@ class PlaceQuestion:
         options: SearchOptions,
         read: Model | None = None,
     ) -> "PlaceQuestion":
-        """Returns the question about `model`, whose whole step is `read` if it was read before.
-
-        `parallel` is a layout, "auto" for any, "none" for op placement, or None: any layout if the batch of a training
-        step can be cut, unless the step fits on the only device. InputError where there is no layout as asked.
-        """
+        """Returns the question about `model`, whose whole step is `read` if it was read before. `parallel` is a layout,
+        "auto" for any, "none" for op placement, or None: any layout if the batch of a training step can be cut, unless
+        the step fits on the only device. InputError where there is no layout as asked."""
         if options.checkpoint is not None and not Path(options.checkpoint).is_file():
             raise InputError(f"checkpoint: {options.checkpoint}: no such file; check the path")
         if isinstance(model, str | tuple):
@@ -155,10 +153,8 @@ class PlaceQuestion:
         return Problem.build(self.step, self.cluster, self.constraints)
 
     def sharded(self, shards: Shards) -> "PlaceQuestion":
-        """Returns the same question about the local program of a rank, on groups of the devices.
-
-        InputError where the model is not cut so, or there is no such group.
-        """
+        """Returns the same question about the local program of a rank, on groups of the devices. InputError where the
+        model is not cut so, or there is no such group."""
         if shards == self.shards:
             return self
         if self.source is None:

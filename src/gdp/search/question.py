@@ -46,10 +46,8 @@ class SearchTerms:
 
 @dataclass(frozen=True, eq=False)
 class Question(SearchTerms):
-    """A problem whose ops are to be placed. N ops.
-
-    It judges placements, of the problem as given or of its reduction.
-    """
+    """A problem whose ops are to be placed. N ops. It judges placements, of the problem as given or of its
+    reduction."""
 
     problem: Problem
     reduction: Reduction  # of `problem`, to the same steps in fewer ops
@@ -92,10 +90,8 @@ class Question(SearchTerms):
     def try_orders(
         self, placement: Placement, orders: Sequence[str] | None = None, clock: Clock | None = None
     ) -> Candidate:
-        """Returns `placement` [N] of the problem as given in the best of `orders`, by default the problem's.
-
-        The clock may end before the last of them; the problem's own order is always tried, first.
-        """
+        """Returns `placement` [N] of the problem as given in the best of `orders`, by default the problem's. The clock
+        may end before the last of them; the problem's own order is always tried, first."""
         problem = self.problem
         best, slowest_s = None, 0.0
         for order in sorted(orders or problem.orders, key=lambda order: order != problem.order):
@@ -110,10 +106,8 @@ class Question(SearchTerms):
         return best
 
     def judge_with_transfers(self, placement: Placement, order: str) -> Candidate:
-        """Returns `placement` [N] with ops started in `order` by the longest remaining path, transfers among it.
-
-        For an order by the program that is the order of the same phases without it.
-        """
+        """Returns `placement` [N] with ops started in `order` by the longest remaining path, transfers among it. For an
+        order by the program that is the order of the same phases without it."""
         order = _WITHOUT_PROGRAM.get(order, order)
         priority = self.problem.priority(order, communication_levels(self.problem, placement))
         return replace(self.judge(simulate(self.problem, placement, priority=priority), order), priority=priority)

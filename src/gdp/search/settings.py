@@ -1,9 +1,7 @@
-"""Settings: the numbers that tune a search, one record for each solver, each with its source.
-
-A source is a measurement (in `docs/notes/search.md` or by a benchmark), physics, or "untuned": chosen once, by eye.
-`place(..., settings=replace(Settings(), ops=replace(OpsSettings(), slow_share=0.3)))` tries another value. Shares of
-time are of what is left when their phase begins, if nothing else is said.
-"""
+"""Settings: the numbers that tune a search, one record for each solver, each with its source. A source is a measurement
+(in `docs/notes/search.md` or by a benchmark), physics, or "untuned": chosen once, by eye. `place(...,
+settings=replace(Settings(), ops=replace(OpsSettings(), slow_share=0.3)))` tries another value. Shares of time are of
+what is left when their phase begins, if nothing else is said."""
 
 from dataclasses import dataclass, field
 

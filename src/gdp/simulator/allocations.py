@@ -1,7 +1,5 @@
 """Allocations: from when until when each tensor of a simulated step, and each copy of one, is in memory.
-
-docs/machine-model.md, section 4, is the definition; `memory.py` has the peaks alone. T tensors, D devices.
-"""
+docs/machine-model.md, section 4, is the definition; `memory.py` has the peaks alone. T tensors, D devices."""
 
 from dataclasses import dataclass
 

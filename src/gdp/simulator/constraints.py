@@ -1,9 +1,6 @@
-"""Constraints: where ops may go, and how much memory devices give.
-
-A pin sends ops to one device, a forbid keeps ops of a kind off some, a group keeps its ops together. Where these leave
-an op no device, or a device more than it can hold, no plan exists; the error names those that are to blame.
-N ops, D devices.
-"""
+"""Constraints: where ops may go, and how much memory devices give. A pin sends ops to one device, a forbid keeps ops of
+a kind off some, a group keeps its ops together. Where these leave an op no device, or a device more than it can hold,
+no plan exists; the error names those that are to blame. N ops, D devices."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -148,11 +145,9 @@ def _sizes(limits: Mapping[str, int | str] | None) -> dict[str, int] | None:
 def allowed_devices(
     graph: Graph, cluster: Cluster, runnable: Bool, constraints: Constraints, limits_bytes: I64
 ) -> Bool:
-    """[N, D] where ops may go: where they are `runnable` [N, D], as `pins` and `forbid` ask, groups as one.
-
-    InputError for a pin or a forbid that matches nothing or names no device, where no device is left for an op, and
-    where a device's pins ask for more resident bytes than its limit of `limits_bytes` [D].
-    """
+    """[N, D] where ops may go: where they are `runnable` [N, D], as `pins` and `forbid` ask, groups as one. InputError
+    for a pin or a forbid that matches nothing or names no device, where no device is left for an op, and where a
+    device's pins ask for more resident bytes than its limit of `limits_bytes` [D]."""
     pin_rules = _read_pins(graph, cluster, constraints.pins)
     forbid_rules = _read_forbid(graph, cluster, constraints.forbid)
     rules = (*pin_rules, *forbid_rules)

@@ -1,7 +1,5 @@
-"""Sets of devices as bits, and heaps of times, for kernels.
-
-A heap lies in two flat arrays, times and items; entry 0 is the item with the smallest time, `size` entries are in use.
-"""
+"""Sets of devices as bits, and heaps of times, for kernels. A heap lies in two flat arrays, times and items; entry 0 is
+the item with the smallest time, `size` entries are in use."""
 
 from numba import types
 from numba.core import cgutils

@@ -1,7 +1,5 @@
-"""Levels of ops under a placement: longest paths that count op times on their devices and the transfers between them.
-
-N ops, E edges.
-"""
+"""Levels of ops under a placement: longest paths that count op times on their devices and the transfers between them. N
+ops, E edges."""
 
 import numpy as np
 
@@ -12,11 +10,9 @@ from gdp.simulator.problem import Placement, Problem
 
 def communication_levels(problem: Problem, placement: Placement) -> I64:
     """Returns the longest path from each op's start to the step's end [N] under `placement`: op times on its devices,
-    and occupancy and latency of its transfers.
-
-    The default priority of the machine model leaves transfers out, so that it is the same for all placements. A plan
-    carries its own order, so a search may start ops by the longest remaining path of one placement instead.
-    """
+    and occupancy and latency of its transfers. The default priority of the machine model leaves transfers out, so that
+    it is the same for all placements. A plan carries its own order, so a search may start ops by the longest remaining
+    path of one placement instead."""
     times_ns = problem.op_time_ns[np.arange(problem.num_ops), placement]
     return longest_paths(problem.graph, times_ns, edge_weights=_transfer_times(problem, placement))
 

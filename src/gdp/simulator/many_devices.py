@@ -8,8 +8,7 @@ There sets of devices are bits of one integer, and all devices are looked at whe
 - a list has the devices where something changed, in any order: starting an op touches its own device alone.
 
 No array grows with ops times devices. docs/machine-model.md, sections 3 and 3a, define it; the loop is that of
-`engine.py`, which says why each step is exact.
-"""
+`engine.py`, which says why each step is exact."""
 
 import numpy as np
 

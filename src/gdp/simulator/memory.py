@@ -12,8 +12,7 @@ There the peak is sampled when time moves on, so that all that happens at an ins
 allocations, and what is freed at the moment of its allocation never counts.
 
 Loops over all tensors, ops or transfers have no branches that depend on the placement: a wrong guess costs as much as a
-dozen additions. Loads that a condition selects from are done before it, or else Numba makes it a branch.
-"""
+dozen additions. Loads that a condition selects from are done before it, or else Numba makes it a branch."""
 
 import numpy as np
 

@@ -20,8 +20,7 @@ left to compute. So ops also start as the program has them, which is how PyTorch
 "program" without micro-batches, "zero-bubble, program" with them.
 
 The default priority of the machine model, the b-level, runs an op for all micro-batches before the next op: the first
-micro-batch leaves a stage nearly as late as the last.
-"""
+micro-batch leaves a stage nearly as late as the last."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,10 +85,8 @@ def orders_for(graph: Graph, microbatch: I64) -> tuple[str, ...]:
 
 
 def order_priority(order: str, traits: OrderTraits, level_ns: I64) -> I64:
-    """[N] the priority by which `order` starts ops; `level_ns` [N] decides within a micro-batch and phase.
-
-    Orders by the program have a level of their own.
-    """
+    """[N] the priority by which `order` starts ops; `level_ns` [N] decides within a micro-batch and phase. Orders by
+    the program have a level of their own."""
     if order == B_LEVEL:
         return level_ns
     if order in (PROGRAM, ZERO_BUBBLE_PROGRAM):
@@ -123,9 +120,7 @@ def _by_turn(order: str, traits: OrderTraits, part: I64, position: I64) -> I64:
 
 def program_levels(graph: Graph) -> I64:
     """Returns levels [N] by which ops start in the order of the program: copies of an op share the level of the first.
-
-    Sums of gradients over micro-batches follow what they add, and moves between replicas come first.
-    """
+    Sums of gradients over micro-batches follow what they add, and moves between replicas come first."""
     original = graph.first_copy
     original = np.where(graph.is_in_role(RECOMPUTED), graph.origins[original], original)
     first = np.full(graph.num_ops, graph.num_ops)
@@ -139,10 +134,8 @@ def program_levels(graph: Graph) -> I64:
 
 
 def only_for_updates(graph: Graph, is_backward: Bool, is_update: Bool) -> Bool:
-    """[N] the backward ops whose results reach one update and nothing else: gradients of weights and their sums.
-
-    A gradient that is summed over replicas counts as an update; what moves between replicas never waits.
-    """
+    """[N] the backward ops whose results reach one update and nothing else: gradients of weights and their sums. A
+    gradient that is summed over replicas counts as an update; what moves between replicas never waits."""
     is_collective = graph.is_collective
     sources, targets, tensors = graph.producers[graph.edge_tensors], graph.consumers, graph.edge_tensors
     is_summed = np.zeros(graph.num_tensors, np.bool_)

@@ -1,7 +1,5 @@
-"""Plan: an answer, and how it was found; `gdp-plan` files.
-
-docs/machine-model.md, sections 3 and 6, is the definition. N ops, D devices.
-"""
+"""Plan: an answer, and how it was found; `gdp-plan` files. docs/machine-model.md, sections 3 and 6, is the definition.
+N ops, D devices."""
 
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
-"""Problem: a graph on a cluster with its costs and constraints, ready to be simulated.
-
-docs/machine-model.md, sections 3 and 4, is the definition. N ops, T tensors, D devices.
-"""
+"""Problem: a graph on a cluster with its costs and constraints, ready to be simulated. docs/machine-model.md, sections
+3 and 4, is the definition. N ops, T tensors, D devices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,7 @@ of the views are in, too, and each of them a list for its copies alone.
 
 Lists come by length, so that loops over one turn equally often from list to list. Most lists are not there at all: if
 nobody reads a tensor, its producer frees it; a lone reader frees as much on the producer's device as on another, or
-nothing there, and then it frees a copy if the tensor is sent.
-"""
+nothing there, and then it frees a copy if the tensor is sent."""
 
 import numpy as np
 

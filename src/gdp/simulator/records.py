@@ -1,8 +1,6 @@
-"""Records of arrays that the compiled simulator takes.
-
-N ops, T tensors (sorted by producer), E consumers, D devices, C channels, R = D * D routes, W words of 64 bits with a
-bit for each device. Kernels unpack records by position, once: `tests/test_engine.py` guards the order of the fields.
-"""
+"""Records of arrays that the compiled simulator takes. N ops, T tensors (sorted by producer), E consumers, D devices, C
+channels, R = D * D routes, W words of 64 bits with a bit for each device. Kernels unpack records by position, once:
+`tests/test_engine.py` guards the order of the fields."""
 
 from typing import Annotated, Any, NamedTuple
 
@@ -75,11 +73,8 @@ class Dispatch(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Working memory of one run on up to 64 devices.
-
-    An op that is ready when its last input arrives waits in the queue of its device, in the order in which they become
-    ready, or else in the heap.
-    """
+    """Working memory of one run on up to 64 devices. An op that is ready when its last input arrives waits in the queue
+    of its device, in the order in which they become ready, or else in the heap."""
 
     waiting: Annotated[Any, "uint32 [N]"]  # by rank: the op's device, and the number of its inputs not yet there
     duration_ns: Annotated[Any, "int64 [N]"]  # by rank, on the op's device
@@ -148,9 +143,7 @@ class Schedule(NamedTuple):
 
 class Memory(NamedTuple):
     """Working memory of `find_peaks`. Its events are starts and ends of transfers: 2 * transfer, and 1 more for an end.
-
-    Each device has K of the S slices of time, slice k of device d at d * K + k.
-    """
+    Each device has K of the S slices of time, slice k of device d at d * K + k."""
 
     freed_ns: Annotated[Any, "int64 [L + 1]"]  # when the memory that a list reads is freed on its producer's device
     freed_by: Annotated[Any, "uint32 [L + 1]"]  # the op that ends then, or N + the transfer that does; N + E: neither

@@ -1,8 +1,6 @@
-"""The one scorer: the step time and the memory of a placement (docs/machine-model.md, sections 3 and 4).
-
-`simulate` returns every start and finish, `evaluate` and `evaluate_many` only step time and peaks, for search.
-N ops, T tensors, D devices, B placements. Times in ns, sizes in bytes. The compiled code is in `engine.py`.
-"""
+"""The one scorer: the step time and the memory of a placement (docs/machine-model.md, sections 3 and 4). `simulate`
+returns every start and finish, `evaluate` and `evaluate_many` only step time and peaks, for search. N ops, T tensors, D
+devices, B placements. Times in ns, sizes in bytes. The compiled code is in `engine.py`."""
 
 import os
 import time
@@ -195,9 +193,7 @@ def simulate(
 
 def mean_step_time_ns(simulation: Simulation, op_times_ns: I64) -> int:
     """Replays the order of `simulation` under each of `op_times_ns` [K, N, D]; returns the mean time, rounded down.
-
-    InputError for an order that deadlocks.
-    """
+    InputError for an order that deadlocks."""
     problem, simulator = simulation.problem, simulation.problem.simulator
     devices = problem.check_placement(simulation.placement)
     dispatch = _replaying(simulator.dispatch(problem.order), simulation.order, devices)
@@ -226,11 +222,9 @@ def evaluate_many(
     stop_ns: int = NEVER,
     num_threads: int | None = None,
 ) -> tuple[I64, I64]:
-    """(step times [B] in ns, peaks [B, D] in bytes) of `placements` [B, N], over threads without the GIL.
-
-    A run stops early once its step time must reach `stop_ns`: its time is then a lower bound of at least `stop_ns`, and
-    its peaks are 0.
-    """
+    """(step times [B] in ns, peaks [B, D] in bytes) of `placements` [B, N], over threads without the GIL. A run stops
+    early once its step time must reach `stop_ns`: its time is then a lower bound of at least `stop_ns`, and its peaks
+    are 0."""
     batch = np.stack([problem.check_placement(placement) for placement in np.asarray(placements)])
     simulator = problem.simulator
     dispatch = simulator.dispatch(problem.order, priority)
@@ -307,11 +301,8 @@ def _choose_run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, sched
 @inner
 def mean_step_time(arrays, op_times_ns, placement, dispatch, stop_ns, floor_ns, workspace):
     """Returns (status, mean step time) over the tables `op_times_ns` [K, N, D], rounded down; a lower bound of at least
-    `stop_ns` once it must reach that.
-
-    `floor_ns` is a lower bound under every table: what the runs still to come take at least. The last run's schedule
-    stays in the workspace.
-    """
+    `stop_ns` once it must reach that. `floor_ns` is a lower bound under every table: what the runs still to come take
+    at least. The last run's schedule stays in the workspace."""
     num_tables = len(op_times_ns)
     left_ns = stop_ns * num_tables if stop_ns < NEVER // num_tables else NEVER
     total_ns = 0
@@ -328,11 +319,9 @@ def mean_step_time(arrays, op_times_ns, placement, dispatch, stop_ns, floor_ns, 
 
 @kernel
 def run_batch(arrays, op_times_ns, placements, dispatch, stop_ns, floor_ns, workspace, times_ns, peak_bytes):
-    """Fills `times_ns` [B] with the mean step times of `placements` [B, N] (see `mean_step_time`), or DEADLOCK,
-    and `peak_bytes` [B, D] with the peaks under the last table.
-
-    A run that stops early has no peaks: its row stays as it is. With `peak_bytes` [B, 0] no peaks are found.
-    """
+    """Fills `times_ns` [B] with the mean step times of `placements` [B, N] (see `mean_step_time`), or DEADLOCK, and
+    `peak_bytes` [B, D] with the peaks under the last table. A run that stops early has no peaks: its row stays as it
+    is. With `peak_bytes` [B, 0] no peaks are found."""
     for index in range(len(placements)):
         status, times_ns[index] = mean_step_time(
             arrays, op_times_ns, placements[index], dispatch, stop_ns, floor_ns, workspace

@@ -1,8 +1,6 @@
-"""Simulator: the machine model prepared for one graph on one cluster, which all runs of it share.
-
-It owns the flat arrays that the compiled engine takes, the ranks that ready ops start by, and spare workspaces.
-`simulate.py` has the functions that callers use. N ops, T tensors, D devices.
-"""
+"""Simulator: the machine model prepared for one graph on one cluster, which all runs of it share. It owns the flat
+arrays that the compiled engine takes, the ranks that ready ops start by, and spare workspaces. `simulate.py` has the
+functions that callers use. N ops, T tensors, D devices."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,11 +24,9 @@ Ranks = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]
 
 
 class Simulator:
-    """Everything that runs of a graph with the same op times on one cluster share; `Problem.simulator` is one.
-
-    Problems that differ in their order, constraints or limits share theirs. Arrays are made when they are first needed.
-    Threads may share a simulator: each borrows a workspace of its own.
-    """
+    """Everything that runs of a graph with the same op times on one cluster share; `Problem.simulator` is one. Problems
+    that differ in their order, constraints or limits share theirs. Arrays are made when they are first needed. Threads
+    may share a simulator: each borrows a workspace of its own."""
 
     def __init__(self, graph: Graph, cluster: Cluster, op_time_ns: I64, microbatch: I64, host_time_ns: I64) -> None:
         self.graph, self.cluster = graph, cluster

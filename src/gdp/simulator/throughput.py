@@ -8,8 +8,7 @@ Two stages of 2 and 3 ns, two batches in flight: batch 2 enters at 5, where batc
 Each place in flight of a replica takes `ROUNDS` batches in turn. The first half fills the replica, the second half is
 measured: the time per batch is what a place takes for a batch, over the places. It is never less than what the
 replica's busiest device computes for a batch, or its host takes. Replicas do not wait for one another, so their rates
-add up.
-"""
+add up."""
 
 import math
 from dataclasses import dataclass
@@ -44,9 +43,7 @@ class Throughput:
     @classmethod
     def of(cls, simulation: Simulation, layout: Layout) -> "Throughput":
         """Returns the figures of `simulation`, which is of a stream of batches; InputError if it is of something else.
-
-        The micro-batches of `layout` are the batches in flight of each replica.
-        """
+        The micro-batches of `layout` are the batches in flight of each replica."""
         graph = simulation.problem.graph
         rate, latency_ns = Fraction(0), 0
         busy = np.zeros(simulation.problem.num_devices)
@@ -90,9 +87,7 @@ class Throughput:
 
 def throughput_of_plan(problem: Problem, plan: Plan, num_batches: int) -> Throughput:
     """Returns the figures with `num_batches` in flight in one copy of the model, whose ops are where `plan` puts them.
-
-    `problem` is that of the plan, for one batch.
-    """
+    `problem` is that of the plan, for one batch."""
     layout = Layout((num_batches,))
     stream = BatchStream.of(problem.graph, layout)
     names = [device.name for device in problem.cluster.devices]

@@ -1,8 +1,6 @@
-"""Units in which backward ops follow the forward ops that they belong to.
-
-Baechi (SoCC 2020, section 3.1) places the forward ops alone and gives each backward op its forward op's device. Which
-op that is the graph does not say; module paths, phases and what flows between ops tell it. N ops.
-"""
+"""Units in which backward ops follow the forward ops that they belong to. Baechi (SoCC 2020, section 3.1) places the
+forward ops alone and gives each backward op its forward op's device. Which op that is the graph does not say; module
+paths, phases and what flows between ops tell it. N ops."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -23,8 +21,7 @@ def forward_units(problem: Problem) -> I64:
     A backward op joins the unit (a parameter with its update) that takes all its results, directly or through other
     such ops, unless these results are much smaller than its inputs; else the latest forward op whose result it uses,
     else the latest backward op that it follows, else a parameter that it uses, each time in its module, one inside or
-    around it. Units only join if they may go to the same devices. A copy that recomputes a forward op counts as it.
-    """
+    around it. Units only join if they may go to the same devices. A copy that recomputes a forward op counts as it."""
     graph, arrays = problem.graph, problem.simulator.arrays
     is_copy = graph.is_in_role(RECOMPUTED)
     is_backward = np.array([phase in ("backward", "update") for phase in graph.phases], np.bool_) & ~is_copy

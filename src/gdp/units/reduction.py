@@ -14,8 +14,7 @@ A plan of the reduced problem expands to a plan of the original: each merged op 
 other, on the same device. Its replay has exactly the same step time, for nothing leaves a merged op before its last
 member ends, and that member takes time, so completions are requested in the same rounds (docs/machine-model.md,
 section 3). Its memory is never higher: the reduced op allocates what its members allocate one by one. Reduced ops are
-numbered by their last members, which keeps every tie.
-"""
+numbered by their last members, which keeps every tie."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

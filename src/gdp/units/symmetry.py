@@ -12,10 +12,8 @@ from gdp.simulator.problem import Problem
 
 
 def exchange_classes(problem: Problem, most: float = math.inf) -> list[list[int]]:
-    """Returns the devices in classes of those that can be exchanged, ascending.
-
-    A device that would raise the number of ways to exchange all above `most` has a class of its own.
-    """
+    """Returns the devices in classes of those that can be exchanged, ascending. A device that would raise the number of
+    ways to exchange all above `most` has a class of its own."""
     classes: list[list[int]] = []
     for device in range(problem.num_devices):
         for members in classes:

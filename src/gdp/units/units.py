@@ -1,10 +1,8 @@
-"""Units: ops that move as one, with their figures, and the pairs of units that share tensors.
-
-The groups of a problem are units, and each other op is one by itself; placers, searches, policies and exports join them
-into larger ones along heavy edges. A search restricts that to an incumbent (as V-cycles of multilevel partitioning do:
-Walshaw 2004; Sanders and Schulz 2011): units join only if the incumbent has them on one device, so that it survives the
-projection exactly. N ops, U units, G groups of units, D devices, P pairs of units.
-"""
+"""Units: ops that move as one, with their figures, and the pairs of units that share tensors. The groups of a problem
+are units, and each other op is one by itself; placers, searches, policies and exports join them into larger ones along
+heavy edges. A search restricts that to an incumbent (as V-cycles of multilevel partitioning do: Walshaw 2004; Sanders
+and Schulz 2011): units join only if the incumbent has them on one device, so that it survives the projection exactly. N
+ops, U units, G groups of units, D devices, P pairs of units."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,10 +93,8 @@ class Units:
         return np.asarray(devices, np.int64)[self.index]
 
     def place_allowed(self, devices: npt.ArrayLike) -> Placement:
-        """Returns the placement [N] from `devices` [U], with units moved from where they are not allowed.
-
-        They go to their fastest device, and among equally fast ones to that with the least work.
-        """
+        """Returns the placement [N] from `devices` [U], with units moved from where they are not allowed. They go to
+        their fastest device, and among equally fast ones to that with the least work."""
         chosen = np.array(devices, np.int64)
         if narrow(self.allowed).shape[1] > 1:  # a pin leaves no choice, and may be of many units
             chosen = np.where(self.allowed.sum(axis=1) == 1, self.allowed.argmax(axis=1), chosen)
@@ -127,10 +123,8 @@ class Units:
         return bool(self.allowed[np.arange(self.num_units), devices].all())
 
     def pairs(self, max_consumers: int | None = None) -> "Pairs":
-        """Returns the pairs of units that share tensors, and pairs that link parts that share none.
-
-        Tensors with more than `max_consumers` consumers (weights that all time steps share, say) make no pairs.
-        """
+        """Returns the pairs of units that share tensors, and pairs that link parts that share none. Tensors with more
+        than `max_consumers` consumers (weights that all time steps share, say) make no pairs."""
         problem, graph = self.problem, self.problem.graph
         sources, targets = self.index[graph.producers[graph.edge_tensors]], self.index[graph.consumers]
         sizes = graph.tensor_bytes[graph.edge_tensors]
@@ -155,11 +149,9 @@ class Pairs(NamedTuple):
 
 
 def _connected(pairs: Pairs, num_units: int) -> Pairs:
-    """Returns the pairs, and the lightest possible ones from each connected part of the graph to the next.
-
-    Counters of batch normalisation, say, are hundreds of parts of two ops. Were they never to join, a grouping would
-    have to spend its number of groups on them and put all the rest into one.
-    """
+    """Returns the pairs, and the lightest possible ones from each connected part of the graph to the next. Counters of
+    batch normalisation, say, are hundreds of parts of two ops. Were they never to join, a grouping would have to spend
+    its number of groups on them and put all the rest into one."""
     from scipy.sparse import coo_array  # half a second, which most commands never need
     from scipy.sparse.csgraph import connected_components
 
@@ -182,8 +174,7 @@ def group_units(
     With two placements the groups are parts of both, and a search over them can combine the two (the combine operator
     of Sanders and Schulz, "Distributed evolutionary graph partitioning", 2012).
 
-    When that leaves too many groups, the limit is doubled. Units without a common neighbour stay apart.
-    """
+    When that leaves too many groups, the limit is doubled. Units without a common neighbour stay apart."""
     together = np.ones(len(pairs.first), np.bool_)
     for placement in placements:
         device_of_unit = placement[units.first_op]
@@ -230,9 +221,7 @@ def roots_of(parent: I64) -> I64:
 @kernel
 def _join(parent, weight, first, second, num_groups, limit_ns):
     """Joins pairs: a union-find in which each unit's `parent` is itself at first and a lower one of its group later.
-
-    The `weight` of a group is that of its root.
-    """
+    The `weight` of a group is that of its root."""
     count = len(parent)
     heaviest = 0.0  # all together
     for unit in range(count):

@@ -7,8 +7,7 @@
     topology.py     the routes that the links make
     machine.py      the whole machine: the devices by name, and the cluster
 
-Figures are built-in ones or estimates; `gdp devices measure` measures them.
-"""
+Figures are built-in ones or estimates; `gdp devices measure` measures them."""
 
 from gdp.cluster.detect.machine import Detected, Machine, detect
 from gdp.cluster.detect.topology import Link

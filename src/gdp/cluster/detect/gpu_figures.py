@@ -19,10 +19,8 @@ def kind_of(gpu: Gpu) -> str:
 
 
 def slot_of(gpu: Gpu) -> tuple[int, int]:
-    """Returns (generation, lanes) of the card's PCIe link, from the driver, else from its kind, else assumed.
-
-    The third generation is the slowest of the built-in kinds, and slots for cards have 16 lanes.
-    """
+    """Returns (generation, lanes) of the card's PCIe link, from the driver, else from its kind, else assumed. The third
+    generation is the slowest of the built-in kinds, and slots for cards have 16 lanes."""
     kind = KINDS.get(kind_of(gpu))
     port = kind.port if kind and kind.port.startswith("pcie") else "pcie3"
     generation = gpu.pcie_generation or int(port.removeprefix("pcie"))

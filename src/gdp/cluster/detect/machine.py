@@ -44,11 +44,9 @@ class Machine:
 
     @property
     def devices(self) -> tuple[Detected, ...]:
-        """The GPUs and one CPU device of all cores, `cpu0`; without GPUs a CPU device for each core, at most 16.
-
-        A core's device has the number of the core in its name, so that plans for cores need no --on. Only cores that
-        this process may use count; their devices share its memory equally.
-        """
+        """The GPUs and one CPU device of all cores, `cpu0`; without GPUs a CPU device for each core, at most 16. A
+        core's device has the number of the core in its name, so that plans for cores need no --on. Only cores that this
+        process may use count; their devices share its memory equally."""
         gpus = tuple(
             Detected(name, kind_of(gpu), memory_of(gpu) or 0, f"cuda:{name.removeprefix('cuda')}")
             for name, gpu in self.gpus.items()
@@ -62,10 +60,8 @@ class Machine:
         return {(a, b): links.link(a, b) for a, b in combinations(self.gpus, 2)}
 
     def cluster(self) -> tuple[list[Device], dict[tuple[int, int], Route]]:
-        """Returns the devices and the route of every ordered pair of them, for `Cluster.build`.
-
-        GPUs with too few known figures are left out. Figures are those of the built-in kind, else estimates.
-        """
+        """Returns the devices and the route of every ordered pair of them, for `Cluster.build`. GPUs with too few known
+        figures are left out. Figures are those of the built-in kind, else estimates."""
         gpus = {name: device for name, gpu in self.gpus.items() if (device := gpu_device(name, gpu)) is not None}
         devices = [*gpus.values(), *_cpu_devices(self._cpus(beside_gpus=bool(gpus)))]
         links = Links({name: self.gpus[name] for name in gpus}, self.ancestors)
@@ -123,9 +119,7 @@ def _cpu_devices(cpus: Sequence[Detected]) -> list[Device]:
 
 def detect(choose: Callable[[Sequence[Gpu]], Visible] = visible_cards, *, nvml: Any = None) -> Machine:
     """Returns this machine; `choose` selects the cards that are cuda0, cuda1, ..., `nvml` replaces the module pynvml.
-
-    Raises nothing: a device that does not answer is left out, with a note.
-    """
+    Raises nothing: a device that does not answer is left out, with a note."""
     cards = read_cards(nvml)  # before anything of this process takes memory of a card
     gpus, notes = choose(cards.gpus)
     return Machine(gpus, cards.ancestors, host.all_cores(), host.memory_bytes(), (*cards.notes, *notes))

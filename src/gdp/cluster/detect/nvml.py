@@ -1,8 +1,6 @@
-"""The GPUs of this machine and the links between them, from the driver's management library (NVML).
-
-Every query may fail, if a card, a driver or a container does not know the answer. The answer is then None. NVML numbers
-cards by their PCI address.
-"""
+"""The GPUs of this machine and the links between them, from the driver's management library (NVML). Every query may
+fail, if a card, a driver or a container does not know the answer. The answer is then None. NVML numbers cards by their
+PCI address."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -195,11 +193,9 @@ def _memory(ask: _Asked, handle: Any) -> tuple[int | None, int | None, int | Non
 def _nvlinks(
     ask: _Asked, handle: Any, addresses: Mapping[tuple[int, int, int] | None, int]
 ) -> tuple[dict[int, int], int | None]:
-    """Returns the number of active links to each other end, and the version of one link.
-
-    An end that is neither one of our cards nor known to be a card or a processor is a switch: a virtual machine hides
-    its address and its type (as NCCL assumes: src/graph/xml.cc).
-    """
+    """Returns the number of active links to each other end, and the version of one link. An end that is neither one of
+    our cards nor known to be a card or a processor is a switch: a virtual machine hides its address and its type (as
+    NCCL assumes: src/graph/xml.cc)."""
     counts: dict[int, int] = {}
     version = None
     for link in range(ask.constant("NVML_NVLINK_MAX_LINKS", 18)):

@@ -4,8 +4,7 @@ cuda0 --cuda0->cuda1--> cuda1                                   NVLink from card
 cuda0 --cuda0.nvlink.out--> switch --cuda1.nvlink.in--> cuda1   NVLink through a switch
 cuda0 --cuda0.pcie.up--> cuda1.pcie.down--> cuda1               below one PCIe switch, or over the host
 cuda0 --cuda0.pcie.up--> switch0.pcie.up--> cpu0                all below a PCIe switch share its way to the host
-cuda0 --cuda0.pcie.up--> node0.upi.out--> node1.upi.in--> cuda2.pcie.down--> cuda2      to another NUMA node
-"""
+cuda0 --cuda0.pcie.up--> node0.upi.out--> node1.upi.in--> cuda2.pcie.down--> cuda2      to another NUMA node"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -108,10 +107,8 @@ class Links:
 
 
 def pcie_bytes_per_second(generation: int, width: int) -> int:
-    """Returns the rate of large copies in one direction: `catalogue.LINKS` for 16 lanes, in proportion for fewer.
-
-    A generation that is not in the table has twice the rate of the one before (PCI Express Base Specification).
-    """
+    """Returns the rate of large copies in one direction: `catalogue.LINKS` for 16 lanes, in proportion for fewer. A
+    generation that is not in the table has twice the rate of the one before (PCI Express Base Specification)."""
     if (link := LINKS.get(f"pcie{generation}")) is not None:
         rate = link.bytes_per_second
     elif generation < 3:

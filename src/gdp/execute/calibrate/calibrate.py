@@ -60,10 +60,8 @@ class Calibration:
 
 def calibrate(devices: Sequence[Detected], *, quick: bool = False, on_progress: Log | None = None) -> Calibration:
     """Measures these devices of this machine; `quick` is rougher. `on_progress` gets a line before each measurement.
-
     The cluster is called `local`; its devices have the names, kinds and memory of `devices`. InputError names a device
-    that cannot do float32 arithmetic, or lacks the memory.
-    """
+    that cannot do float32 arithmetic, or lacks the memory."""
     effort, log, load_notes = QUICK if quick else FULL, on_progress or (lambda _text: None), _load_notes()
     targets = [target_of(device) for device in devices]
     num_threads = torch.get_num_threads()

@@ -1,10 +1,8 @@
-"""Classes of kernels on processor cores: what share of the peak rate or the bandwidth each of them reaches.
-
-A step of a model with layers of all classes is run on all cores at once. An op takes its kernels' time at the figures
-of the device, divided by the share of their class: the median over ops and sizes, in the caches and out of them, each
-counted by its modelled time: other programs do not change that. Ops of one class tell its share first, then those of
-several what they have besides.
-"""
+"""Classes of kernels on processor cores: what share of the peak rate or the bandwidth each of them reaches. A step of a
+model with layers of all classes is run on all cores at once. An op takes its kernels' time at the figures of the
+device, divided by the share of their class: the median over ops and sizes, in the caches and out of them, each counted
+by its modelled time: other programs do not change that. Ops of one class tell its share first, then those of several
+what they have besides."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -64,10 +62,8 @@ class Probe(nn.Module):
 
 
 def with_achieved(devices: Sequence[Device], targets: Sequence[Target], effort: Extent, log: Log) -> list[Device]:
-    """[D] Returns the devices, those that are processor cores with the shares of classes of kernels measured.
-
-    Alike cores tell them together: what other programs take of one of them is no property of it.
-    """
+    """[D] Returns the devices, those that are processor cores with the shares of classes of kernels measured. Alike
+    cores tell them together: what other programs take of one of them is no property of it."""
     cores = [number for number, target in enumerate(targets) if target.device.type == "cpu"]
     timed: dict[str, list[_TimedOp]] = defaultdict(list)  # by kind of core
     for samples, width, side in effort.probes if cores else ():

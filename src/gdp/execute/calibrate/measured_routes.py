@@ -61,11 +61,9 @@ def routes_between(targets: Sequence[Target], effort: Extent, log: Log) -> tuple
 
 
 def _between_cpus(targets: Sequence[Target], pairs: Sequence[Pair], effort: Extent, log: Log) -> tuple[int, list[str]]:
-    """Measures bytes per second that a CPU hands to another, if they are processes; threads hand over a reference.
-
-    The other reads from the first one's cache, and its memory is new to the caches of both: so chains whose
-    ops alternate between the two tell more than copies of one core.
-    """
+    """Measures bytes per second that a CPU hands to another, if they are processes; threads hand over a reference. The
+    other reads from the first one's cache, and its memory is new to the caches of both: so chains whose ops alternate
+    between the two tell more than copies of one core."""
     if not pairs:
         return BY_REFERENCE_BYTES_PER_SECOND, []
     first, second = pair = [targets[end] for end in pairs[0]]

@@ -4,8 +4,7 @@
     each pair    a   add     add     add         for each size the time by which a hand-over lengthens a chain of
                  b       add     add             tensors, the mean of both directions
 
-A line through the times of the sizes gives a route's latency and bandwidth.
-"""
+A line through the times of the sizes gives a route's latency and bandwidth."""
 
 import json
 import os
@@ -42,10 +41,8 @@ def rank_names(devices: Sequence[Detected]) -> tuple[list[str], list[str]]:
 
 
 def calibrate_ranks(ranks: Ranks, device: Detected, *, quick: bool, on_progress: Log) -> Calibration | None:
-    """Measures as `calibrate`, with a process for each device, `device` being that of this rank.
-
-    A route has a channel of its own. None on all ranks but the first.
-    """
+    """Measures as `calibrate`, with a process for each device, `device` being that of this rank. A route has a channel
+    of its own. None on all ranks but the first."""
     ranks.share("")  # waits for all
     own = calibrate([device], quick=quick, on_progress=on_progress)
     documents = [json.loads(text) for text in ranks.share(json.dumps(own.cluster.to_document()["devices"][0]))]
@@ -62,11 +59,8 @@ def calibrate_ranks(ranks: Ranks, device: Detected, *, quick: bool, on_progress:
 
 
 def _routes(ranks: Ranks, memory_rates: Sequence[int], num_steps: int, log: Log) -> dict[tuple[int, int], Route]:
-    """Returns on the first rank the route of each ordered pair.
-
-    No route is faster than the memory at its ends, `memory_rates` in bytes per second: on a busy machine large tensors
-    may seem to take no longer than small ones.
-    """
+    """Returns on the first rank the route of each ordered pair. No route is faster than the memory at its ends,
+    `memory_rates` in bytes per second: on a busy machine large tensors may seem to take no longer than small ones."""
     inputs = [torch.zeros(size // 4) for size in _SIZES_BYTES]
     program = capture(Chains(_CHAIN_OPS), inputs, name="chains", training=False).program
     bound = program.bind_inputs(inputs, {})

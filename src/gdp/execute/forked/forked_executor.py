@@ -7,8 +7,7 @@ forked; parameters, buffers and the inputs of a step are in memory that all shar
     cpu0                      mm   mm -- a -->  mm ...  record
     cpu1                      mm ......... mm on a ...  record
 
-A process that fails, or ends, ends all; they end with this process, too.
-"""
+A process that fails, or ends, ends all; they end with this process, too."""
 
 import ctypes
 import gc
@@ -49,10 +48,8 @@ STEP, COLLECT, PRIVATE, LOAD_PRIVATE, END = range(5)  # requests
 
 
 def may_fork(targets: Sequence[Target]) -> bool:
-    """Returns whether processes can be forked for these targets: for single cores, before PyTorch uses a GPU.
-
-    A process whose kernels have threads of their own cannot be forked, and a daemon may not have children.
-    """
+    """Returns whether processes can be forked for these targets: for single cores, before PyTorch uses a GPU. A process
+    whose kernels have threads of their own cannot be forked, and a daemon may not have children."""
     return (
         sys.platform == "linux"
         and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -177,10 +174,8 @@ class ForkedExecutor(PlanExecutor):
     def _ask(
         self, requests: Mapping[int, tuple[Any, ...]], content: Mapping[int, Mapping[Any, Tensor]] | None = None
     ) -> dict[int, tuple[Any, dict[Any, Tensor]]]:
-        """Returns the answers of processes: an object and tensors by key.
-
-        ExecutionError, and all processes are ended, if one fails or ends.
-        """
+        """Returns the answers of processes: an object and tensors by key. ExecutionError, and all processes are ended,
+        if one fails or ends."""
         answers: dict[int, tuple[Any, dict[Any, Tensor]]] = {}
         number = -1
         with self._ending("asking"):  # an interrupt, too: an answer would be taken for that of the next request
@@ -273,10 +268,8 @@ class ForkedExecutor(PlanExecutor):
 
 
 def _slot(program: Program, tensor: int) -> Tensor:
-    """Returns memory like that of a tensor; a part has the strides that it has in the whole.
-
-    Some kernels, such as that of batch normalisation, add in another order in a compact copy.
-    """
+    """Returns memory like that of a tensor; a part has the strides that it has in the whole. Some kernels, such as that
+    of batch normalisation, add in another order in a compact copy."""
     part = program.tensor_layouts[tensor]
     if part is None:
         return program.memory_for(tensor)
@@ -302,11 +295,9 @@ def start(child: BaseProcess) -> None:
 
 
 def await_other_threads() -> None:
-    """Waits until no other thread of this process runs, including threads that Python takes for ended.
-
-    MKL frees a thread's memory as the thread ends, under a lock without an owner: a child forked just then would wait
-    for it for ever.
-    """
+    """Waits until no other thread of this process runs, including threads that Python takes for ended. MKL frees a
+    thread's memory as the thread ends, under a lock without an owner: a child forked just then would wait for it for
+    ever."""
     until = time.monotonic() + _LONGEST_S
     while _others_run() and time.monotonic() < until:
         time.sleep(_LOOK_S)

@@ -7,8 +7,7 @@ script:
     cpu0   mm -> copy into the slot of a, release   mm -> copy into the slot of b, release
     cpu1                         acquire, op on a                      acquire, op on b
 
-A slot is written again in the next step, which begins when all devices have done this one.
-"""
+A slot is written again in the next step, which begins when all devices have done this one."""
 
 import os
 from collections.abc import Mapping
@@ -26,10 +25,8 @@ _POLL_SECONDS = 0.5  # for which it sleeps at most between looks at its parent
 
 
 class SharedSlots(Transport):
-    """The transport of device `number`.
-
-    `slots` has a tensor in shared memory for each tensor of `traffic` with content, `semaphores` one for each pair.
-    """
+    """The transport of device `number`. `slots` has a tensor in shared memory for each tensor of `traffic` with
+    content, `semaphores` one for each pair."""
 
     def __init__(
         self,

@@ -1,8 +1,5 @@
-"""Assembly: the tensors of a cut step, and the ops that its layout adds or changes.
-
-Ops are taken in their order, so that an exchange is known by its first op when its hops come, and a gradient by its
-last sum when an update reads it.
-"""
+"""Assembly: the tensors of a cut step, and the ops that its layout adds or changes. Ops are taken in their order, so
+that an exchange is known by its first op when its hops come, and a gradient by its last sum when an update reads it."""
 
 from functools import partial
 from typing import Any

@@ -16,12 +16,9 @@ Sizes = Mapping[str, Sequence[int]]
 def split_inputs(
     args: Sequence[Any], kwargs: Mapping[str, Any], num_parts: int, sizes: Sizes | None = None
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Yields the inputs of each of `num_parts` equal parts of the batch; tensors are views.
-
-    `sizes` are those of a part: a tensor is cut along the dimension that is larger, and all parts share one that is
-    not. Without `sizes` they are those of `part_sizes`.
-    InputError where a tensor cannot be cut so.
-    """
+    """Yields the inputs of each of `num_parts` equal parts of the batch; tensors are views. `sizes` are those of a
+    part: a tensor is cut along the dimension that is larger, and all parts share one that is not. Without `sizes` they
+    are those of `part_sizes`. InputError where a tensor cannot be cut so."""
     tensors = dict(named_inputs(args, kwargs))
     dims = _larger_dims(tensors, sizes or part_sizes(args, kwargs, num_parts), num_parts)
     by_identity = {id(tensor): dims[name] for name, tensor in tensors.items()}
@@ -53,11 +50,9 @@ def first_part(
 
 
 def part_sizes(args: Sequence[Any], kwargs: Mapping[str, Any], num_parts: int, batch_size: int | None = None) -> Sizes:
-    """Returns the sizes of inputs with 1 / `num_parts` of the batch.
-
-    It is the first dimension of the first tensor, and of others that begin with it; or, where `batch_size` is that of
-    another dimension, the first one of this size in each tensor.
-    """
+    """Returns the sizes of inputs with 1 / `num_parts` of the batch. It is the first dimension of the first tensor, and
+    of others that begin with it; or, where `batch_size` is that of another dimension, the first one of this size in
+    each tensor."""
     shapes = {name: tuple(tensor.shape) for name, tensor in named_inputs(args, kwargs)}
     first = next((shape for shape in shapes.values() if shape), None)
     if first is None:

@@ -5,8 +5,7 @@
     spans    the pieces that replicas have anyway               | a a a b . | b b c c c |
 
 `joined` keeps each tensor in one piece, `each` gives a replica the same piece of a parameter whatever it is exchanged
-with. Rings over hosts cut chunks once more: a chunk of the inner rings is one of `outer` chunks after the other.
-"""
+with. Rings over hosts cut chunks once more: a chunk of the inner rings is one of `outer` chunks after the other."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -131,11 +130,9 @@ class RingPlaces:
         return self.owned_inner(replica) * self.num_outer + (self.outer[replica] + 1) % self.num_outer
 
     def taken(self, replica: int, turn: int, *, is_sum: bool, is_inside: bool) -> range:
-        """Returns the chunks of the bucket, counted through, that a replica takes at a hop of a ring.
-
-        `turn` counts the hops of sums, or of copies, of the replica; `is_inside`: the ring is one inside a host, where
-        there are rings over hosts as well.
-        """
+        """Returns the chunks of the bucket, counted through, that a replica takes at a hop of a ring. `turn` counts the
+        hops of sums, or of copies, of the replica; `is_inside`: the ring is one inside a host, where there are rings
+        over hosts as well."""
         is_inner = is_inside or self.num_outer == 1
         place, count = (self.inner, self.num_inner) if is_inner else (self.outer, self.num_outer)
         chunk = (place[replica] - turn - is_sum) % count  # a sum begins where the chunk is, a copy one place behind

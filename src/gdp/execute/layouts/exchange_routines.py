@@ -112,10 +112,8 @@ class RowExchange:
     def hop(
         self, taken: tuple[int, Sequence[int]] | None, is_sum: bool, sent: Sent, held: Held, device: Device
     ) -> dict[int, Any]:
-        """Takes the tensor and chunks that come from the replica before in the ring, ready for the next one.
-
-        Adds the chunks to one's own, or takes them in their place; without `taken` only sends.
-        """
+        """Takes the tensor and chunks that come from the replica before in the ring, ready for the next one. Adds the
+        chunks to one's own, or takes them in their place; without `taken` only sends."""
         progress = self.progress(held)
         if taken is None:
             return self.sent(progress, sent, device)
@@ -228,10 +226,8 @@ class WeightGather(RowExchange):
 
 @dataclass(frozen=True)
 class ParameterGather(RowExchange):
-    """Gathers parameters for a block; members have the tensors of pieces, and the layouts of whole parameters.
-
-    The users of the whole parameters, tensors of the first op, wait for the last op.
-    """
+    """Gathers parameters for a block; members have the tensors of pieces, and the layouts of whole parameters. The
+    users of the whole parameters, tensors of the first op, wait for the last op."""
 
     def ready(self, sent: Sent, results: Results, held: Held, device: Device) -> dict[int, Any]:
         """Copies one's own pieces together, and reserves memory for whole parameters."""

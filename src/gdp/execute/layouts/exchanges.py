@@ -3,8 +3,7 @@
 zero=0   gradients -> all_reduce     -> sums, under the numbers of the gradients
 zero=1   gradients -> reduce_scatter -> pieces, under the numbers of the gradients;  weights    -> all_gather
 zero=2   gradients -> reduce_scatter -> pieces, tensors of the last op;              weights    -> all_gather
-zero=3   gradients -> reduce_scatter -> pieces, tensors of the last op;              parameters -> all_gather
-"""
+zero=3   gradients -> reduce_scatter -> pieces, tensors of the last op;              parameters -> all_gather"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -236,10 +235,8 @@ class Exchanges:
 
     def _is_alone(self, gradient: int) -> bool:
         """Returns whether exchanges and updates alone read the memory of a gradient, so that its sum may be made there.
-
-        Not where the value has several tensors, such as parts that may overlap, or is an output or a gradient that
-        goes on through the backward pass.
-        """
+        Not where the value has several tensors, such as parts that may overlap, or is an output or a gradient that goes
+        on through the backward pass."""
         tensors, step = self.tensors, self.tensors.step
         value, producer = tensors.values[gradient], int(step.producers[gradient])
         readers = step.consumers_of(gradient)

@@ -4,8 +4,7 @@
     its ops and the graph of the step --copies, sums, exchanges--> program of the step
 
 Copies of an op make its calls on the tensors of their micro-batch and replica, with random numbers of their own. P is
-the number of parts of the batch: of micro-batches over all replicas. M ops of the step.
-"""
+the number of parts of the batch: of micro-batches over all replicas. M ops of the step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -43,11 +42,9 @@ _LOSS_GRADIENT = "aten.ones_like"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepProgram(Program):
-    """The program of a cut step; values are those of `part`, the program of one micro-batch.
-
-    Inputs are those of the whole batch. `results` has the mean loss, the outputs of part p under `NAME@p`, gradients of
-    the mean loss, and the state of the first replica.
-    """
+    """The program of a cut step; values are those of `part`, the program of one micro-batch. Inputs are those of the
+    whole batch. `results` has the mean loss, the outputs of part p under `NAME@p`, gradients of the mean loss, and the
+    state of the first replica."""
 
     part: Program
     part_of: Sequence[int]  # [M] the part of the batch of each op; shared ops have the first of their replica
@@ -210,10 +207,8 @@ class StepProgram(Program):
 
 
 def step_program(program: Program, step: Step) -> StepProgram:
-    """Returns the program of `step`, a step of micro-batches with `program`.
-
-    InputError for a layout that is placed, but not executed.
-    """
+    """Returns the program of `step`, a step of micro-batches with `program`. InputError for a layout that is placed,
+    but not executed."""
     layout = step.layout
     part = program
     if layout.recompute != NONE:
@@ -304,9 +299,8 @@ def _copied_source(source: StepSource, assembly: Assembly, op: int) -> StepSourc
 
 def with_share_of_loss(program: Program, num_parts: int) -> Program:
     """Returns the program of one of `num_parts` micro-batches, whose gradients are those of a share of the mean loss.
-
-    As `(loss / num_parts).backward()`: the gradient of the loss is 1 / `num_parts`. InputError where it is not found.
-    """
+    As `(loss / num_parts).backward()`: the gradient of the loss is 1 / `num_parts`. InputError where it is not
+    found."""
     if num_parts == 1 or program.loss is None:
         return program
     kinds, phases = program.graph.kinds, program.graph.phases
@@ -327,11 +321,9 @@ def with_share_of_loss(program: Program, num_parts: int) -> Program:
 
 
 def with_copies(program: Program, step: Recomputation) -> Program:
-    """Returns the program of the graph of `step`, a recomputation of the graph of `program`.
-
-    Copies make the calls of their originals once more, draw the same random numbers, and write no buffers: batch
-    normalisation is given no running statistics.
-    """
+    """Returns the program of the graph of `step`, a recomputation of the graph of `program`. Copies make the calls of
+    their originals once more, draw the same random numbers, and write no buffers: batch normalisation is given no
+    running statistics."""
     is_copy = step.graph.is_in_role(RECOMPUTED).tolist()
     number = {op: new for new, op in enumerate(step.op_origin.tolist()) if not is_copy[new]}
     program = _renumbered(program, step.graph, number, step.tensor_origin)
@@ -353,10 +345,8 @@ def with_host_copies(program: Program, step: Offload) -> Program:
 
 
 def _renumbered(program: Program, graph: Graph, number: Mapping[int, int], tensor_origin: I64) -> Program:
-    """Returns the program of `graph`, in which ops have another `number`, and tensors the content of others.
-
-    New ops make no calls: they pass their input on.
-    """
+    """Returns the program of `graph`, in which ops have another `number`, and tensors the content of others. New ops
+    make no calls: they pass their input on."""
     origins = tensor_origin.tolist()
     calls: list[tuple[Call, ...]] = [()] * graph.num_ops
     for op, new in number.items():

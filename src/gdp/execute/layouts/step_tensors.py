@@ -13,12 +13,10 @@ from gdp.models.pytorch.strides import StridedLayout, contiguous
 
 
 class StepTensors:
-    """The M ops and S tensors of `step`, whose copies are of `program`, with the values of their originals.
-
-    `op_origin` [M] and `origin` [S] are the ops and tensors that they are copies of; -1: the layout makes them.
-    `values` [S] are of the program, or beyond them (-1: no content), `parts` [S] None for a whole value, `layouts` by
-    value, and `made_by` and `read_by` the tensors of each op, ascending.
-    """
+    """The M ops and S tensors of `step`, whose copies are of `program`, with the values of their originals. `op_origin`
+    [M] and `origin` [S] are the ops and tensors that they are copies of; -1: the layout makes them. `values` [S] are of
+    the program, or beyond them (-1: no content), `parts` [S] None for a whole value, `layouts` by value, and `made_by`
+    and `read_by` the tensors of each op, ascending."""
 
     def __init__(self, program: Program, step: Graph) -> None:
         self.program, self.step = program, step

@@ -1,7 +1,5 @@
-"""`.gguf` files as configs: hyperparameters and tensors' types from the metadata; the weights are not read.
-
-The `gguf` package parses a file, Transformers maps llama.cpp's names of hyperparameters to those of its configs.
-"""
+"""`.gguf` files as configs: hyperparameters and tensors' types from the metadata; the weights are not read. The `gguf`
+package parses a file, Transformers maps llama.cpp's names of hyperparameters to those of its configs."""
 
 import re
 from dataclasses import dataclass
@@ -24,11 +22,8 @@ class GgufTensor:
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:
-    """Returns the config of Transformers that describes the model in `path`, as `config.json` would.
-
-    InputError, with the remedy, for a file that is missing, damaged or of an architecture that Transformers does not
-    map.
-    """
+    """Returns the config of Transformers that describes the model in `path`, as `config.json` would. InputError, with
+    the remedy, for a file that is missing, damaged or of an architecture that Transformers does not map."""
     reader = _reader(path)
     try:
         import transformers

@@ -1,8 +1,6 @@
-"""The types that llama.cpp stores weights in, and the mixtures of them that its `llama-quantize` makes.
-
-Source: ggml-common.h (blocks of a type, with their scales and least values) and `llama_tensor_get_type` of
-llama-quant.cpp (types by tensor, without an importance matrix) of https://github.com/ggml-org/llama.cpp, as of 2025.
-"""
+"""The types that llama.cpp stores weights in, and the mixtures of them that its `llama-quantize` makes. Source:
+ggml-common.h (blocks of a type, with their scales and least values) and `llama_tensor_get_type` of llama-quant.cpp
+(types by tensor, without an importance matrix) of https://github.com/ggml-org/llama.cpp, as of 2025."""
 
 import math
 from dataclasses import dataclass

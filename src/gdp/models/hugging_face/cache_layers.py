@@ -1,7 +1,5 @@
-"""Layers of a cache over memory of the modules that read them: keys and values, states, or both.
-
-They replace those of Transformers, which grow with each step: a step here can be repeated.
-"""
+"""Layers of a cache over memory of the modules that read them: keys and values, states, or both. They replace those of
+Transformers, which grow with each step: a step here can be repeated."""
 
 # mypy: disable-error-code=no-any-return
 

@@ -1,8 +1,6 @@
-"""Inputs of Diffusers models, found by the names that their forward pass gives them and by keys of their config.
-
-Images and latents are [batch, channels, height, width], videos have frames after the channels, and models that take
-positions or sizes beside them have a row of patches for each sample.
-"""
+"""Inputs of Diffusers models, found by the names that their forward pass gives them and by keys of their config. Images
+and latents are [batch, channels, height, width], videos have frames after the channels, and models that take positions
+or sizes beside them have a row of patches for each sample."""
 
 import inspect
 import re

@@ -21,10 +21,8 @@ _INPUTS = ("input.decoder_input_ids", "input.input_ids")
 
 
 def finish(captured: Capture, serving: Serving, room: CacheRoom) -> tuple[Capture, ServedStep]:
-    """Returns the capture with the cache in the type that `serving` asks for, and the facts of the step.
-
-    Keys, values and latents change their bytes: resident, read, written and sent. States keep the model's type.
-    """
+    """Returns the capture with the cache in the type that `serving` asks for, and the facts of the step. Keys, values
+    and latents change their bytes: resident, read, written and sent. States keep the model's type."""
     program = captured.program
     caches = [op for op, source in program.sources.items() if any(_TOKENS.search(name) for name in source.views)]
     states = [op for op, source in program.sources.items() if any(_STATES.search(name) for name in source.views)]

@@ -19,12 +19,10 @@ _NO_CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"  # of `transformers.utils.import
 
 
 def capturable(model: Any) -> Any:
-    """Returns `model` with a forward pass that is offline and replaces two functions of PyTorch.
-
-    `isfinite`, which models with clamping call, says yes. Grouped products of other types than bfloat16, which have no
-    fake implementation, are Transformers' own. The model becomes an instance of a subclass of the same name, for
-    Transformers reads names of classes, and models are copied.
-    """
+    """Returns `model` with a forward pass that is offline and replaces two functions of PyTorch. `isfinite`, which
+    models with clamping call, says yes. Grouped products of other types than bfloat16, which have no fake
+    implementation, are Transformers' own. The model becomes an instance of a subclass of the same name, for
+    Transformers reads names of classes, and models are copied."""
     return run_inside(model, _capturing)
 
 
@@ -49,11 +47,9 @@ def with_forward(model: Any, forward: Callable[..., Any]) -> Any:
 
 @contextlib.contextmanager
 def _capturing() -> Iterator[None]:
-    """Enters the changes that `capturable` names, and stops Transformers from looking at the content of inputs.
-
-    Under fake tensors it would find several sequences in a row, give every attention a mask of all pairs, and count
-    image tokens.
-    """
+    """Enters the changes that `capturable` names, and stops Transformers from looking at the content of inputs. Under
+    fake tensors it would find several sequences in a row, give every attention a mask of all pairs, and count image
+    tokens."""
     no_packing = _replaced("transformers.masking_utils", "find_packed_sequence_indices", lambda *args, **kwargs: None)
     with _Capturable(), quiet(), no_packing, patch.dict(os.environ, {_NO_CHECKS: "1"}), routed_experts():
         yield
@@ -77,10 +73,8 @@ def _replaced(module_name: str, name: str, value: Any) -> contextlib.AbstractCon
 
 
 class HostNumbers(TorchFunctionMode):
-    """Computes real numbers where a model that is built under fake tensors asks for them with `device="cpu"`.
-
-    Models compute rates of stochastic depth and widths of layers so, and read the content.
-    """
+    """Computes real numbers where a model that is built under fake tensors asks for them with `device="cpu"`. Models
+    compute rates of stochastic depth and widths of layers so, and read the content."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
@@ -141,20 +135,16 @@ def quiet() -> Iterator[None]:
 
 
 def routed_experts() -> contextlib.AbstractContextManager[Any]:
-    """Lets Llama 4 multiply each token with the experts that it is sent to alone.
-
-    Transformers 5 multiplies all tokens with all experts, those that are not chosen by zero: 16 to 128 times the work,
-    which no engine that serves the model does. The results are the same up to rounding.
-    """
+    """Lets Llama 4 multiply each token with the experts that it is sent to alone. Transformers 5 multiplies all tokens
+    with all experts, those that are not chosen by zero: 16 to 128 times the work, which no engine that serves the model
+    does. The results are the same up to rounding."""
     layer = getattr(sys.modules.get("transformers.models.llama4.modeling_llama4"), "Llama4TextMoe", None)
     return contextlib.nullcontext() if layer is None else patch.object(layer, "forward", _llama4_forward)
 
 
 def _llama4_forward(layer: Any, hidden_states: Any) -> tuple[Any, Any]:
-    """Returns (the sum of the routed and the shared expert, router logits), as `Llama4TextMoe.forward` does.
-
-    A token's score scales the input of an expert, not its result.
-    """
+    """Returns (the sum of the routed and the shared expert, router logits), as `Llama4TextMoe.forward` does. A token's
+    score scales the input of an expert, not its result."""
     rows = hidden_states.reshape(-1, layer.hidden_dim)
     scores, logits = layer.router(rows)  # 0 for experts that are not chosen
     top, choices = scores.topk(layer.top_k, dim=1)

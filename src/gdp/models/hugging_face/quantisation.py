@@ -1,10 +1,8 @@
-"""Quantised weights of Transformers models: from the `quantization_config` of a config, or as `?weights=FORMAT` asks.
-
-A format says which parameters are stored in fewer bits, how many these are with scales and zero points, and in which
-type products with them are computed. Weight-only formats compute in the model's dtype: their kernels unpack the weights
+"""Quantised weights of Transformers models: from the `quantization_config` of a config, or as `?weights=FORMAT` asks. A
+format says which parameters are stored in fewer bits, how many these are with scales and zero points, and in which type
+products with them are computed. Weight-only formats compute in the model's dtype: their kernels unpack the weights
 while they read them, which is not counted. Embeddings, norms, biases and routers keep the model's dtype, and so does
-the output layer, unless the format says otherwise. docs/models-transformers.md has the table.
-"""
+the output layer, unless the format says otherwise. docs/models-transformers.md has the table."""
 
 import fnmatch
 import math
@@ -27,12 +25,9 @@ _INT8 = "int8"
 
 @dataclass(frozen=True, slots=True)
 class GroupFormat:
-    """Weights of `bits` bits, and `scale_bits` of scale and zero point for each group of weights.
-
-    group: weights that share a scale; 0: those of an output channel; -1: all of a tensor.
-    arithmetic: the type of products; "": the model's.
-    skipped: names or patterns of modules that keep the model's dtype.
-    """
+    """Weights of `bits` bits, and `scale_bits` of scale and zero point for each group of weights. group: weights that
+    share a scale; 0: those of an output channel; -1: all of a tensor. arithmetic: the type of products; "": the
+    model's. skipped: names or patterns of modules that keep the model's dtype."""
 
     label: str
     bits: int
@@ -109,10 +104,8 @@ _ROLES = {"qkv_proj": "fused", "v_proj": "value", "k_proj": "key", "o_proj": "me
 
 
 def _matrices(model: Any, *, with_embeddings: bool = False) -> Iterator[tuple[str, Any, bool]]:
-    """Yields (name, parameter, is it of experts) of the weights of linear layers, under each of their names.
-
-    Experts are parameters [experts, .., ..]; routers are parameters of two dimensions outside of linear layers.
-    """
+    """Yields (name, parameter, is it of experts) of the weights of linear layers, under each of their names. Experts
+    are parameters [experts, .., ..]; routers are parameters of two dimensions outside of linear layers."""
     from torch import nn
     from torch.nn.modules.conv import _ConvNd
     from transformers.pytorch_utils import Conv1D
@@ -148,9 +141,7 @@ QUANTISATION = "quantization_config"
 
 def weight_format(config: Mapping[str, Any], name: str | None, text: str) -> WeightFormat | None:
     """Returns the format of a model's weights: the one of that name, else its file's or config's; None: its dtype.
-
-    InputError for a name or a `quantization_config` that is not modelled.
-    """
+    InputError for a name or a `quantization_config` that is not modelled."""
     if name is not None:
         return None if name.lower() == NONE else format_of(name, text)
     if GGUF_FILE in config:

@@ -1,8 +1,5 @@
-"""Attention as serving kernels have it, where the eager code of Transformers would copy the cache.
-
-Grouped heads are not repeated, and latent attention (DeepSeek) decodes in the absorbed form, which reads the compressed
-latents once.
-"""
+"""Attention as serving kernels have it, where the eager code of Transformers would copy the cache. Grouped heads are
+not repeated, and latent attention (DeepSeek) decodes in the absorbed form, which reads the compressed latents once."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -30,12 +27,10 @@ def joined_latents(memory: Tensor) -> Callable[[Tensor, Tensor], tuple[Tensor, T
 
 
 def _absorbed(module: Any, query: Tensor, latents: Tensor, scaling: float) -> Tensor:
-    """Returns the attention [batch, 1, heads, width] of one token to latents [batch, 1, places, rank + rotary].
-
-    The projection from latents to keys is applied to the query, that to values to the result (DeepSeek-V2, arXiv
+    """Returns the attention [batch, 1, heads, width] of one token to latents [batch, 1, places, rank + rotary]. The
+    projection from latents to keys is applied to the query, that to values to the result (DeepSeek-V2, arXiv
     2405.04434, section 2.1.2). The product with the values covers the rotary part too, so that one operator reads the
-    latents once, as fused kernels do; these columns of the result are dropped.
-    """
+    latents once, as fused kernels do; these columns of the result are dropped."""
     rank, nope, width = module.kv_lora_rank, module.qk_nope_head_dim, module.v_head_dim
     batch, heads = query.shape[:2]
     weight = module.kv_b_proj.weight.view(heads, nope + width, rank)
@@ -56,10 +51,8 @@ def _grouped(
     s_aux: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Returns eager attention of one token for each sequence to keys of grouped heads, without repeating them.
-
-    Scores are capped by `softcap` and share their softmax with a sink for each head, where the model has these.
-    """
+    """Returns eager attention of one token for each sequence to keys of grouped heads, without repeating them. Scores
+    are capped by `softcap` and share their softmax with a sink for each head, where the model has these."""
     batch, heads, _, width = query.shape
     groups = key.shape[1]
     packed = query.reshape(batch, groups, heads // groups, width)
@@ -123,10 +116,8 @@ def _begin(cache: Any, room: CacheRoom) -> None:
 
 
 def _without_masks() -> contextlib.AbstractContextManager[Any]:
-    """Leaves out masks of a decode step: its one token sees every place of the cache.
-
-    Layers that choose places to attend to read their mask themselves, and must not be without one.
-    """
+    """Leaves out masks of a decode step: its one token sees every place of the cache. Layers that choose places to
+    attend to read their mask themselves, and must not be without one."""
     mapping: dict[str, Any] = type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping
     return patch.dict(mapping, {name: partial(_mask_if_read, mapping[name]) for name in ("sdpa", "eager")})
 

@@ -17,8 +17,7 @@ class Sizes:
 
     Defaults: a batch of 8; as many tokens as the model has positions, at most 512; the config's image size, else 800
     for detection and 224 for other tasks; the config's type, else float32. The cache of a prefill has room for its
-    prompt, that of a decode step for as many tokens as the model has positions, at most 4096 (llama.cpp's default).
-    """
+    prompt, that of a decode step for as many tokens as the model has positions, at most 4096 (llama.cpp's default)."""
 
     batch: int = 8
     sequence: int | None = None
@@ -50,10 +49,8 @@ class Sizes:
 
 
 def parse(text: str) -> tuple[str, Sizes]:
-    """Returns (DIR, sizes) of `hf:DIR?batch=8&sequence=512`, or (NAME, sizes) of `timm:NAME?batch=64`.
-
-    InputError for an unknown size or value.
-    """
+    """Returns (DIR, sizes) of `hf:DIR?batch=8&sequence=512`, or (NAME, sizes) of `timm:NAME?batch=64`. InputError for
+    an unknown size or value."""
     directory, mark, query = text.removeprefix(HUGGING_FACE).removeprefix(TIMM).partition("?")
     if not directory and text.startswith(TIMM):
         raise InputError(f"{text!r}: names no model; timm:NAME is expected, such as timm:resnet50?batch=64")
@@ -74,9 +71,7 @@ def as_published(text: str, reading: Reading) -> Reading:
 
 def with_adapters(text: str, reading: Reading) -> tuple[str, Reading]:
     """Returns a MODEL and its reading with adapters beside frozen weights: of `hf:DIR?weights=nf4` those of QLoRA.
-
-    Other models are converted to bfloat16, unless the reading says otherwise.
-    """
+    Other models are converted to bfloat16, unless the reading says otherwise."""
     if text.startswith(HUGGING_FACE):
         if reading.lora is not None and (parse(text)[1].weights or "").lower() == NF4:
             return _without("weights", text), replace(reading, lora=replace(reading.lora, weights=NF4))

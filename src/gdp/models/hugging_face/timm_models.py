@@ -1,7 +1,5 @@
-"""`timm:NAME?batch=64&image=224`: an image model of timm with random weights, and inputs of its config's size.
-
-Nothing is downloaded. A classifier is trained with cross entropy of as many labels as it gives outputs.
-"""
+"""`timm:NAME?batch=64&image=224`: an image model of timm with random weights, and inputs of its config's size. Nothing
+is downloaded. A classifier is trained with cross entropy of as many labels as it gives outputs."""
 
 from typing import Any
 

@@ -25,10 +25,8 @@ class JaxProgram:
 def assemble(
     name: str, records: Sequence[JaxOp], results: Sequence[JaxValue], updates: Mapping[JaxValue, JaxValue]
 ) -> tuple[Graph, JaxProgram, list[JaxOp]]:
-    """Returns the graph, its program and its ops as recorded.
-
-    `updates` maps the new value of a parameter to the one that it replaces.
-    """
+    """Returns the graph, its program and its ops as recorded. `updates` maps the new value of a parameter to the one
+    that it replaces."""
     live = _live(records, results)
     _mark_updates(live, {value.source for value in results})
     kept = {value.source for value in results if value.source is not None}

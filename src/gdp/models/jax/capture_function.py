@@ -1,7 +1,5 @@
-"""`capture_jax`: the graph of a JAX function, from its jaxpr. Nothing is allocated, compiled or run.
-
-docs/models-jax.md says which equations become ops. JAX is imported when it is needed.
-"""
+"""`capture_jax`: the graph of a JAX function, from its jaxpr. Nothing is allocated, compiled or run. docs/models-jax.md
+says which equations become ops. JAX is imported when it is needed."""
 
 import inspect
 from collections import Counter
@@ -229,10 +227,8 @@ def _updates(
     results: Sequence[JaxValue],
     structures: list[Any],
 ) -> tuple[dict[JaxValue, JaxValue], list[str]]:
-    """Maps the new value of a parameter to the one that it replaces, by parts if both are stacks; and returns notes.
-
-    An argument's new value is the first free result of the same structure, if types are the same.
-    """
+    """Maps the new value of a parameter to the one that it replaces, by parts if both are stacks; and returns notes. An
+    argument's new value is the first free result of the same structure, if types are the same."""
     spans: list[tuple[Any, Sequence[JaxValue]]] = []
     start = 0
     for structure in structures:

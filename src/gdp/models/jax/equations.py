@@ -1,7 +1,5 @@
-"""Records for the capture of a JAX function: equations, the values that they make, ops, and stacks.
-
-Stacks are the arrays that unrolled scans read part by part.
-"""
+"""Records for the capture of a JAX function: equations, the values that they make, ops, and stacks. Stacks are the
+arrays that unrolled scans read part by part."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,10 +23,8 @@ class Constant:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Equation:
-    """An application of a primitive: `outputs` are numbers of values, `inputs` numbers of values or constants.
-
-    Equal to itself alone: parameters need not be hashable.
-    """
+    """An application of a primitive: `outputs` are numbers of values, `inputs` numbers of values or constants. Equal to
+    itself alone: parameters need not be hashable."""
 
     primitive: Any
     params: Mapping[str, Any]

@@ -1,10 +1,8 @@
-"""FLOPs and bytes of a JAX primitive, from its parameters and the shapes of its inputs and outputs.
-
-FLOPs are counted as in PyTorch captures (`pytorch/flops.py`): a fused multiply-add is two, element-wise primitives one
-per element of the result (an exponential too), reductions one per element read, moving data nothing. Bytes are inputs
-and outputs, each once; of a larger array that is indexed or updated, only the part. A primitive that is in no table
-here and has no function from `gdp.register_flops` is estimated at one FLOP per element of its results.
-"""
+"""FLOPs and bytes of a JAX primitive, from its parameters and the shapes of its inputs and outputs. FLOPs are counted
+as in PyTorch captures (`pytorch/flops.py`): a fused multiply-add is two, element-wise primitives one per element of the
+result (an exponential too), reductions one per element read, moving data nothing. Bytes are inputs and outputs, each
+once; of a larger array that is indexed or updated, only the part. A primitive that is in no table here and has no
+function from `gdp.register_flops` is estimated at one FLOP per element of its results."""
 
 import math
 from collections import Counter
@@ -72,9 +70,7 @@ def num_bytes(aval: Any) -> int:
 
 def dtype_name(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
     """Returns the type of a primitive's arithmetic: its first float result, or the first float operand of a product.
-
-    Without floats it is the first integer type; products of integers of up to 8 bits run at the rate of int8.
-    """
+    Without floats it is the first integer type; products of integers of up to 8 bits run at the rate of int8."""
     ordered = (*inputs, *outputs) if name in _PRODUCTS else (*outputs, *inputs)
     dtypes = [str(getattr(aval, "dtype", "")) for aval in ordered]
     floats = [dtype for dtype in dtypes if dtype.startswith(("float", "bfloat", "complex")) and dtype != "float0"]
@@ -154,11 +150,8 @@ def _bytes_accessed(
 
 
 def _loop(name: str, params: Params) -> Costs | None:
-    """Returns the costs of a loop or branch; None for other primitives.
-
-    A scan counts all iterations, a while loop one; branches count as the most expensive one, a map over a mesh counts
-    all shards.
-    """
+    """Returns the costs of a loop or branch; None for other primitives. A scan counts all iterations, a while loop one;
+    branches count as the most expensive one, a map over a mesh counts all shards."""
     if name == "scan":
         return _times(body_costs(params["jaxpr"]), int(params["length"]))
     if name == "while":

@@ -1,10 +1,8 @@
-"""FLOPs, bytes and type of arithmetic of an ONNX operator, from the shapes of one call.
-
-The rules are those of `gdp.models.pytorch.flops`, so that PyTorch and ONNX give a model the same FLOPs: a fused
-multiply-add is two, element-wise operators count one per element of the result for any function, reductions one per
-element read, normalisations and softmax by their definition per element, moving data nothing. Operators and argument
-orders: https://onnx.ai/onnx/operators/ and, for `com.microsoft`, ONNX Runtime's ContribOperators.md.
-"""
+"""FLOPs, bytes and type of arithmetic of an ONNX operator, from the shapes of one call. The rules are those of
+`gdp.models.pytorch.flops`, so that PyTorch and ONNX give a model the same FLOPs: a fused multiply-add is two,
+element-wise operators count one per element of the result for any function, reductions one per element read,
+normalisations and softmax by their definition per element, moving data nothing. Operators and argument orders:
+https://onnx.ai/onnx/operators/ and, for `com.microsoft`, ONNX Runtime's ContribOperators.md."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -108,9 +106,7 @@ def count_bytes(call: OnnxCall, distinct: list[TensorInfo]) -> int:
 
 def _unread_experts(call: OnnxCall) -> int:
     """Returns the bytes of the weights of experts that no row is expected to be sent to (`gdp.models.experts`).
-
-    Weights, biases and scales have the experts as first dimension.
-    """
+    Weights, biases and scales have the experts as first dimension."""
     rows, experts = call.input(1).shape[:2]
     per_row = int(call.attributes.get("k", 1))
     weights = sum(
@@ -121,9 +117,7 @@ def _unread_experts(call: OnnxCall) -> int:
 
 def dtype_of(call: OnnxCall) -> str:
     """Returns the type of the arithmetic: the first float output or input, int8 in quantised products; else the first.
-
-    There may be no tensor; then it is int64.
-    """
+    There may be no tensor; then it is int64."""
     if table_name(call.kind) in _INT8:
         return "int8"
     values = [value for value in (*call.outputs, *call.inputs) if value is not None]
@@ -142,10 +136,8 @@ def _product(call: OnnxCall) -> int:
 
 
 def product_shapes(call: OnnxCall, flops: int, dtype: str) -> str:
-    """Returns the shapes of a product of matrices or a convolution, as graphs carry them, by PyTorch's call of it.
-
-    "" for other operators. ONNX Runtime adds the bias in the kernel.
-    """
+    """Returns the shapes of a product of matrices or a convolution, as graphs carry them, by PyTorch's call of it. ""
+    for other operators. ONNX Runtime adds the bias in the kernel."""
     name = table_name(call.kind)
     if name in ("Conv", "ConvTranspose", "FusedConv"):
         image, weight, result = (Array(dtype, one.shape) for one in (call.input(0), call.input(1), call.out))
@@ -210,9 +202,7 @@ def _attention_with_projection(call: OnnxCall, past_place: int = 4) -> int:
 
 def _multi_head_attention(call: OnnxCall) -> int:
     """query [b, l, width] (or packed [b, l, heads, 3, w]), key [b, l', width] or [b, heads, l', w] or packed, value.
-
-    The past key is input 6.
-    """
+    The past key is input 6."""
     query, heads = call.input(0).shape, int(call.attributes["num_heads"])
     past = call.input(6).shape[2] if call.has(6) else 0
     if len(query) == 5:
@@ -232,10 +222,8 @@ def _grouped_query_attention(call: OnnxCall) -> int:
 
 
 def _experts(call: OnnxCall) -> int:
-    """input [.., width], router [rows, experts], weights of two or three products, each of [experts, ..].
-
-    The `k` best experts multiply each row; weights of QMoE are packed in bytes.
-    """
+    """input [.., width], router [rows, experts], weights of two or three products, each of [experts, ..]. The `k` best
+    experts multiply each row; weights of QMoE are packed in bytes."""
     rows, experts = call.input(1).shape
     is_packed = table_name(call.kind) == "QMoE"
     packed = 8 // int(call.attributes.get("expert_weight_bits", 4)) if is_packed else 1

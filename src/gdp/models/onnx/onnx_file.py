@@ -61,13 +61,10 @@ class TensorInfo:
 
 
 def read_model(path: Path) -> tuple[ModelProto, bool]:
-    """Returns the model in `path` with local functions inlined and without the content of large tensors.
-
-    Also returns whether the result depends on that file alone. External data is not opened, except for small integer
-    tensors, on which shapes may depend, if the file is there. `path` and these files may be links. InputError, without
-    the path, for a file that is no ONNX model, is newer than the installed `onnx`, or names data outside of its
-    directory.
-    """
+    """Returns the model in `path` with local functions inlined and without the content of large tensors. Also returns
+    whether the result depends on that file alone. External data is not opened, except for small integer tensors, on
+    which shapes may depend, if the file is there. `path` and these files may be links. InputError, without the path,
+    for a file that is no ONNX model, is newer than the installed `onnx`, or names data outside of its directory."""
     model = _parse(path)
     if not model.HasField("graph") or not model.ir_version:
         raise InputError("holds no ONNX model; export it again")
@@ -133,10 +130,8 @@ _LARGE = 16 * SMALL  # bytes; a tensor of SMALL elements has fewer
 
 
 def _without_content(view: memoryview, path: tuple[int, ...]) -> list[bytes | memoryview]:
-    """Returns a message in parts, without large contents of the tensors at the end of `path`.
-
-    Raises _DamagedError for a damaged message.
-    """
+    """Returns a message in parts, without large contents of the tensors at the end of `path`. Raises _DamagedError for
+    a damaged message."""
     parts: list[bytes | memoryview] = []
     start = copied = 0
     while start < len(view):
@@ -209,10 +204,8 @@ def subgraphs(holder: Any) -> list[GraphProto]:
 
 
 def _keep_small(tensor: TensorProto, directory: Path) -> bool:
-    """Drops the content of a large tensor; reads that of a small integer tensor in a file beside the model.
-
-    Returns whether content was read.
-    """
+    """Drops the content of a large tensor; reads that of a small integer tensor in a file beside the model. Returns
+    whether content was read."""
     if any(dim < 0 for dim in tensor.dims):
         raise InputError(f"tensor {tensor.name!r} has shape {list(tensor.dims)}; the file is damaged, export it again")
     is_small = math.prod(tensor.dims) <= SMALL

@@ -41,8 +41,7 @@ def read_onnx(path: str | Path, dims: Mapping[str, int] = MappingProxyType({})) 
 
     InputError, one line, for a file that is damaged, too new for the installed `onnx`, or refers to data outside of its
     directory, for a node that is not valid, for a symbolic dimension without a size, and for names in `dims` that the
-    model does not have.
-    """
+    model does not have."""
     path = Path(path)
     try:
         return _read(path, dims)

@@ -10,8 +10,7 @@ An exporter of quantised models writes `x_q -> DequantizeLinear -> Conv -> Quant
 - a product with a weight of at most 4 bits reads that weight, and computes in floats (ONNX Runtime: MatMulNBits);
 - a DequantizeLinear that no other op reads is gone, and so is one that a QuantizeLinear undoes.
 
-A weight of 8 bits beside operands in floats stays as the file has it: a float copy is made in each step.
-"""
+A weight of 8 bits beside operands in floats stays as the file has it: a float copy is made in each step."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -33,10 +32,8 @@ _DEQUANTIZE, _QUANTIZE = "DequantizeLinear", "QuantizeLinear"
 
 
 def fuse_quantised(steps: list[OnnxOp], kept: Collection[str]) -> tuple[list[OnnxOp], int]:
-    """Returns the ops as runtimes run them, and the number of products that compute in int8.
-
-    kept: names of tensors that are results of the model, which stay.
-    """
+    """Returns the ops as runtimes run them, and the number of products that compute in int8. kept: names of tensors
+    that are results of the model, which stay."""
     readers: dict[str, list[int]] = {}
     makers: dict[str, int] = {}
     for number, step in enumerate(steps):

@@ -1,8 +1,6 @@
-"""Shapes of the tensors of an ONNX model: values of symbolic dimensions, shapes of one node's results, constants.
-
-Nodes are read in order, so all earlier shapes are known. Values computed from shapes (Shape, Gather, Concat into a
-Reshape, ...) are computed here too, by the reference implementation of the `onnx` package.
-"""
+"""Shapes of the tensors of an ONNX model: values of symbolic dimensions, shapes of one node's results, constants. Nodes
+are read in order, so all earlier shapes are known. Values computed from shapes (Shape, Gather, Concat into a Reshape,
+...) are computed here too, by the reference implementation of the `onnx` package."""
 
 import ast
 import operator
@@ -161,11 +159,9 @@ def infer(
     dims: Dims,
     reads_guesses: bool,
 ) -> NodeOutputs:
-    """Returns types and shapes of the outputs of `node`; `call` has its inputs and no outputs.
-
-    They come from the operator's own inference; else from a table for ONNX Runtime's operators; else, or if the shape
-    of an input is itself a guess, from the file's declarations. Remaining unknowns are taken from the largest input.
-    """
+    """Returns types and shapes of the outputs of `node`; `call` has its inputs and no outputs. They come from the
+    operator's own inference; else from a table for ONNX Runtime's operators; else, or if the shape of an input is
+    itself a guess, from the file's declarations. Remaining unknowns are taken from the largest input."""
     inferred = _inferred(node, call, opsets, ir_version, dims) or by_rule(call, len(node.output))
     largest = max((value for value in call.inputs if value is not None), key=lambda value: value.numel, default=None)
     values: list[TensorInfo | None] = []
@@ -249,10 +245,8 @@ _FOLDED = names(
 def fold(
     node: NodeProto, call: OnnxCall, outputs: Sequence[TensorInfo | None], opsets: Mapping[str, int]
 ) -> list[Content]:
-    """Returns the outputs of a node with known inputs; [] if they cannot or should not be computed.
-
-    `outputs` as inferred: nothing large is computed.
-    """
+    """Returns the outputs of a node with known inputs; [] if they cannot or should not be computed. `outputs` as
+    inferred: nothing large is computed."""
     if (
         call.kind not in _FOLDED
         or not call.has(0)

@@ -1,8 +1,6 @@
-"""AmoebaNet-A. Source: Real et al. 2019 (arXiv 1802.01548), figure 5; details from the authors' TPU release.
-
-Three stacks of normal cells, a reduction cell before the second and third, and two reduction cells in the stem. The
-input of a cell is the outputs of the two cells before it.
-"""
+"""AmoebaNet-A. Source: Real et al. 2019 (arXiv 1802.01548), figure 5; details from the authors' TPU release. Three
+stacks of normal cells, a reduction cell before the second and third, and two reduction cells in the stem. The input of
+a cell is the outputs of the two cells before it."""
 
 # mypy: disable-error-code=no-any-return
 

@@ -1,9 +1,7 @@
 """GNMT: Google's recurrent translation model, unrolled. Source: Wu et al. 2016 (arXiv 1609.08144), sections 3 and 8.
-
 Encoder: a bidirectional layer, then unidirectional ones. Decoder: the bottom layer's last output asks the attention
-(normalised Bahdanau, as in the reference implementation), whose answer joins the input of every decoder layer.
-Residual connections from the third layer on.
-"""
+(normalised Bahdanau, as in the reference implementation), whose answer joins the input of every decoder layer. Residual
+connections from the third layer on."""
 
 # mypy: disable-error-code=no-any-return
 
@@ -65,11 +63,9 @@ class Encoder(nn.Module):
 
 
 class NormalizedBahdanauAttention(nn.Module):
-    """Additive attention with a score vector of learnt length: query [batch, hidden] -> context [batch, values].
-
-    `keys` and `score_vector()` do not depend on the query: the caller computes them once.
-    Source: Bahdanau et al. 2015 (arXiv 1409.0473); weight normalisation of Salimans and Kingma 2016 (arXiv 1602.07868).
-    """
+    """Additive attention with a score vector of learnt length: query [batch, hidden] -> context [batch, values]. `keys`
+    and `score_vector()` do not depend on the query: the caller computes them once. Source: Bahdanau et al. 2015 (arXiv
+    1409.0473); weight normalisation of Salimans and Kingma 2016 (arXiv 1602.07868)."""
 
     def __init__(self, hidden: int, values: int) -> None:
         super().__init__()

@@ -41,10 +41,8 @@ class LSTMCell(nn.Module):
 
 
 class LSTMLayer(nn.Module):
-    """Dropout on the input, then an LSTM cell, then with `residual` the input added (width `hidden` on both sides).
-
-    A `context` [batch, ...], if the layer was made with its width in `inputs`, joins the input but not the residual.
-    """
+    """Dropout on the input, then an LSTM cell, then with `residual` the input added (width `hidden` on both sides). A
+    `context` [batch, ...], if the layer was made with its width in `inputs`, joins the input but not the residual."""
 
     def __init__(self, inputs: int, hidden: int, dropout: float, *, residual: bool = False) -> None:
         super().__init__()

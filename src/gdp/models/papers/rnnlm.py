@@ -1,8 +1,6 @@
-"""RNNLM: a large LSTM language model, unrolled.
-
-Sources: Zaremba et al. 2014 (arXiv 1409.2329), layers and dropout; Jozefowicz et al. 2016 (arXiv 1602.02410), a hidden
-size of 2048. A softmax per time step, as in the unrolled TensorFlow graphs that the placement papers use.
-"""
+"""RNNLM: a large LSTM language model, unrolled. Sources: Zaremba et al. 2014 (arXiv 1409.2329), layers and dropout;
+Jozefowicz et al. 2016 (arXiv 1602.02410), a hidden size of 2048. A softmax per time step, as in the unrolled TensorFlow
+graphs that the placement papers use."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
-"""Transformer-XL, several segments of the recurrence unrolled. Source: Dai et al. 2019 (arXiv 1901.02860), section 3.
-
-A segment attends to itself and to the previous segment's hidden states, which get no gradient; positions are relative.
-Sizes of a layer: the large WikiText-103 model's (hidden 1024, 16 heads, inner 4096), with a plain softmax.
-"""
+"""Transformer-XL, several segments of the recurrence unrolled. Source: Dai et al. 2019 (arXiv 1901.02860), section 3. A
+segment attends to itself and to the previous segment's hidden states, which get no gradient; positions are relative.
+Sizes of a layer: the large WikiText-103 model's (hidden 1024, 16 heads, inner 4096), with a plain softmax."""
 
 # mypy: disable-error-code=no-any-return
 
@@ -37,11 +35,9 @@ class TransformerXLConfig(ModelConfig):
 
 
 class RelativeAttention(nn.Module):
-    """Multi-head attention with relative positions (section 3.3 and appendix B): x [Q, batch, hidden] -> the same.
-
-    Q queries, K = 2 Q keys (memory, then x), `positions` [K, hidden], `future` [Q, K] true where a key comes later.
-    In the formulas: q query, k key, b batch, n head, d place in a head.
-    """
+    """Multi-head attention with relative positions (section 3.3 and appendix B): x [Q, batch, hidden] -> the same. Q
+    queries, K = 2 Q keys (memory, then x), `positions` [K, hidden], `future` [Q, K] true where a key comes later. In
+    the formulas: q query, k key, b batch, n head, d place in a head."""
 
     def __init__(self, config: TransformerXLConfig) -> None:
         super().__init__()
@@ -70,9 +66,7 @@ class RelativeAttention(nn.Module):
 
 def relative_shift(scores: Tensor) -> Tensor:
     """[..., Q, K] scores by distance, row i shifted left by Q - 1 - i places, so that columns become keys (appendix B).
-
-    What enters on the right belongs to future keys and must be masked.
-    """
+    What enters on the right belongs to future keys and must be masked."""
     *outer, num_queries, num_keys = scores.shape
     padded = functional.pad(scores, (1, 0)).view(*outer, num_keys + 1, num_queries)
     return padded.narrow(-2, 1, num_keys).reshape(scores.shape)

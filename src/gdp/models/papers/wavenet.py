@@ -32,10 +32,8 @@ class SampleEmbedding(WordEmbedding):
 
 
 class GatedLayer(nn.Module):
-    """Adds the layer's residual to x [batch, channels, samples] and its skip output to the sum so far (figure 4).
-
-    The last layer has no residual: nothing would read it.
-    """
+    """Adds the layer's residual to x [batch, channels, samples] and its skip output to the sum so far (figure 4). The
+    last layer has no residual: nothing would read it."""
 
     def __init__(self, channels: int, skip_channels: int, dilation: int, *, last: bool) -> None:
         super().__init__()

@@ -18,12 +18,10 @@ ExpertRule = Callable[[str], int]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A training workload: a model with example inputs, and the devices that it is usually placed on.
-
-    `build` takes another batch size, if given. It draws the parameters and inputs from PyTorch's global generator, on
-    the default device; under `FakeTensorMode` it allocates nothing. `expert` is None if the expert cuts the model into
-    contiguous stages of about equal time instead of giving each layer a device.
-    """
+    """A training workload: a model with example inputs, and the devices that it is usually placed on. `build` takes
+    another batch size, if given. It draws the parameters and inputs from PyTorch's global generator, on the default
+    device; under `FakeTensorMode` it allocates nothing. `expert` is None if the expert cuts the model into contiguous
+    stages of about equal time instead of giving each layer a device."""
 
     name: str
     family: str
@@ -124,11 +122,9 @@ class Registry:
 
 
 def layer_per_device(num_layers: int) -> ExpertRule:
-    """Returns the expert of recurrent and transformer models: `layers.i` is layer i.
-
-    An embedding goes with the first layer, all else (attention between encoder and decoder, softmax, loss) with the
-    last. Source: the GDP paper's human experts (arXiv 1910.01578).
-    """
+    """Returns the expert of recurrent and transformer models: `layers.i` is layer i. An embedding goes with the first
+    layer, all else (attention between encoder and decoder, softmax, loss) with the last. Source: the GDP paper's human
+    experts (arXiv 1910.01578)."""
 
     def layer_of(module: str) -> int:
         if match := re.search(r"(?:^|\.)layers\.(\d+)(?:\.|$)", module):

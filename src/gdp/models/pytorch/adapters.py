@@ -7,8 +7,7 @@ peft keeps A and B in float32 and casts them under autocast: 4 bytes of weight a
 they are here bf16 with bf16 gradients and a float32 copy, the same 16 bytes a parameter with Adam's moments, without
 the casts. NF4 is that of bitsandbytes' `Linear4bit`, which dequantises the weight for the product of each pass
 (`MatMul4Bit`): float32 constants of 64 weights from 8 bits, then the weights, in a kernel each. What FSDP shards are
-the packed weights; the constants, 0.127 bits a weight, are whole in each replica.
-"""
+the packed weights; the constants, 0.127 bits a weight, are whole in each replica."""
 
 import math
 import re

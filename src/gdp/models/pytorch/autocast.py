@@ -7,8 +7,7 @@ In such a region, code that asks for the device of a tensor means the card; else
 it is.
 
 The lists and the rules are those of `aten/src/ATen/autocast_mode.h` and `.cpp` of PyTorch 2.13; the names are read from
-the installed PyTorch, which has a kernel for each, and a name in no list here is one to run in the lower type.
-"""
+the installed PyTorch, which has a kernel for each, and a name in no list here is one to run in the lower type."""
 
 import contextlib
 import warnings

@@ -1,9 +1,7 @@
-"""Bytes that one call of an operator reads and writes, from the tensors involved.
-
-Each tensor read counts its distinct elements once, each tensor made or changed once more; a tensor changed in place is
-both read and written, unless it is overwritten. Lookups count the rows that they read or write, not the table. Grouped
-products read the weights of the experts that their rows are sent to (`gdp.models.experts`).
-"""
+"""Bytes that one call of an operator reads and writes, from the tensors involved. Each tensor read counts its distinct
+elements once, each tensor made or changed once more; a tensor changed in place is both read and written, unless it is
+overwritten. Lookups count the rows that they read or write, not the table. Grouped products read the weights of the
+experts that their rows are sent to (`gdp.models.experts`)."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -69,10 +67,8 @@ def bytes_accessed(
     per_token: int | None = None,
 ) -> int:
     """Returns the bytes of one call; `read` has each view once, including tensors that the call changes in place.
-
-    stored_bytes: the bytes of a tensor that is read; quantised weights have fewer than their elements say.
-    per_token: the number of experts that each token is sent to, if that is known.
-    """
+    stored_bytes: the bytes of a tensor that is read; quantised weights have fewer than their elements say. per_token:
+    the number of experts that each token is sent to, if that is known."""
     name = func._schema.name.partition("::")[2]
     if name in NO_BYTES:
         return 0

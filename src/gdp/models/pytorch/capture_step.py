@@ -66,9 +66,7 @@ class StepOptions:
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, notes: list[str]
     ) -> nn.Module:
         """Returns `model` as one rank has it, and with adapters if some are trained: in place, on fake tensors.
-
-        InputError if its weights are quantised and trained. `notes` gets what stays whole.
-        """
+        InputError if its weights are quantised and trained. `notes` gets what stays whole."""
         if self.training and (stored_weights(model)):
             raise InputError(
                 f"{name}: has quantised weights, which are for inference; give --inference, or add ?weights=none, "
@@ -271,10 +269,8 @@ def _noted(captured: Capture, model: nn.Module, options: StepOptions, more: Sequ
 
 
 class _BuildMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A fake mode that all tensors share, also after `build` copies modules, as `nn.TransformerEncoder` does.
-
-    The copy of a fake tensor would have a copy of its mode, and two modes do not mix.
-    """
+    """A fake mode that all tensors share, also after `build` copies modules, as `nn.TransformerEncoder` does. The copy
+    of a fake tensor would have a copy of its mode, and two modes do not mix."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_BuildMode":
         return self
@@ -450,10 +446,8 @@ def _fake_copies(
 
 @contextlib.contextmanager
 def _isolated(default: torch.dtype | None = None, *, has_card: bool = False) -> Iterator[OnCpu]:
-    """Restores global state after a capture; a default device or inference mode does not reach it.
-
-    `default` is the default type inside, and `has_card` says that the code has named a card before.
-    """
+    """Restores global state after a capture; a default device or inference mode does not reach it. `default` is the
+    default type inside, and `has_card` says that the code has named a card before."""
     dtype = torch.get_default_dtype()
     try:
         if default is not None:

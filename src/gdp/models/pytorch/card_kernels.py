@@ -11,8 +11,7 @@ A step is captured on the CPU. So while it runs, these operators take the way of
 
 They are the operators with a kernel for CUDA and none for CPUs in `native_functions.yaml`, as far as a model can reach
 them; `fused_attention.py` has attention. CPUs compute them by the functions below, in captured steps and in the
-model's own.
-"""
+model's own."""
 
 import contextlib
 import math

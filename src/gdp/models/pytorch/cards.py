@@ -1,10 +1,8 @@
-"""A model's code that asks for a card runs as if there were one: its tensors stay on the CPU.
-
-`.to("cuda")`, `.cuda()`, `device="cuda"`, `pin_memory()`, `torch.set_default_device("cuda")` and `torch.autocast` of
-any device work without a GPU, so that one step serves both the capture and `gdp run` on CPUs. The costs of an op do not
-depend on the place where it was captured. Once the code has named a card, `torch.autocast("cpu")` is CUDA's as well:
-`torch.autocast(x.device.type)` means the card.
-"""
+"""A model's code that asks for a card runs as if there were one: its tensors stay on the CPU. `.to("cuda")`, `.cuda()`,
+`device="cuda"`, `pin_memory()`, `torch.set_default_device("cuda")` and `torch.autocast` of any device work without a
+GPU, so that one step serves both the capture and `gdp run` on CPUs. The costs of an op do not depend on the place where
+it was captured. Once the code has named a card, `torch.autocast("cpu")` is CUDA's as well:
+`torch.autocast(x.device.type)` means the card."""
 
 import contextlib
 import weakref
@@ -57,9 +55,7 @@ _DEVICE_POSITIONS = {Tensor.to: 1, torch._C._nn._parse_to: 0}  # the latter for 
 @contextlib.contextmanager
 def as_if_on_a_card(*, has_card: bool = False) -> Iterator["OnCpu"]:
     """Makes code that asks for a card use the CPU, under fake tensors or with real ones, and casts as on a card.
-
-    `has_card`: the code has named one before.
-    """
+    `has_card`: the code has named one before."""
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     outer = next((mode for mode in stack if isinstance(mode, OnCpu)), None)
     if outer is not None:
@@ -165,10 +161,8 @@ class OnCpu(TorchFunctionMode):
         return result if to_host is None else moved(result, to_host=to_host)
 
     def _goes_to_host(self, func: Any, args: Any, kwargs: Any) -> bool | None:
-        """Returns whether a call sends a tensor to the host (True) or to a card (False); None: neither.
-
-        The CPU is the host for code that has named a card and in hooks of saved tensors, else what there is.
-        """
+        """Returns whether a call sends a tensor to the host (True) or to a card (False); None: neither. The CPU is the
+        host for code that has named a card and in hooks of saved tensors, else what there is."""
         if func is Tensor.cpu:
             return True
         if func is not Tensor.to:
@@ -220,10 +214,8 @@ _plain_swap_tensors: Any = torch.utils.swap_tensors
 
 
 def _swap_tensors(first: Tensor, second: Tensor) -> None:
-    """Gives the content of `second` to `first`, which `nn.Module.to` keeps: weights that are tied stay tied.
-
-    PyTorch's own function refuses fake tensors, as their mode refers to them.
-    """
+    """Gives the content of `second` to `first`, which `nn.Module.to` keeps: weights that are tied stay tied. PyTorch's
+    own function refuses fake tensors, as their mode refers to them."""
     if isinstance(first, FakeTensor):
         first.data = second
     else:

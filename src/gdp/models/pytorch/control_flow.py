@@ -3,8 +3,7 @@
 cond               one branch: that of a known condition, else the one that takes more FLOPs, else more bytes
 while_loop         the body once for each turn; once where no known numbers decide on the end
 scan, map          the body once for each slice
-associative_scan   as PyTorch computes it without torch.compile, by halves
-"""
+associative_scan   as PyTorch computes it without torch.compile, by halves"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

@@ -1,10 +1,8 @@
-"""Floating point operations of an operator, from the shapes of one call.
-
-A fused multiply-add is two. Matrix products count by their definition; element-wise operators one per element of the
-result, for any function (an exponential is one); reductions one per element read; normalisations and softmax by their
-definition per element; moving data counts nothing. An operator that is in no table here and not in
-`torch.utils.flop_counter` is estimated as one per element of the result and named in the capture's coverage.
-"""
+"""Floating point operations of an operator, from the shapes of one call. A fused multiply-add is two. Matrix products
+count by their definition; element-wise operators one per element of the result, for any function (an exponential is
+one); reductions one per element read; normalisations and softmax by their definition per element; moving data counts
+nothing. An operator that is in no table here and not in `torch.utils.flop_counter` is estimated as one per element of
+the result and named in the capture's coverage."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -78,10 +76,8 @@ def count_flops(func: OpOverload, args: Args, kwargs: Mapping[str, Any], outputs
 
 
 def product_operand(func: OpOverload, args: Args) -> Tensor | None:
-    """Returns the operand of a product whose type says in which type the card multiplies; None for other calls.
-
-    Results may be wider, and weights that are packed in fewer bits are unpacked to the type of the activations.
-    """
+    """Returns the operand of a product whose type says in which type the card multiplies; None for other calls. Results
+    may be wider, and weights that are packed in fewer bits are unpacked to the type of the activations."""
     formula = classify(func)[1]
     position = None if formula is None else _OPERANDS.get(formula)
     return None if position is None else args[position]
@@ -150,10 +146,8 @@ def _convolution_backward(args: Args, kwargs: Mapping[str, Any], outputs: list[T
 
 
 def _attention(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
-    """query, key, value [.., length, width], dropout: two products and a softmax (5) for all pairs, causal or not.
-
-    With dropout, a draw, the mask and the scale are 3 more.
-    """
+    """query, key, value [.., length, width], dropout: two products and a softmax (5) for all pairs, causal or not. With
+    dropout, a draw, the mask and the scale are 3 more."""
     dropout = 3 if len(args) > 3 and args[3] else 0
     return _attention_pairs(args) * (2 * int(args[0].shape[-1]) + 2 * int(args[2].shape[-1]) + 5 + dropout)
 
@@ -212,10 +206,8 @@ def _search(places: int) -> Formula:
 
 
 def _smoothed(taps: int, *, is_backward: bool = False) -> Formula:
-    """Returns the formula of a resized image [.., height, width], with `taps` inputs in a dimension for an output.
-
-    As many more as it shrinks, for it is smoothed; a product and a sum for each (`UpSampleBilinear2d.cu`).
-    """
+    """Returns the formula of a resized image [.., height, width], with `taps` inputs in a dimension for an output. As
+    many more as it shrinks, for it is smoothed; a product and a sum for each (`UpSampleBilinear2d.cu`)."""
 
     def formula(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
         before, after = (outputs[0], args[0]) if is_backward else (args[0], outputs[0])
@@ -236,10 +228,8 @@ def _out(count: int) -> Formula:
 
 
 def _pool(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
-    """x, kernel_size: one comparison or addition per element of each window; one number stands for all dimensions.
-
-    A window may be larger than x (with `ceil_mode`, all of it is pooled).
-    """
+    """x, kernel_size: one comparison or addition per element of each window; one number stands for all dimensions. A
+    window may be larger than x (with `ceil_mode`, all of it is pooled)."""
     kernel, num_dims = args[1], outputs[0].dim() - 2
     sizes = list(kernel) if isinstance(kernel, (list, tuple)) else [kernel]
     sizes = sizes if len(sizes) > 1 else sizes * num_dims

@@ -9,8 +9,7 @@ The conditions are those of CUDA's kernels, in `aten/src/ATen/native/transformer
 `cuda/sdp_utils.cpp` of PyTorch 2.13: in half types those that the flash and the memory-efficient kernel share, in
 float32 those of the latter, which the former does not take. Both draw dropout.
 
-`flex_attention` is captured as PyTorch computes it without torch.compile: with the whole matrix of scores.
-"""
+`flex_attention` is captured as PyTorch computes it without torch.compile: with the whole matrix of scores."""
 
 import contextlib
 from collections.abc import Callable, Iterator

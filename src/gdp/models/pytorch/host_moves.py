@@ -1,9 +1,7 @@
-"""Tensors that a model sends to the host and fetches: `.cpu()`, `.to("cpu")`, `.to(card)`, hooks of saved tensors.
-
-All tensors of a capture are on the CPU, so a recorder knows which memories the model means to be on the host. A send
-and a fetch are ops there, of role "host copy". The ops that follow wait for a send to end, and a fetch waits for the
-ops before it, as copies do that a card runs in turn with its kernels.
-"""
+"""Tensors that a model sends to the host and fetches: `.cpu()`, `.to("cpu")`, `.to(card)`, hooks of saved tensors. All
+tensors of a capture are on the CPU, so a recorder knows which memories the model means to be on the host. A send and a
+fetch are ops there, of role "host copy". The ops that follow wait for a send to end, and a fetch waits for the ops
+before it, as copies do that a card runs in turn with its kernels."""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -52,10 +52,8 @@ def _least_squares(args: Sequence[Any], kwargs: Mapping[str, Any], outputs: list
 
 
 def _trilinear(args: Sequence[Any], kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
-    """Three tensors, the dimensions that each lacks, the dimensions added up: two products, as PyTorch computes it.
-
-    The first adds up the dimensions that the third tensor lacks.
-    """
+    """Three tensors, the dimensions that each lacks, the dimensions added up: two products, as PyTorch computes it. The
+    first adds up the dimensions that the third tensor lacks."""
     tensors, expanded = args[:3], [set(dims) for dims in args[3:6]]
     num_dims = tensors[0].dim() + len(expanded[0])
     sizes = [1] * num_dims

@@ -10,8 +10,7 @@ write to a memory starts a new value. In-place operators fall in three cases:
 - Otherwise (`x += late`, writes to a tensor that was read) the writer is an op with a tensor of its own. The old one is
   freed when the writer is done, so the model counts both during that one op.
 
-Writers of the first and third kind follow all readers of the old value, so that overwriting is safe.
-"""
+Writers of the first and third kind follow all readers of the old value, so that overwriting is safe."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

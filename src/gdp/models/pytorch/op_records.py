@@ -85,28 +85,22 @@ def _array(tensor: Tensor) -> Array:
 
 def dtype_name(tensors: Iterable[Tensor]) -> str:
     """Returns the type of an op's arithmetic: of the first float tensor that it makes, writes or reads, or the first.
-
-    There may be no tensor; then it is int64.
-    """
+    There may be no tensor; then it is int64."""
     dtypes = [tensor.dtype for tensor in tensors]
     floats = (dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
     return str(next(floats, dtypes[0] if dtypes else torch.int64)).removeprefix("torch.")
 
 
 def product_dtype(operand: Tensor) -> str:
-    """Returns the type in which products with this operand run: of complex numbers, that of their parts.
-
-    Both 8 bit integers have the rate of int8.
-    """
+    """Returns the type in which products with this operand run: of complex numbers, that of their parts. Both 8 bit
+    integers have the rate of int8."""
     dtype = operand.dtype.to_real() if operand.is_complex() else operand.dtype
     return "int8" if dtype is torch.uint8 else str(dtype).removeprefix("torch.")
 
 
 def experts_per_token(values: list[ValueRecord], record: OpRecord) -> int | None:
-    """Returns the number of experts that a token of a grouped product is sent to.
-
-    It is the `k` of the nearest `topk` that the groups' sizes are computed from; None if there is none.
-    """
+    """Returns the number of experts that a token of a grouped product is sent to. It is the `k` of the nearest `topk`
+    that the groups' sizes are computed from; None if there is none."""
     waiting, seen = deque([record]), {record}
     while waiting:
         one = waiting.popleft()

@@ -1,10 +1,8 @@
-"""The update of one parameter: state, work, and PyTorch's own kernels that compute it.
-
-Adam, AdamW and SGD are one fused kernel where they are executed, and cost what their implementation in `torch.optim`
-does: `foreach`, its default on cards, `fused` or `for-loop`; Adafactor is `torch.optim.Adafactor`, one parameter at a
-time. Adam in 8 bits is that of bitsandbytes, whose kernels are counted but cannot be run here. With master weights the
-state and the arithmetic are float32, and the parameter is a rounded copy.
-"""
+"""The update of one parameter: state, work, and PyTorch's own kernels that compute it. Adam, AdamW and SGD are one
+fused kernel where they are executed, and cost what their implementation in `torch.optim` does: `foreach`, its default
+on cards, `fused` or `for-loop`; Adafactor is `torch.optim.Adafactor`, one parameter at a time. Adam in 8 bits is that
+of bitsandbytes, whose kernels are counted but cannot be run here. With master weights the state and the arithmetic are
+float32, and the parameter is a rounded copy."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -79,10 +77,8 @@ class UpdateRule:
         return [Call(aten._fused_sgd_.default, ([weight], [gradient], list(state)), options, (-1,))]
 
     def passes(self) -> list[str]:
-        """Returns the calls of an implementation of torch.optim that is not fused, as the tensors that each moves.
-
-        w is the weight, g the gradient, s a part of the state and t a result that is not kept.
-        """
+        """Returns the calls of an implementation of torch.optim that is not fused, as the tensors that each moves. w is
+        the weight, g the gradient, s a part of the state and t a result that is not kept."""
         calls = ["gwt"] * bool(self.options["weight_decay"])
         if self.options["momentum"]:
             calls += ["ss", "sgs", *["gst"] * bool(self.options["nesterov"])]
@@ -179,10 +175,8 @@ class AdafactorRule(UpdateRule):
 
 
 class EightBitAdamRule(UpdateRule):
-    """Adam of bitsandbytes with moments in 8 bits, one float32 scale for each block.
-
-    Parameters of fewer than 4,096 elements keep float32 moments (`min_8bit_size` of bitsandbytes.optim.Adam8bit).
-    """
+    """Adam of bitsandbytes with moments in 8 bits, one float32 scale for each block. Parameters of fewer than 4,096
+    elements keep float32 moments (`min_8bit_size` of bitsandbytes.optim.Adam8bit)."""
 
     __slots__ = ()
 
@@ -216,9 +210,7 @@ class EightBitAdamRule(UpdateRule):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MasterWeights(UpdateRule):
     """A rule applied to a float32 copy of a parameter in half precision, which is rounded to the parameter afterwards.
-
-    Counted as one kernel that reads and writes the copy in place of the parameter, and writes the parameter.
-    """
+    Counted as one kernel that reads and writes the copy in place of the parameter, and writes the parameter."""
 
     rule: UpdateRule
 
@@ -312,10 +304,8 @@ def _implementation(group: Mapping[str, Any]) -> str:
 
 
 def rules_of(optimizer: torch.optim.Optimizer, paths: Mapping[int, str]) -> dict[str, UpdateRule]:
-    """Returns the rule of each parameter, by path, that a user's optimizer updates. `paths`: by identity.
-
-    InputError for an optimizer that is no rule, and for parameters of another model.
-    """
+    """Returns the rule of each parameter, by path, that a user's optimizer updates. `paths`: by identity. InputError
+    for an optimizer that is no rule, and for parameters of another model."""
     rules: dict[str, UpdateRule] = {}
     for group in optimizer.param_groups:
         rule = rule_of(optimizer, group)

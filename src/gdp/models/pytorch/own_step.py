@@ -1,7 +1,5 @@
 """A user's training step: a function that runs forward, backward and its optimizers, or a module with `training_step`.
-
-The step is called twice on fake tensors. The first call makes the states of optimizers, the second one is recorded.
-"""
+The step is called twice on fake tensors. The first call makes the states of optimizers, the second one is recorded."""
 
 import contextlib
 import copy
@@ -45,12 +43,9 @@ def record_own_step(
     built: Sequence[Optimizer],
     explained: Explain,
 ) -> tuple[Recorder, dict[str, Any], StepCalls]:
-    """Records a step; returns the recording, the results by name, and the intercepted calls.
-
-    `model` is the step, or a module with `training_step` and `configure_optimizers`; `built` are optimizers that the
-    step may use, `explained` turns errors into InputErrors. Real tensors of modules and optimizers are replaced by fake
-    ones meanwhile.
-    """
+    """Records a step; returns the recording, the results by name, and the intercepted calls. `model` is the step, or a
+    module with `training_step` and `configure_optimizers`; `built` are optimizers that the step may use, `explained`
+    turns errors into InputErrors. Real tensors of modules and optimizers are replaced by fake ones meanwhile."""
     parts = StepParts({"": model}) if isinstance(model, nn.Module) else StepParts.of(model, built)
     with explained():
         for module in parts.modules.values():
@@ -97,11 +92,9 @@ def _recorded(
 
 
 def _module_step(module: nn.Module) -> tuple[Step, list[Optimizer]]:
-    """Returns a step of a module with `training_step` and `configure_optimizers`, and its optimizers.
-
-    One optimizer steps by itself after the backward pass of the loss, unless `automatic_optimization` is False: then
-    the module calls `self.optimizers()` and `self.manual_backward(loss)`.
-    """
+    """Returns a step of a module with `training_step` and `configure_optimizers`, and its optimizers. One optimizer
+    steps by itself after the backward pass of the loss, unless `automatic_optimization` is False: then the module calls
+    `self.optimizers()` and `self.manual_backward(loss)`."""
     optimizers = _configured(module.configure_optimizers())  # type: ignore[operator]
     is_automatic = getattr(module, "automatic_optimization", True)
     if is_automatic and len(optimizers) != 1:

@@ -7,8 +7,7 @@
 An op takes the time of its kernels, or where a trace has none that of its CPU op. They belong together by kind and the
 tensors that they read. A step that has as many such CPU ops as the graph, or a multiple, has them in the graph's order,
 which tells calls apart whose other arguments differ; else equal calls take all of their times. Optimizers treat many
-parameters in a kernel: updates share the time of `Optimizer.step` by their bytes.
-"""
+parameters in a kernel: updates share the time of `Optimizer.step` by their bytes."""
 
 from bisect import bisect_right
 from collections import Counter, defaultdict

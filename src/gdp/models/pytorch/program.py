@@ -1,10 +1,8 @@
-"""Program: the calls that every op of a captured graph executes, in terms of the graph's tensors; and a replay.
-
-A *value* is the content of one piece of memory between two writes to it; an in-place operator makes a new value in the
+"""Program: the calls that every op of a captured graph executes, in terms of the graph's tensors; and a replay. A
+*value* is the content of one piece of memory between two writes to it; an in-place operator makes a new value in the
 same memory. A call's arguments are `Ref`s to values. Views are not calls: each reader makes them again, from size,
 stride and offset. When an op is ready, the memory that it overwrites is no longer read: the graph's write-after-read
-tensors order every earlier reader before it.
-"""
+tensors order every earlier reader before it."""
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -45,11 +43,9 @@ class Replay:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The executable side of a captured `Graph`: N ops and T tensors, numbered as there.
-
-    `run` executes one op. A caller that gives each op the tensors that the graph lists, in an order that the graph
-    allows, computes exactly the results of PyTorch with the same seeds.
-    """
+    """The executable side of a captured `Graph`: N ops and T tensors, numbered as there. `run` executes one op. A
+    caller that gives each op the tensors that the graph lists, in an order that the graph allows, computes exactly the
+    results of PyTorch with the same seeds."""
 
     graph: Graph
     calls: tuple[tuple[Call, ...], ...]  # [N] empty for sources
@@ -74,13 +70,11 @@ class Program:
         device: torch.device | None = None,
         seed: int = 0,
     ) -> dict[int, Tensor]:
-        """Executes `op` and returns its tensors by number.
-
-        inputs: the tensors that it consumes, by number; a part may be a view of its base or a contiguous copy.
-        private: its device's optimizer state, by value; filled when first needed, then updated in place.
-        device: the device for tensors created from nothing; default: their device at capture, the CPU.
-        seed: added to the seeds of random numbers; adding `num_draws` for every step gives each step its own.
-        """
+        """Executes `op` and returns its tensors by number. inputs: the tensors that it consumes, by number; a part may
+        be a view of its base or a contiguous copy. private: its device's optimizer state, by value; filled when first
+        needed, then updated in place. device: the device for tensors created from nothing; default: their device at
+        capture, the CPU. seed: added to the seeds of random numbers; adding `num_draws` for every step gives each step
+        its own."""
         return self.routine(op, device).run(dict(inputs), private, seed)
 
     def routine(self, op: int, device: torch.device | None = None) -> OpRoutine:
@@ -182,10 +176,8 @@ class Program:
     def bind(
         self, state: nn.Module | Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> dict[int, Tensor]:
-        """Copies parameters, buffers and inputs; returns them by the number of their tensors in the graph.
-
-        InputError names an item that is missing or of another shape or type.
-        """
+        """Copies parameters, buffers and inputs; returns them by the number of their tensors in the graph. InputError
+        names an item that is missing or of another shape or type."""
         return self.bind_state(state) | self.bind_inputs(args, kwargs)
 
     def bind_state(self, state: nn.Module | Mapping[str, Tensor]) -> dict[int, Tensor]:
@@ -257,10 +249,8 @@ class Program:
         order: Iterable[int] | None = None,
     ) -> Replay:
         """Runs one step on copies of `state` and the inputs, ops in `order` (default: as numbered); `state` is
-        unchanged.
-
-        Each op gets only the tensors that it consumes in the graph. InputError if a name or a shape does not fit.
-        """
+        unchanged. Each op gets only the tensors that it consumes in the graph. InputError if a name or a shape does not
+        fit."""
         held = self.bind(state, args, kwargs or {})
         private: dict[int, Tensor] = {}
         for op in range(self.graph.num_ops) if order is None else order:

@@ -53,11 +53,9 @@ _LISTS = "aten::_foreach_"  # of tensors, all treated alike
 
 
 class Phases:
-    """The phase of the operator that is dispatched: `current`, which the caller sets unless phases `are_found`.
-
-    Then an operator that autograd calls is backward, one that works on gradients or an optimizer's state without
-    recording gradients is update, and all others are forward.
-    """
+    """The phase of the operator that is dispatched: `current`, which the caller sets unless phases `are_found`. Then an
+    operator that autograd calls is backward, one that works on gradients or an optimizer's state without recording
+    gradients is update, and all others are forward."""
 
     def __init__(self, memories: Memories) -> None:
         self.current = "forward"
@@ -217,10 +215,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _in_place(self, func: OpOverload, args: tuple[Any, ...]) -> OpOverload:
-        """Returns the operator that writes to the zeros that a backward pass has made for it.
-
-        PyTorch writes to them unless tensors are of classes of their own, as fake ones are; these it copies.
-        """
+        """Returns the operator that writes to the zeros that a backward pass has made for it. PyTorch writes to them
+        unless tensors are of classes of their own, as fake ones are; these it copies."""
         writer = _WRITERS.get(func)
         node = torch._C._current_autograd_node() if writer is not None else None
         if writer is None or node is None or torch.is_grad_enabled() or isinstance(node, BackwardCFunction):
@@ -301,10 +297,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def record_update(self, name: str, parameter: Tensor, rule: UpdateRule) -> Ref:
-        """Records the update of one parameter, in its memory, by its present gradient; returns that gradient.
-
-        The optimizer's state is made with the first update of the parameter by `rule` and kept for further ones.
-        """
+        """Records the update of one parameter, in its memory, by its present gradient; returns that gradient. The
+        optimizer's state is made with the first update of the parameter by `rule` and kept for further ones."""
         assert parameter.grad is not None
         weight, gradient = self.memories.ref(parameter), self.memories.ref(parameter.grad)
         owner = self.memories.values[weight.value].owner

@@ -1,10 +1,8 @@
-"""`nn.LSTM`, `nn.GRU` and `nn.RNN`, captured with one op for each layer and direction.
-
-Cards run them by cuDNN, in all types. CPUs have an operator of a whole layer for LSTMs in float32 alone, oneDNN's, and
-compute all others step by step; PyTorch's decomposition, which fake tensors take, does so for an LSTM whose input
-requires a gradient too. So while a step is captured, all are oneDNN's operator, whose argument `mode` says which layer
-it is; `replacements.py` executes it. Layers whose states are projected stay as CPUs compute them.
-"""
+"""`nn.LSTM`, `nn.GRU` and `nn.RNN`, captured with one op for each layer and direction. Cards run them by cuDNN, in all
+types. CPUs have an operator of a whole layer for LSTMs in float32 alone, oneDNN's, and compute all others step by step;
+PyTorch's decomposition, which fake tensors take, does so for an LSTM whose input requires a gradient too. So while a
+step is captured, all are oneDNN's operator, whose argument `mode` says which layer it is; `replacements.py` executes
+it. Layers whose states are projected stay as CPUs compute them."""
 
 import contextlib
 from collections.abc import Callable, Sequence

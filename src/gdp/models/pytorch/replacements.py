@@ -8,8 +8,7 @@ them, and the CPU's backward pass computes them again when it is given zeros.
 
 In `card_kernels.py` are operators that cards have and CPUs lack.
 
-Dropout in attention is drawn once more by the backward pass, from the same seed: see `Recorder`.
-"""
+Dropout in attention is drawn once more by the backward pass, from the same seed: see `Recorder`."""
 
 import contextlib
 import math
@@ -47,9 +46,7 @@ def function_for(func: OpOverload, device: torch.device | None) -> Callable[...,
 
 def workspace_bytes(input: Tensor, hidden_size: int, mode: int = LSTM_MODE) -> int:
     """Returns the least that a layer keeps for its backward pass; an LSTM, four gates and a cell per step and sequence.
-
-    Kernels keep more, and differ: oneDNN keeps 15 values instead of 5 for 1,024 units, 35 steps and 64 sequences.
-    """
+    Kernels keep more, and differ: oneDNN keeps 15 values instead of 5 for 1,024 units, 35 steps and 64 sequences."""
     return _NUM_KEPT[mode] * math.prod(input.shape[:2]) * hidden_size * input.element_size()
 
 

@@ -1,8 +1,5 @@
-"""Routine: an op of a Program prepared for repeated execution on one device.
-
-The memory and the view of each argument are determined once, and become code that a run executes: the overhead of an op
-counts where ops are small.
-"""
+"""Routine: an op of a Program prepared for repeated execution on one device. The memory and the view of each argument
+are determined once, and become code that a run executes: the overhead of an op counts where ops are small."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -46,8 +43,7 @@ class Routine:
         s1 = f1(s0, view_of(s0, n2, n3))
         return {n4: s1}
 
-    Numbers, layouts and constants have names, so that routines of like ops share their code.
-    """
+    Numbers, layouts and constants have names, so that routines of like ops share their code."""
 
     def __init__(self, program: "Program", op: int, device: torch.device | None = None) -> None:
         self.program, self.device = program, device
@@ -221,10 +217,8 @@ def _recorded(
 
 
 def in_place(program: "Program", op: int, call: Call) -> Call:
-    """Returns the call; a sum of gradients is made in the memory of a term that nothing else reads.
-
-    Autograd does so; a capture holds on to all tensors, so that it sees a sum in new memory. The bits are the same.
-    """
+    """Returns the call; a sum of gradients is made in the memory of a term that nothing else reads. Autograd does so; a
+    capture holds on to all tensors, so that it sees a sum in new memory. The bits are the same."""
     if call.func is not torch.ops.aten.add.Tensor or len(call.args) != 2 or call.kwargs or len(call.outputs) != 1:
         return call
     (value,) = call.outputs

@@ -8,10 +8,8 @@ from torch import Tensor, nn
 
 
 class RunningModule:
-    """Knows the module that runs; `last` is its path, or that of the operator before.
-
-    An operator of a backward pass belongs to the module of its autograd node.
-    """
+    """Knows the module that runs; `last` is its path, or that of the operator before. An operator of a backward pass
+    belongs to the module of its autograd node."""
 
     def __init__(self) -> None:
         self.last = ""
@@ -22,10 +20,8 @@ class RunningModule:
         self._parameter_modules: dict[int, str] = {}
 
     def watch(self, module: nn.Module, prefix: str = "") -> list[Any]:
-        """Tracks the running module, its paths behind `prefix`; returns the hooks' handles.
-
-        With hooks, nn.TransformerEncoderLayer and nn.MultiheadAttention do not use their fused kernels for inference.
-        """
+        """Tracks the running module, its paths behind `prefix`; returns the hooks' handles. With hooks,
+        nn.TransformerEncoderLayer and nn.MultiheadAttention do not use their fused kernels for inference."""
         handles: list[Any] = []
         for path, part in module.named_modules(prefix=prefix):
 

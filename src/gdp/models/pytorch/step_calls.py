@@ -194,10 +194,8 @@ def intercepted(calls: StepCalls) -> Iterator[None]:
 
 @contextlib.contextmanager
 def building(optimizers: list[Optimizer]) -> Iterator[None]:
-    """Collects the optimizers that are made, and lets a GradScaler for CUDA be enabled without a GPU.
-
-    Numbers of a truncated normal distribution are drawn once: PyTorch looks at them, and draws some again.
-    """
+    """Collects the optimizers that are made, and lets a GradScaler for CUDA be enabled without a GPU. Numbers of a
+    truncated normal distribution are drawn once: PyTorch looks at them, and draws some again."""
     original = Optimizer.__init__
 
     def made(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:

@@ -31,12 +31,9 @@ def empty(layout: StridedLayout, device: torch.device | None = None, *, is_pinne
 
 
 def fill(memory: Tensor, content: Tensor, *, non_blocking: bool = False) -> Tensor:
-    """Copies `content` into `memory`, which is returned.
-
-    Bytes of another size than at capture are an LSTM's workspace, which only the device that made it can read: it
-    becomes zeros (`replacements.py`). Tensors that CPUs leave empty (sums of embedding bags have no offsets) stay
-    empty.
-    """
+    """Copies `content` into `memory`, which is returned. Bytes of another size than at capture are an LSTM's workspace,
+    which only the device that made it can read: it becomes zeros (`replacements.py`). Tensors that CPUs leave empty
+    (sums of embedding bags have no offsets) stay empty."""
     if content.shape != memory.shape and (content.dtype == torch.uint8 or not memory.numel()):
         return memory.zero_()
     return memory.copy_(content, non_blocking=non_blocking)
@@ -86,9 +83,7 @@ def memory_order(content: Tensor, layout: StridedLayout) -> Tensor:
 
 def part_layout(view: StridedLayout) -> StridedLayout | None:
     """Returns the memory that `view` covers, in the fewest dimensions, outermost first; None if it overlaps itself.
-
-    Views of one part with different shapes (a chunk, the chunk split into heads) have the same `part_layout`.
-    """
+    Views of one part with different shapes (a chunk, the chunk split into heads) have the same `part_layout`."""
     strides = zip(view.stride, view.size, strict=True)
     dims = sorted(((stride, size) for stride, size in strides if size != 1 and stride != 0), reverse=True)
     merged: list[tuple[int, int]] = []

@@ -7,8 +7,7 @@
 J. Schulman et al., "Proximal policy optimization algorithms", arXiv 1707.06347 (2017), equation 7, for each choice. As
 in GDP (arXiv 1910.01578) there is no value function: a trial's advantage is its reward less the mean reward of the same
 problem, and the objective is the mean over problems, so that every graph counts alike, large or small.
-S samples, C choices of a trial, D devices.
-"""
+S samples, C choices of a trial, D devices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,11 +108,9 @@ def relative_rewards(
     step_time_ns: I64, peak_memory_bytes: I64, memory_limit_bytes: I64, reference_ns: int, infeasible_penalty: float
 ) -> F64:
     """Returns minus the square root of the step time relative to a reference, [S]: steps of all lengths weigh alike.
-
     Where memory is exceeded the reward is less by the penalty, and once more for each doubling of 1 + the excess. The
     excess is that of the peaks [S, D] over the limits [D], relative to the limits, summed over devices: less is always
-    better.
-    """
+    better."""
     excess = (np.maximum(peak_memory_bytes - memory_limit_bytes, 0) / np.maximum(memory_limit_bytes, 1)).sum(axis=1)
     penalty = np.where(excess > 0, infeasible_penalty * (1 + np.log2(1 + excess)), 0.0)
     return np.asarray(-np.sqrt(step_time_ns / max(reference_ns, 1)) - penalty, np.float64)
@@ -139,9 +136,7 @@ def improve(
     baselines: Sequence[float | None] | None = None,
 ) -> Statistics:
     """Makes one PPO update: `num_epochs` steps of `optimizer`, each over all `trials`, which all count alike.
-
-    `baselines` replaces the mean reward of each of `trials`. Raises InputError unless the gradient is finite.
-    """
+    `baselines` replaces the mean reward of each of `trials`. Raises InputError unless the gradient is finite."""
     device = policy.device
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     sizes = [parameter.numel() for parameter in parameters]

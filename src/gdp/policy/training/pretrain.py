@@ -3,8 +3,7 @@
     update u:   tasks (seed, u, 0..G-1) --> trials of each --> one PPO update --> every k-th: checkpoint
 
 No random state outlives an update. Parameters, optimizer state and the number of updates done, which are one file,
-are all that a run needs to go on exactly as if it had never stopped. G tasks an update.
-"""
+are all that a run needs to go on exactly as if it had never stopped. G tasks an update."""
 
 import threading
 import time
@@ -71,9 +70,7 @@ class TrainingState:
 
     def restore(self, path: Path, arguments: Mapping[str, Any], num_updates: int) -> None:
         """Restores state and parameters from a checkpoint file of a run of `num_updates` with the same `arguments`.
-
-        Raises InputError for other arguments, naming them, and for a file without a state to go on from.
-        """
+        Raises InputError for other arguments, naming them, and for a file without a state to go on from."""
         checkpoint = read_checkpoint(path)
         try:
             before = {"policy": checkpoint.policy, "config": checkpoint.config}
@@ -199,11 +196,9 @@ def train(
     provenance: Provenance | None = None,
     run: TrainingRun | None = None,
 ) -> TrainingProgress:
-    """Trains `policy` in place; writes the checkpoint `out` every `save_every` updates and at the end.
-
-    A run that resumes must have the policy, tasks, configuration and origin of the run that wrote `out`. Raises
-    InputError: another run's file, a bad file, a gradient that is not finite.
-    """
+    """Trains `policy` in place; writes the checkpoint `out` every `save_every` updates and at the end. A run that
+    resumes must have the policy, tasks, configuration and origin of the run that wrote `out`. Raises InputError:
+    another run's file, a bad file, a gradient that is not finite."""
     started = time.monotonic()
     provenance, run = provenance or Provenance(), run or TrainingRun()
     arguments = {"training": asdict(config), "tasks": tasks.to_document(), "from": provenance.origin}

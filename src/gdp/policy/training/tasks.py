@@ -1,10 +1,7 @@
-"""Tasks: the problems that a policy is trained on, drawn from graphs and clusters.
-
-A task is a function of (seed, update, index) alone, so a resumed run does not change it.
-Sources, pairs of a graph and a cluster, take turns in a random order, a new one for each round. Some tasks are the
-source as it is; the others vary devices, links, memory and batch size, on which a policy must not rely.
-N ops, D devices.
-"""
+"""Tasks: the problems that a policy is trained on, drawn from graphs and clusters. A task is a function of (seed,
+update, index) alone, so a resumed run does not change it. Sources, pairs of a graph and a cluster, take turns in a
+random order, a new one for each round. Some tasks are the source as it is; the others vary devices, links, memory and
+batch size, on which a policy must not rely. N ops, D devices."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -197,12 +194,9 @@ def memory_needs(problem: Problem) -> tuple[int, int]:
 
 
 def scale_batch(graph: Graph, factor: float) -> Graph:
-    """Returns `graph` as if its batch were `factor` times as large.
-
-    Tensors grow with the batch, except resident ones, outputs of updates, and gradients: in the backward pass, tensors
-    of the size of a parameter. Work and measured times of an op grow if it reads or makes a growing tensor; weights
-    that it reads besides are neglected.
-    """
+    """Returns `graph` as if its batch were `factor` times as large. Tensors grow with the batch, except resident ones,
+    outputs of updates, and gradients: in the backward pass, tensors of the size of a parameter. Work and measured times
+    of an op grow if it reads or makes a growing tensor; weights that it reads besides are neglected."""
     if factor == 1:
         return graph
     is_backward, is_update = (np.array([phase == name for phase in graph.phases]) for name in ("backward", "update"))
@@ -239,8 +233,7 @@ def draw_cluster(rng: np.random.Generator, min_devices: int, max_devices: int) -
     Kinds, links and their inequality are drawn from ranges a little wider than those of `gdp.cluster.catalogue`.
 
     Half of all clusters are of one kind; two in five have several hosts. Within a host devices share nothing but their
-    own ports, nothing at all, or one bus.
-    """
+    own ports, nothing at all, or one bus."""
     num_devices = min(int(_log_uniform(rng, (min_devices, max_devices + 1))), max_devices)
     names = rng.choice(sorted(KINDS), size=min(int(rng.geometric(0.5)), DRAWN.most_kinds), replace=False).tolist()
     kinds = {name: _vary(KINDS[name], rng) for name in names}

@@ -6,8 +6,7 @@
 
 What users run is looked at first: one device, a replica on each, and stages with as many layers each. Then come groups
 of devices whose speeds may add up to more than the best so far, and a search for better places of one replica. The
-answer is the fastest of all that fits.
-"""
+answer is the fastest of all that fits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -129,11 +128,9 @@ def is_pipeline(candidate: Candidate) -> bool:
 
 
 def place_batches(question: BatchQuestion, clock: Clock) -> Solution:
-    """Returns the layout that takes least time per batch with this number of batches of a forward pass in flight.
-
-    The answer is never slower than one device, a replica on each device, or a pipeline of equal stages, and fits if
-    any of the layouts does. InputError for a training step, and where constraints allow no layout.
-    """
+    """Returns the layout that takes least time per batch with this number of batches of a forward pass in flight. The
+    answer is never slower than one device, a replica on each device, or a pipeline of equal stages, and fits if any of
+    the layouts does. InputError for a training step, and where constraints allow no layout."""
     graph = question.parts.exact(1)
     check_batches(graph, question.num_batches)
     search = _BatchSearch(graph, question, clock)
@@ -292,10 +289,8 @@ def _answer(search: _BatchSearch) -> Solution:
 
 
 def throughput_bound(graph: Graph, cluster: Cluster, num_batches: int) -> int:
-    """Returns the ns that no layout takes less than for a batch of the forward pass `graph`.
-
-    Devices can at best share the work out evenly, and each place in flight is taken for the longest chain of ops.
-    """
+    """Returns the ns that no layout takes less than for a batch of the forward pass `graph`. Devices can at best share
+    the work out evenly, and each place in flight is taken for the longest chain of ops."""
     times = Problem.build(graph, cluster).op_time_ns
     fastest = np.where(times < 0, np.iinfo(np.int64).max, times).min(axis=1)
     chain_ns = int(longest_paths(graph, fastest).max(initial=0))

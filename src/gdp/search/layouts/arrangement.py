@@ -40,10 +40,8 @@ class DeviceSpeeds:
         return [int(d) for d in order if self.time_ns[d] * _SLOWEST <= self.time_ns.min()]
 
     def hosts_of(self, arrangement: "Arrangement") -> tuple[int, ...] | None:
-        """Returns the host [R] of each replica, for rings inside hosts and over them; None where these are no use.
-
-        Each host has as many replicas, more than one, and each replica is on one host.
-        """
+        """Returns the host [R] of each replica, for rings inside hosts and over them; None where these are no use. Each
+        host has as many replicas, more than one, and each replica is on one host."""
         if self.hosts is None:
             return None
         found = [{int(self.hosts[device]) for device in devices} for devices in arrangement.devices]
@@ -59,11 +57,9 @@ class DeviceSpeeds:
 
 
 def arrangements(machine: DeviceSpeeds, batch_size: int, *, is_fixed: bool = False) -> list[Arrangement]:
-    """Returns what the devices and a batch of `batch_size` samples allow, without ZeRO and recomputation.
-
-    The whole step in one replica without micro-batches, which is op placement, is none of them. `is_fixed`: each sample
-    is a micro-batch.
-    """
+    """Returns what the devices and a batch of `batch_size` samples allow, without ZeRO and recomputation. The whole
+    step in one replica without micro-batches, which is op placement, is none of them. `is_fixed`: each sample is a
+    micro-batch."""
     usable = machine.usable
     found: dict[Arrangement, None] = {}
     if len(usable) == 1 or not machine.alike(usable):
@@ -91,11 +87,9 @@ def replicated_ways(machine: DeviceSpeeds, batch_size: int, *, is_fixed: bool = 
 
 
 def forced(machine: DeviceSpeeds, layout: Layout, batch_size: int) -> list[Arrangement]:
-    """Returns the ways to put `layout` on the devices; InputError where there is none.
-
-    A layout with unequal micro-batches gives the most to the fastest device, whatever the order of its numbers is.
-    Replicas of one device each may be on unlike devices; of several, the groups are alike.
-    """
+    """Returns the ways to put `layout` on the devices; InputError where there is none. A layout with unequal
+    micro-batches gives the most to the fastest device, whatever the order of its numbers is. Replicas of one device
+    each may be on unlike devices; of several, the groups are alike."""
     usable = machine.usable
     places = layout.stages
     if places is not None and places > MOST_PLACES:
@@ -132,10 +126,8 @@ def _counts(num_devices: int, most_places: int) -> list[int]:
 
 
 def _alone(machine: DeviceSpeeds, device: int, batch_size: int, is_fixed: bool) -> Iterator[Arrangement]:
-    """Yields what lets a step fit on one device: micro-batches, and recomputed blocks.
-
-    More of either join these where they do not fit.
-    """
+    """Yields what lets a step fit on one device: micro-batches, and recomputed blocks. More of either join these where
+    they do not fit."""
     whole = Arrangement(Layout(), ((device,),))
     if is_fixed:
         if batch_size > 1:

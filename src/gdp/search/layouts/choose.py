@@ -5,8 +5,7 @@
 
 Estimates are made from one replica, and cheap; steps are simulated in whole with constructive places; a search is
 given to the best few, first in one replica, whose places are mapped to all, then in the whole step. A phase takes
-candidates, the best of which may be the answer, and returns more or better ones.
-"""
+candidates, the best of which may be the answer, and returns more or better ones."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,11 +40,9 @@ OP_PLACEMENT, DATA_PARALLEL = "op placement", "data parallel"  # baselines
 
 def choose_layout(question: BatchQuestion, clock: Clock) -> Solution:
     """Returns the best plan over layouts of the batch, or that of the layout that is asked for, and what was looked at.
-
     Op placement of the whole step is one of the layouts; the answer is the best that was tried, or a simpler one in a
-    tie with it (see `simplest`), and fits if any of them does. InputError for a layout that the batch or the devices
-    do not allow.
-    """
+    tie with it (see `simplest`), and fits if any of them does. InputError for a layout that the batch or the devices do
+    not allow."""
     layout, parts = question.layout, question.parts
     for num_parts in {1, 1 if layout is None else layout.num_parts}:
         parts.exact(num_parts)
@@ -105,10 +102,8 @@ def _confirmed(search: LayoutSearch, candidates: Sequence[Candidate]) -> list[Ca
 
 
 def _finalists(search: LayoutSearch, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Returns what is searched: `_promising` candidates, and op placement unless its bound says that it cannot win.
-
-    Op placement is searched for a moment, which tells if the others have a chance.
-    """
+    """Returns what is searched: `_promising` candidates, and op placement unless its bound says that it cannot win. Op
+    placement is searched for a moment, which tells if the others have a chance."""
     layout = search.question.layout
     wholes = [each for each in candidates if each.is_whole]
     chosen = _promising(search, [each for each in candidates if not each.is_whole])
@@ -124,10 +119,8 @@ def _finalists(search: LayoutSearch, candidates: Sequence[Candidate]) -> list[Ca
 
 
 def _ops_placed(search: LayoutSearch, clock: Clock, limit_ns: int = NEVER) -> list[Candidate]:
-    """Returns op placement of the whole step; none where its bound is not below `limit_ns`.
-
-    Of a large step it is that of classical placers, from which a search goes on later.
-    """
+    """Returns op placement of the whole step; none where its bound is not below `limit_ns`. Of a large step it is that
+    of classical placers, from which a search goes on later."""
     asked = search.question
     problem = Problem.build(search.parts.exact(1), asked.cluster, asked.constraints)
     bound_ns = lower_bound(problem)

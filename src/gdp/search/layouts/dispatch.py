@@ -13,8 +13,7 @@ In the published 1F1B schedule stage p of P has at most P - p micro-batches in f
 By priorities alone a stage would start a further forward pass whenever it waits. So the order of ops is found on the
 graph with a control edge from the backward pass of each micro-batch to the forward pass that takes its place.
 D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021.
-M ops of a step, P stages.
-"""
+M ops of a step, P stages."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,10 +40,8 @@ def best_dispatch(
     problem: Problem, step: Step, placement: Placement, clock: Clock | None = None, large: LargeSteps = DEFAULTS.large
 ) -> Candidate:
     """Returns the step in the best of all orders of micro-batches and levels of ops: one that fits, then the fastest.
-
     `problem` is that of placing the graph of `step` [M ops], and `placement` [M] is of it. The first way is always
-    tried, others of a large step while there is time.
-    """
+    tried, others of a large step while there is time."""
     levels = levels_of(problem, step, placement)
     orders = [order for order in problem.orders if order not in (B_LEVEL, PROGRAM, ZERO_BUBBLE_PROGRAM)]  # see levels
     few_levels = levels
@@ -84,10 +81,8 @@ def levels_of(problem: Problem, step: Step, placement: Placement) -> list[I64]:
 def simulate_1f1b(
     problem: Problem, placement: Placement, stage: I64, replica: I64, levels: Sequence[I64]
 ) -> Simulation:
-    """Returns the step of `placement` [M] in the published schedule, in the best of `levels` [M] of ops.
-
-    `stage` and `replica` [M] are those of the ops. Without micro-batches ops start by the levels alone.
-    """
+    """Returns the step of `placement` [M] in the published schedule, in the best of `levels` [M] of ops. `stage` and
+    `replica` [M] are those of the ops. Without micro-batches ops start by the levels alone."""
     if problem.microbatch.max() < 1:
         return min((simulate(problem, placement, priority=level) for level in levels), key=Figures.of)
     limited = replace(problem, graph=_limited(problem, stage, replica))

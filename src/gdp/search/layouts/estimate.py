@@ -3,8 +3,7 @@
     step = one replica's passes and updates + what its rings take beyond the last backward pass
 
 One replica is simulated with a few micro-batches, a ring with one bucket; what is left is proportional. N ops of one
-micro-batch, D devices, R replicas, P places.
-"""
+micro-batch, D devices, R replicas, P places."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -93,10 +92,8 @@ class Estimator:
         return has_time(self.clock, self.effort.estimate.seconds(num_ops))
 
     def least(self, arrangement: Arrangement) -> Candidate:
-        """Returns what a pipeline would take that is never empty, without rings: arithmetic alone.
-
-        Memory is that of what is resident, spread over all places of a replica.
-        """
+        """Returns what a pipeline would take that is never empty, without rings: arithmetic alone. Memory is that of
+        what is resident, spread over all places of a replica."""
         self.check_size(arrangement)
         layout, num_places = arrangement.layout, arrangement.num_places
         figures = self.replicas.figures(layout)
@@ -192,10 +189,8 @@ class Estimator:
         return not set(self.all_cpus) <= set(arrangement.all_devices)
 
     def cpus(self, arrangement: Arrangement) -> tuple[int, ...] | None:
-        """Returns the CPU [R] with the quickest links to each replica, for its activations; None: they stay.
-
-        InputError where there is none.
-        """
+        """Returns the CPU [R] with the quickest links to each replica, for its activations; None: they stay. InputError
+        where there is none."""
         is_asked = arrangement.layout.offload != NONE
         if not is_asked and not self.parts.rough(arrangement.layout.num_parts).is_in_role(HOST_COPY).any():
             return None

@@ -1,7 +1,5 @@
-"""The means that all phases of a choice of layouts share: simulations of whole steps, and what is known so far.
-
-N ops of a micro-batch, R replicas, P places.
-"""
+"""The means that all phases of a choice of layouts share: simulations of whole steps, and what is known so far. N ops
+of a micro-batch, R replicas, P places."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -55,10 +53,8 @@ class LayoutSearch:
         return self.question.settings
 
     def attempt(self, action: Callable[[Arrangement], _T], way: Arrangement) -> _T | None:
-        """Returns `action(way)`; None where the model has no such part, cannot be cut so, or an interrupt ends it.
-
-        If its layout was asked for, the InputError goes on.
-        """
+        """Returns `action(way)`; None where the model has no such part, cannot be cut so, or an interrupt ends it. If
+        its layout was asked for, the InputError goes on."""
         try:
             return skip_on_interrupt(self.clock.stop, partial(action, way))
         except InputError as error:
@@ -89,12 +85,10 @@ class LayoutSearch:
     def simulate(
         self, arrangement: Arrangement, places: I64, *, is_captured: bool = False, reserve_bytes: int = 0
     ) -> Candidate:
-        """Returns the step of an arrangement, simulated with these places [N] of a replica's ops.
-
-        Unless `is_captured`, costs interpolated from two captured steps are good enough. `auto` becomes the fewest
-        blocks that leave `reserve_bytes` free in one replica; if the whole step then does not fit, it is simulated
-        again with a larger reserve. A large step has the rings that a bucket is quickest in, others the best.
-        """
+        """Returns the step of an arrangement, simulated with these places [N] of a replica's ops. Unless `is_captured`,
+        costs interpolated from two captured steps are good enough. `auto` becomes the fewest blocks that leave
+        `reserve_bytes` free in one replica; if the whole step then does not fit, it is simulated again with a larger
+        reserve. A large step has the rings that a bucket is quickest in, others the best."""
         self.estimator.check_size(arrangement)
         parts, layout = self.parts, arrangement.layout
         graph = parts.exact(layout.num_parts) if is_captured else parts.rough(layout.num_parts)

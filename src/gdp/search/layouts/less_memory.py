@@ -1,8 +1,6 @@
 """The levers where a layout does not fit: which arrangements take less memory, and which blocks auto stands for.
-
 recompute=auto and offload=auto are the fewest blocks that let a replica fit, the cheapest first. Each of P places of a
-replica has blocks of its own, and of these the first few are taken. N ops of a micro-batch, R replicas.
-"""
+replica has blocks of its own, and of these the first few are taken. N ops of a micro-batch, R replicas."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,10 +18,8 @@ _MOST_PROBES = 5  # looks between no block and all, to find the fewest that fit
 
 
 def with_less_memory(arrangement: Arrangement, batch_size: int, *, has_cpu: bool) -> list[Arrangement]:
-    """Returns arrangements like `arrangement` that take less memory by one change each.
-
-    Activations may wait on the host where it `has_cpu` that holds no replica.
-    """
+    """Returns arrangements like `arrangement` that take less memory by one change each. Activations may wait on the
+    host where it `has_cpu` that holds no replica."""
     layout = arrangement.layout
     layouts = []
     if layout.recompute == layout.offload == NONE:
@@ -45,11 +41,9 @@ def with_chosen_blocks(
     again_ns: Callable[[Layout], int] | None = None,
 ) -> Layout:
     """Returns `layout` with blocks in place of auto: whole ones, or selectively all if that fits and is quicker.
-
     `ranked` are the paths of blocks in the order in which they are taken, and an op of each; `places` [N] are those of
-    ops, and `lacking(layout)` returns the bytes [P] that a replica lacks in each place; `again_ns(layout)`
-    the time that its recomputed ops take.
-    """
+    ops, and `lacking(layout)` returns the bytes [P] that a replica lacks in each place; `again_ns(layout)` the time
+    that its recomputed ops take."""
     is_offload = layout.offload == AUTO
 
     def with_blocks(paths: str | tuple[str, ...]) -> Layout:
@@ -77,8 +71,7 @@ def fewest_blocks(
     each place with these blocks recomputed; 0 or less where it fits. Memory is taken to fall with each block: the
     number is guessed between two that were tried, as if all blocks saved the same. Where all together lack some, other
     `shares` of them are tried in turn: links may not take the activations of all blocks in time, and then these wait.
-    Once the clock is up, the answer is the fewest that were tried with success.
-    """
+    Once the clock is up, the answer is the fewest that were tried with success."""
 
     def first(counts: I64) -> tuple[str, ...]:
         return tuple(path for paths, count in zip(ranked, counts.tolist(), strict=True) for path in paths[:count])

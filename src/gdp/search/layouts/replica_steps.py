@@ -1,7 +1,5 @@
-"""One replica: its step with a few micro-batches, simulated alone, and sums over its ops.
-
-N ops of one micro-batch, D devices, P places of a replica.
-"""
+"""One replica: its step with a few micro-batches, simulated alone, and sums over its ops. N ops of one micro-batch, D
+devices, P places of a replica."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -109,10 +107,8 @@ class ReplicaSteps:
     def simulate(
         self, arrangement: Arrangement, replica: int, places: I64, cpu: int | None = None
     ) -> tuple[Simulation, I64]:
-        """Returns a replica's step with a few micro-batches, and what one more takes in each of its places [P].
-
-        In the simulation the `cpu` that its activations go to comes after the P places.
-        """
+        """Returns a replica's step with a few micro-batches, and what one more takes in each of its places [P]. In the
+        simulation the `cpu` that its activations go to comes after the P places."""
         layout, own = arrangement.layout, arrangement.devices[replica]
         few = self.num_seen(layout, layout.microbatches[replica], len(own))
         devices = own if cpu is None else (*own, cpu)
@@ -166,11 +162,9 @@ class ReplicaSteps:
         return Problem.build(graph, only(self.cluster, devices), Constraints(max_memory_bytes=limits))
 
     def _step(self, layout: Layout, count: int, share: int = 1) -> Step:
-        """Returns a replica's step with `count` micro-batches; cut from captured ones only, but for offload.
-
-        Which activations are large enough to be sent away depends on the number of samples. A replica keeps one of
-        `share` chunks of each gradient.
-        """
+        """Returns a replica's step with `count` micro-batches; cut from captured ones only, but for offload. Which
+        activations are large enough to be sent away depends on the number of samples. A replica keeps one of `share`
+        chunks of each gradient."""
         if layout.offload != NONE:
             part = with_gradients_cut(self.parts.rough(layout.num_parts), share)
             return Step.of(part, Layout((count,), offload=layout.offload))
@@ -189,10 +183,8 @@ class ReplicaSteps:
         return replace(made[0], graph=graph)
 
     def _recomputed(self, num_parts: int, modules: str | tuple[str, ...]) -> Graph:
-        """Returns the captured step of one of `num_parts` with blocks recomputed.
-
-        What is copied is found once for all steps with the same ops.
-        """
+        """Returns the captured step of one of `num_parts` with blocks recomputed. What is copied is found once for all
+        steps with the same ops."""
         graph = self.parts.exact(num_parts)
         if modules == NONE:
             return graph
@@ -205,10 +197,8 @@ class ReplicaSteps:
 
 
 def _best_alone(problem: Problem, step: Step, placement: Placement) -> Simulation:
-    """Returns the step of a replica alone in the best of all orders of its micro-batches.
-
-    On one device they differ in memory only, and so does the order of the program, which `best_dispatch` prefers.
-    """
+    """Returns the step of a replica alone in the best of all orders of its micro-batches. On one device they differ in
+    memory only, and so does the order of the program, which `best_dispatch` prefers."""
     is_one_device = len(np.unique(placement)) == 1
     levels = levels_of(problem, step, placement) if is_one_device else [problem.b_level_ns]
     found: list[Simulation] = []

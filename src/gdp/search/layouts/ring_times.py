@@ -5,8 +5,7 @@ A replica that is simulated alone has every link to itself. Two pipelines over t
     host 0   gpu0 --\\          /-- gpu2   host 1
              gpu1 ---- network ---- gpu3
 
-D devices, R replicas, P places.
-"""
+D devices, R replicas, P places."""
 
 from dataclasses import dataclass, field
 
@@ -50,10 +49,8 @@ class RingTimes:
         return int(max(total_ns - last_pass_ns, 0) + min(num_buckets, 1) * slowest_ns)
 
     def hosts(self, arrangement: Arrangement) -> list[tuple[int, ...] | None]:
-        """Returns the hosts [R] of replicas for rings inside hosts and over them, and None for rings over all.
-
-        The one in which a bucket is quickest comes first; there are only rings over all where hosts are no use.
-        """
+        """Returns the hosts [R] of replicas for rings inside hosts and over them, and None for rings over all. The one
+        in which a bucket is quickest comes first; there are only rings over all where hosts are no use."""
         hosts = self.machine.hosts_of(arrangement) if arrangement.layout.data > 1 else None
         if hosts is None or self.is_at_once(arrangement):
             return [None]
@@ -103,10 +100,8 @@ class RingTimes:
 
 
 def busiest_channel_ns(cluster: Cluster, arrangement: Arrangement, graph: Graph, places: I64) -> int:
-    """Returns the time for which the passes of all micro-batches keep the busiest channel, in ns.
-
-    `graph` is the step of one micro-batch, and `places` [N] are those of its ops in a replica.
-    """
+    """Returns the time for which the passes of all micro-batches keep the busiest channel, in ns. `graph` is the step
+    of one micro-batch, and `places` [N] are those of its ops in a replica."""
     num_places = arrangement.num_places
     if num_places == 1:
         return 0

@@ -4,8 +4,7 @@
 
 Arithmetic says what a step takes at least, so that an arrangement is estimated, and then simulated, when nothing that
 is known of another promises more. What users run, a replica on each device, is simulated in any case, unless the step
-is very large and must lose; where nothing fits, so is what takes the least memory.
-"""
+is very large and must lose; where nothing fits, so is what takes the least memory."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -37,10 +36,8 @@ class EstimateQueue:
         self._num_parts: set[int] = set()  # of the batch, that were looked at
 
     def add(self, ways: Iterable[Arrangement], clock: Clock | None = None) -> None:
-        """Adds what arithmetic says of new arrangements, and of others that take less memory than do not fit.
-
-        Once one is there, further parts of the batch are looked at while there is time.
-        """
+        """Adds what arithmetic says of new arrangements, and of others that take less memory than do not fit. Once one
+        is there, further parts of the batch are looked at while there is time."""
         pending = list(ways)[::-1]
         while pending:
             way = pending.pop()
@@ -139,11 +136,9 @@ class Screening:
         return replace(way, layout=replace(layout, zero=zero, recompute=BLOCKS, offload=NONE))
 
     def _next(self) -> Candidate:
-        """Returns the arrangement to look at next: the most promising one.
-
-        After `screen_share` of the budget one whose estimate fits; after `late_share`, one with an estimate. Where
-        there is no time to capture further parts of the batch, arrangements that need them come last.
-        """
+        """Returns the arrangement to look at next: the most promising one. After `screen_share` of the budget one whose
+        estimate fits; after `late_share`, one with an estimate. Where there is no time to capture further parts of the
+        batch, arrangements that need them come last."""
         share = self._clock.share_spent
         left = self._readable(self._queue.left) or self._queue.left
         # pipelines take long to estimate, and a plan should be there soon
@@ -175,10 +170,8 @@ class Screening:
         return min((candidate.step_time_ns for candidate in self.simulated if candidate.fits), default=None)
 
     def _advance(self, known: Candidate, *, is_needed: bool = True) -> None:
-        """Takes an arrangement one step on: from arithmetic to an estimate, from an estimate to a simulation.
-
-        What there is no time for is put aside, unless there is no candidate yet and one `is_needed`.
-        """
+        """Takes an arrangement one step on: from arithmetic to an estimate, from an estimate to a simulation. What
+        there is no time for is put aside, unless there is no candidate yet and one `is_needed`."""
         search, way = self.search, known.way
         is_needed = is_needed and not self.simulated
         if not is_needed and not (search.has_time(way) if known.has_places else search.estimator.has_time(way)):
@@ -222,10 +215,8 @@ class Screening:
             self._advance(best)
 
     def with_least_memory(self) -> list[Candidate]:
-        """Returns candidates of FSDP with all blocks recomputed, once: with more micro-batches until it fits.
-
-        The first is simulated at any time, others while there is time.
-        """
+        """Returns candidates of FSDP with all blocks recomputed, once: with more micro-batches until it fits. The first
+        is simulated at any time, others while there is time."""
         ways = [way for way in _ways(self.search) if way.num_places == 1 and way.layout.zero == 3]
         way = None if self._has_least else max(ways, key=lambda way: way.layout.data, default=None)
         self._has_least = True

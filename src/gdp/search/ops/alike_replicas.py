@@ -2,8 +2,7 @@
 
     stages of each replica --> cuts shifted in all replicas at once --> one replica searched alone, the others like it
 
-A step of a million ops on 64 devices in 8 replicas has seven cuts. What is found is judged in the whole step.
-"""
+A step of a million ops on 64 devices in 8 replicas has seven cuts. What is found is judged in the whole step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,11 +23,9 @@ from gdp.units.units import Units
 
 @dataclass(frozen=True, eq=False)
 class OneReplica:
-    """A problem's first replica on its share of the devices, and the way back. N ops of the whole, n of a replica.
-
-    A simulation of one of 8 replicas takes an eighth of the time. What moves between replicas is left out: an exchange
-    ends when it begins.
-    """
+    """A problem's first replica on its share of the devices, and the way back. N ops of the whole, n of a replica. A
+    simulation of one of 8 replicas takes an eighth of the time. What moves between replicas is left out: an exchange
+    ends when it begins."""
 
     whole: Problem
     problem: Problem
@@ -37,10 +34,8 @@ class OneReplica:
 
     @classmethod
     def of(cls, problem: Problem) -> "OneReplica | None":
-        """Returns the first replica on the first devices.
-
-        None without others, where they are not alike, and where an op may not be there.
-        """
+        """Returns the first replica on the first devices. None without others, where they are not alike, and where an
+        op may not be there."""
         replica = problem.graph.replicas
         size = problem.num_devices // (int(replica.max()) + 1)
         excerpt = Excerpt.of_replica(problem.graph) if 0 < size <= WORD_DEVICES else None
@@ -81,10 +76,8 @@ def searched_in_one(
 def placed_by_replicas(
     question: Question, clock: Clock, place: Callable[[Question, Clock], Solution]
 ) -> list[Candidate]:
-    """Returns stages of each replica on devices of its own; none without replicas.
-
-    Also what shifted cuts give, and what `place` finds for one replica, where it has several devices.
-    """
+    """Returns stages of each replica on devices of its own; none without replicas. Also what shifted cuts give, and
+    what `place` finds for one replica, where it has several devices."""
     problem = question.problem
     orders = (problem.order,) if question.is_large else None
     tried = [] if clock.stop.is_set() else stages_of_replicas(question, clock, orders)
@@ -112,10 +105,8 @@ def _has_time(question: Question, clock: Clock) -> bool:
 def stages_of_replicas(
     question: Question, clock: Clock, orders: Sequence[str] | None
 ) -> list[tuple[Candidate, ReplicatedChain, I64]]:
-    """Returns stages of each replica in the best of `orders`, with what they are cut from; none without replicas.
-
-    The first is always tried, others while there is time.
-    """
+    """Returns stages of each replica in the best of `orders`, with what they are cut from; none without replicas. The
+    first is always tried, others while there is time."""
     found: list[tuple[Candidate, ReplicatedChain, I64]] = []
     for chain, cuts in replicated_stages(question.problem):
         if found and not question.has_time(clock, REPLAYED):
@@ -127,11 +118,9 @@ def stages_of_replicas(
 
 
 def shift_cuts(question: Question, clock: Clock, start: Candidate, chain: ReplicatedChain, cuts: I64) -> Candidate:
-    """Returns the best that shifts of `cuts` [R, S - 1], whose step is `start`, give before the clock is up.
-
-    Ops start in the order of `start`, by the longest remaining path with transfers where that is faster. Step times are
-    under the problem's own op times.
-    """
+    """Returns the best that shifts of `cuts` [R, S - 1], whose step is `start`, give before the clock is up. Ops start
+    in the order of `start`, by the longest remaining path with transfers where that is faster. Step times are under the
+    problem's own op times."""
     judge, settings = replace(question, noise=None), question.settings.ops
 
     def by_level(placement: Placement) -> Candidate:

@@ -9,8 +9,7 @@
         accept what is below the threshold; else move the group back
 
 The threshold of a move is drawn before it is simulated, so that the simulation stops when the move is lost.
-N ops, T tensors, G groups, D devices, K tables of op times.
-"""
+N ops, T tensors, G groups, D devices, K tables of op times."""
 
 from typing import Any, NamedTuple
 
@@ -79,11 +78,8 @@ def is_too_wide(problem: Problem) -> bool:
 @inner
 def _critical_path(arrays, op_time_ns, schedule, state):
     """Fills `state.path` with the ops of a critical path of the completed run in `schedule`, last first; returns their
-    number.
-
-    What an op waited for last is one step back: the producer of the input that came last, or the op before it on its
-    device.
-    """
+    number. What an op waited for last is one step back: the producer of the input that came last, or the op before it
+    on its device."""
     placement, _, _, path, previous, arrival_ns = state
     num_devices = arrival_ns.shape[1]
     finish_ns = schedule.finish_ns
@@ -135,13 +131,10 @@ def _draw_below(rng, count):
 
 @kernel
 def anneal(arrays, objective, dispatch, workspace, grouping, state, rng, config):
-    """Makes moves, and leaves the best placement met in `state`.
-
-    A move puts a group on another device (drawn evenly, or a neighbour's), or swaps two groups; a share `guided` of
-    the moves takes a group with an op on the critical path. A step time of up to `-temperature * log(u)` (relative, u
-    uniform) above the current one is accepted. While the current placement does not fit in memory, the bytes that it
-    is over stand for the step time.
-    """
+    """Makes moves, and leaves the best placement met in `state`. A move puts a group on another device (drawn evenly,
+    or a neighbour's), or swaps two groups; a share `guided` of the moves takes a group with an op on the critical path.
+    A step time of up to `-temperature * log(u)` (relative, u uniform) above the current one is accepted. While the
+    current placement does not fit in memory, the bytes that it is over stand for the step time."""
     nominal_ns, op_times_ns, floor_ns, limit_bytes, memory_binds = objective
     offsets, members, group_of_op, allowed, neighbour_offsets, neighbours = grouping
     placement, best, figures, path, _, _ = state

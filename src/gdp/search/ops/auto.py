@@ -5,8 +5,7 @@
     given starts, replicas, exact placement, own policy -^
 
 A placer takes seconds on a graph of 50,000 ops: with a small budget the slower ones are skipped, so that time is left
-for the search.
-"""
+for the search."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,11 +40,9 @@ SLOW = ("dp-stages", "m-etf", "m-sct", "metis")  # those that it runs if there i
 
 
 def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = None) -> Solution:
-    """Returns the best of classical placers, weight streaming, exact placement where it is small, and search.
-
-    Placers run unless `classical` has their answers. A policy of one's own is asked too; the one that comes with gdp
-    makes no plan faster that a search follows.
-    """
+    """Returns the best of classical placers, weight streaming, exact placement where it is small, and search. Placers
+    run unless `classical` has their answers. A policy of one's own is asked too; the one that comes with gdp makes no
+    plan faster that a search follows."""
     if question.problem.cluster.is_large:
         return _placed_on_many(question, clock, classical)
     is_small = bool(question.problem.graph.group_index.max() < question.settings.ops.small_units)
@@ -67,10 +64,8 @@ def auto(question: Question, clock: Clock, classical: ClassicalRuns | None = Non
 
 
 def _placed_on_many(question: Question, clock: Clock, classical: ClassicalRuns | None) -> Solution:
-    """Returns the best of quick placers, stages of replicas, a search on 64 of the devices, and one on all of them.
-
-    The ops of one step seldom use so many devices, but graphs with replicas do: with these none is left out.
-    """
+    """Returns the best of quick placers, stages of replicas, a search on 64 of the devices, and one on all of them. The
+    ops of one step seldom use so many devices, but graphs with replicas do: with these none is left out."""
     replicated = placed_by_replicas(question, clock, auto)
     classical = classical or run_classical(question, clock)
     answers = [*classical.candidates, *replicated, *replayed_starts(question)]
@@ -152,10 +147,8 @@ def local_search(question: Question, clock: Clock) -> Solution:
 
 
 def streamed(question: Question, clock: Clock, rival: Candidate | None) -> list[Candidate]:
-    """Returns the fastest step with weights streamed that fits, if there is one; none with micro-batches.
-
-    Where all are far slower than `rival`, few are tried.
-    """
+    """Returns the fastest step with weights streamed that fits, if there is one; none with micro-batches. Where all are
+    far slower than `rival`, few are tried."""
     if question.problem.microbatch.max() >= 1:
         return []
     fastest: Simulation | None = None
@@ -199,11 +192,9 @@ def placed_exactly(question: Question, clock: Clock, best: Candidate | None) -> 
 
 
 def search_from(question: Question, clock: Clock, constructed: Sequence[Candidate]) -> Candidate | None:
-    """Returns the best that the local search finds from what was constructed and from the starts given, replayed.
-
-    It looks at few micro-batches, at all, without some devices, and last under noise, until the budget is spent. None
-    where there is no time to prepare it.
-    """
+    """Returns the best that the local search finds from what was constructed and from the starts given, replayed. It
+    looks at few micro-batches, at all, without some devices, and last under noise, until the budget is spent. None
+    where there is no time to prepare it."""
     problem, noise, settings = question.reduction.problem, question.noise, question.settings.ops
     if question.is_large and not question.has_time(clock, settings.searched):
         return None

@@ -32,11 +32,9 @@ class ClassicalRuns:
         return min(self.candidates, default=None)
 
     def run(self, names: Sequence[str], clock: Clock, *, all_of_them: bool = True) -> None:
-        """Runs the placers `names`; all of them, or as many as begin before a clock that counts time is up.
-
-        Of all, those are left out that there is no time for, once an answer fits; there is always time for placers that
-        take milliseconds. A placer ends after half of the time left, with the best that it has.
-        """
+        """Runs the placers `names`; all of them, or as many as begin before a clock that counts time is up. Of all,
+        those are left out that there is no time for, once an answer fits; there is always time for placers that take
+        milliseconds. A placer ends after half of the time left, with the best that it has."""
         least = clock.at_least(PLACERS_LATE_S)
         for name in names:
             if clock.stop.is_set() and (self.candidates or self.question.is_large):
@@ -64,11 +62,9 @@ class ClassicalRuns:
             self.question.tell(found)
 
     def _best_of(self, name: str, clock: Clock) -> Candidate | None:
-        """Returns the placer's best answer over the orders of micro-batches to judge placements in.
-
-        Where placers see a few micro-batches only, contiguous stages are cut for all of them, too. Once the clock is
-        up, the answer is the best of those that were looked at.
-        """
+        """Returns the placer's best answer over the orders of micro-batches to judge placements in. Where placers see a
+        few micro-batches only, contiguous stages are cut for all of them, too. Once the clock is up, the answer is the
+        best of those that were looked at."""
         best, slowest_s = None, 0.0
         orders = (self.question.problem.order,) if self.is_hurried else None
         for placement in self._placements(name, clock):

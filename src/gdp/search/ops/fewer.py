@@ -1,10 +1,8 @@
-"""Search in less than the whole step: in a few of many micro-batches first, or without the device that does least.
-
-All copies of an op share a device, so a placement of a few micro-batches determines that of all. A simulation of 4 of
-16 micro-batches takes a quarter of the time, and its result is a start for all of them. On large graphs classical
-placers see the few alone, too. A slow or badly connected device can do more harm than good, and with fewer devices
-there are fewer placements to look at. N ops, U units, D devices.
-"""
+"""Search in less than the whole step: in a few of many micro-batches first, or without the device that does least. All
+copies of an op share a device, so a placement of a few micro-batches determines that of all. A simulation of 4 of 16
+micro-batches takes a quarter of the time, and its result is a start for all of them. On large graphs classical placers
+see the few alone, too. A slow or badly connected device can do more harm than good, and with fewer devices there are
+fewer placements to look at. N ops, U units, D devices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,10 +47,8 @@ class Few:
 
 
 def best_of_few(few: Few, search: LocalSearch, starts: Sequence[Candidate], share: float) -> list[Candidate]:
-    """Returns the best placements of all micro-batches that a search of the few finds from `starts`, to be measured.
-
-    It takes a `share` of the budget of `search`, which need not have been started.
-    """
+    """Returns the best placements of all micro-batches that a search of the few finds from `starts`, to be measured. It
+    takes a `share` of the budget of `search`, which need not have been started."""
     part = search.part(few.problem, search.clock.until(share))
     part.start([Candidate(few.restrict(start.placement)) for start in starts])
     part.run()
@@ -60,11 +56,9 @@ def best_of_few(few: Few, search: LocalSearch, starts: Sequence[Candidate], shar
 
 
 def search_without(search: LocalSearch, share: float, until: float) -> None:
-    """Searches without the device that does least, from the best placement with its ops moved elsewhere.
-
-    This repeats as long as it is faster; `search` adopts what is found. Each turn takes a `share` of the whole budget,
-    none begins after a share `until` of it.
-    """
+    """Searches without the device that does least, from the best placement with its ops moved elsewhere. This repeats
+    as long as it is faster; `search` adopts what is found. Each turn takes a `share` of the whole budget, none begins
+    after a share `until` of it."""
     clock = search.clock
     while clock.share_spent < until and not search.is_over and search.best.fits and clock.has(search.prepared_s):
         best = search.best

@@ -4,8 +4,7 @@
 
 All placements are simulated; the best one that fits is the answer. Fine-tuning begins with a zero-shot answer
 (`zero_shot.py`), which has a part of the budget. The rounds between updates ask the policy as it is by then; they are
-search, not training.
-"""
+search, not training."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,10 +43,8 @@ def fine_tune(
     question: Question, clock: Clock, *, policy: SchedulerPolicy | None = None, config: FineTuneConfig | None = None
 ) -> Solution:
     """Returns the best placement seen while `policy` (changed in place) trains on the question until the clock is up.
-
-    By default it begins with the question's policy. A budget in simulations makes the answer reproducible.
-    Raises InputError for a bad checkpoint.
-    """
+    By default it begins with the question's policy. A budget in simulations makes the answer reproducible. Raises
+    InputError for a bad checkpoint."""
     if policy is None:
         policy = load_checkpoint(question.checkpoint or shipped())
     config = config or FineTuneConfig()

@@ -20,12 +20,10 @@ from gdp.units.units import Units
 
 
 def in_good_order(question: Question, clock: Clock) -> Question:
-    """Returns the question in the order in which stages do best, if there is time.
-
-    Those are stages of each replica, where they fit. Without micro-batches and replicas it stays in the b-level's
-    order, unless stages, grids and partitions are much faster by call. On average, that is: that the best of a few is
-    by call says little about what a search finds, but that it is not says more.
-    """
+    """Returns the question in the order in which stages do best, if there is time. Those are stages of each replica,
+    where they fit. Without micro-batches and replicas it stays in the b-level's order, unless stages, grids and
+    partitions are much faster by call. On average, that is: that the best of a few is by call says little about what a
+    search finds, but that it is not says more."""
     if clock.stop.is_set():
         return question
     problem, judge = question.problem, replace(question, noise=None)
@@ -75,13 +73,11 @@ def _tried(question: Question, clock: Clock) -> Iterator[Placement]:
 
 
 def in_program_order(simulation: Simulation) -> Simulation:
-    """Returns the step with ready ops started in the order of the graph, if it is as fast, or lacks less memory.
-
-    The machine model knows no caches, and a device that waits for no other is as fast in any order. On real devices
-    the result of the op before is still in the cache for the next op of the program; by the b-level, gradients of
-    weights that an unrolled net shares come late. Steps with micro-batches or replicas stay as they are:
-    `best_dispatch` has tried their program's order.
-    """
+    """Returns the step with ready ops started in the order of the graph, if it is as fast, or lacks less memory. The
+    machine model knows no caches, and a device that waits for no other is as fast in any order. On real devices the
+    result of the op before is still in the cache for the next op of the program; by the b-level, gradients of weights
+    that an unrolled net shares come late. Steps with micro-batches or replicas stay as they are: `best_dispatch` has
+    tried their program's order."""
     problem = simulation.problem
     if problem.microbatch.max() >= 1 or problem.graph.is_collective.any():
         return simulation

@@ -4,8 +4,7 @@ A cycle groups a candidate's units, anneals the groups' devices, and repeats wit
 The best starts get a cycle each; what comes out are the elites, from which all further cycles begin, each perhaps with
 groups that respect a second placement too, so that it can combine both. Several islands work side by side. What is
 random comes from one generator per island, and with a budget in simulations a round's shares are fixed in advance, so
-the answer does not depend on the number of threads.
-"""
+the answer does not depend on the number of threads."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,9 +40,7 @@ class LocalSearch:
         on_progress: OnProgress | None = None,
     ) -> None:
         """The search may spend what is left of `clock`; a candidate that fits and takes `bound_ns` ends it.
-
-        `on_progress` is told of the best candidate, of `problem`, after each round.
-        """
+        `on_progress` is told of the best candidate, of `problem`, after each round."""
         self.problem, self.clock, self.seed, self.bound_ns = problem, clock.part(), seed, bound_ns
         self._began_s, self.prepared_s = clock.seconds, 0.0  # seconds of the clock, and those until it was started
         self.settings, self.on_progress = settings or DEFAULTS.local_search, on_progress
@@ -96,11 +93,8 @@ class LocalSearch:
         return self.problem.num_devices == 1 or self.num_units < 2 or reached or self.clock.is_up
 
     def start(self, starts: Sequence[Candidate], *, num_more: int | None = None) -> None:
-        """Begins from `starts`, placements [N] that obey groups and allowed devices and need not fit in memory.
-
-        Their figures are measured, those of the first one always. The search makes up to `num_more` further starts
-        itself.
-        """
+        """Begins from `starts`, placements [N] that obey groups and allowed devices and need not fit in memory. Their
+        figures are measured, those of the first one always. The search makes up to `num_more` further starts itself."""
         settings, limit, clock = self.settings, self.clock.simulations_left, self.clock
         began, slowest_s = clock.seconds, 0.0
         for start in starts:
@@ -145,10 +139,8 @@ class LocalSearch:
         self._queue = []
 
     def run(self, until: float = 1.0) -> None:
-        """Begins cycles until a share `until` of the search's budget is spent.
-
-        A cycle under way is cut short by the end of the whole budget alone: it is best when it has cooled down.
-        """
+        """Begins cycles until a share `until` of the search's budget is spent. A cycle under way is cut short by the
+        end of the whole budget alone: it is best when it has cooled down."""
         clock, num_islands, num_moves = self.clock.until(until), len(self._islands), self._num_moves
         with ThreadPoolExecutor(self.num_threads) as pool:
             while not self.is_over and not clock.is_up:
@@ -208,13 +200,11 @@ def _best_distinct(candidates: Sequence[Candidate], count: int) -> list[Candidat
 def diverse_starts(
     problem: Problem, followers: I64, num_starts: int, seed: int, clock: Clock, settings: LocalSearchSettings
 ) -> list[Placement]:
-    """Returns up to `num_starts` METIS partitions [N] of different views of the graph, fewer when time is up.
-
-    A view has units alone or backward ops with their forward ops; all tensors, or none with many consumers (weights
-    shared by all time steps tie a layer together; without them, time steps part); exact or perturbed weights of edges;
-    METIS' own settings. A partition takes milliseconds, and obeys groups and allowed devices.
-    `followers` [N] are the units in which backward ops follow their forward ops (`forward_units`).
-    """
+    """Returns up to `num_starts` METIS partitions [N] of different views of the graph, fewer when time is up. A view
+    has units alone or backward ops with their forward ops; all tensors, or none with many consumers (weights shared by
+    all time steps tie a layer together; without them, time steps part); exact or perturbed weights of edges; METIS' own
+    settings. A partition takes milliseconds, and obeys groups and allowed devices. `followers` [N] are the units in
+    which backward ops follow their forward ops (`forward_units`)."""
     rng = np.random.default_rng(np.random.SeedSequence([seed, 0x57A275]))
     subsets = device_subsets(problem, smallest=2)
     starts: list[Placement] = []

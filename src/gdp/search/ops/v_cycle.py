@@ -3,8 +3,7 @@
     candidate --group--> 30 groups --anneal--> 100 groups --anneal--> 300 groups --anneal--> candidate
                 (only ops that the candidate has on one device join, so it is never lost)
 
-N ops, P pairs of units, K tables of op times.
-"""
+N ops, P pairs of units, K tables of op times."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,7 @@
     refine    units of the best placement choose again           |
 
 The simulator scores what the policy draws; the best placement that fits is the answer. N ops of the problem given (best
-a reduced one), S samples.
-"""
+a reduced one), S samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -48,9 +47,7 @@ class ZeroShotConfig:
     @classmethod
     def sized(cls, problem: Problem, clock: Clock, settings: PolicySettings) -> "ZeroShotConfig":
         """Returns the numbers for `problem`: the fewer, the more ops it has, so that most answers take a second or two.
-
-        They are in proportion to what `clock` has left.
-        """
+        They are in proportion to what `clock` has left."""
         by_size = min(
             max(settings.simulated_ops // problem.num_ops, settings.fewest_simulations), settings.most_simulations
         )
@@ -126,10 +123,8 @@ class Evaluator:
 
 @dataclass(eq=False)
 class StylePool:
-    """Random styles, of which a trained policy takes those first that it expects to suit the problem.
-
-    The policy learns from those that were tried on the problem already.
-    """
+    """Random styles, of which a trained policy takes those first that it expects to suit the problem. The policy learns
+    from those that were tried on the problem already."""
 
     scores: StyleScores
     rng: np.random.Generator
@@ -138,10 +133,8 @@ class StylePool:
     numbers: F32 = field(default_factory=lambda: np.empty((0, 0), np.float32))  # [S, F] of the styles
 
     def take(self, count: int, tried: Sequence[tuple[Figures, Style]]) -> list[Style]:
-        """Returns `count` styles for one grouping: that of the best style, and the best styles in it.
-
-        `tried` has the styles before them, the best first.
-        """
+        """Returns `count` styles for one grouping: that of the best style, and the best styles in it. `tried` has the
+        styles before them, the best first."""
         if len(self.styles) < count:
             self.styles = draw_styles(max(self.size, count), self.rng)
             self.numbers = style_numbers(self.styles, self.scores.num_devices)
@@ -196,10 +189,8 @@ class Styles:
 def zero_shot(
     question: Question, clock: Clock, *, constructor: Constructor | None = None, config: ZeroShotConfig | None = None
 ) -> Solution:
-    """Returns the best of a few placements that a trained policy draws: that of `constructor`, or of the question.
-
-    The policy does not change. It ends early when the clock is up.
-    """
+    """Returns the best of a few placements that a trained policy draws: that of `constructor`, or of the question. The
+    policy does not change. It ends early when the clock is up."""
     constructor = constructor or read_policy(question.checkpoint)
     evaluator, rng = Evaluator(question, clock), np.random.default_rng(question.seed)
     config = config or ZeroShotConfig.sized(evaluator.problem, clock, question.settings.policy)
@@ -229,10 +220,8 @@ def draw_at_once(
 
 @dataclass(eq=False)
 class Refiner:
-    """Refines placements of `problem`: a part of the units chooses devices again, in several styles.
-
-    Each call regroups the problem into different units.
-    """
+    """Refines placements of `problem`: a part of the units chooses devices again, in several styles. Each call regroups
+    the problem into different units."""
 
     problem: Problem
     constructor: Constructor

@@ -7,8 +7,7 @@ nothing. Each device holds as much as fits, all but the slowest one of a sequenc
 times along the chain rank all sequences of all sets of devices; only the best of them are simulated, and their cuts
 moved until memories are full.
 
-N ops, D devices, C cuts: a cut follows a weight, where least is transferred.
-"""
+N ops, D devices, C cuts: a cut follows a weight, where least is transferred."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -136,10 +135,8 @@ def _sequences(layout: StreamLayout, chain: _Chain) -> list[tuple[float, tuple[i
 
 
 def _filled(fill: Fill, helper: int = -1, share: float = 0.0) -> Iterator[Simulation]:
-    """Yields steps of one sequence, with room corrected by what its devices lack or have left.
-
-    A `share` of the room of `helper` is for ops of the stage that takes what is left, which run beside others of it.
-    """
+    """Yields steps of one sequence, with room corrected by what its devices lack or have left. A `share` of the room of
+    `helper` is for ops of the stage that takes what is left, which run beside others of it."""
     layout, chain, sequence, rest = fill.layout, fill.chain, fill.sequence, fill.rest
     problem = layout.problem
     limits = problem.memory_limit_bytes
@@ -168,10 +165,8 @@ def _filled(fill: Fill, helper: int = -1, share: float = 0.0) -> Iterator[Simula
 
 
 def _with_help(layout: StreamLayout, wanted: Placement, busy: int, helper: int, room_bytes: float) -> Placement:
-    """Returns `wanted` [N] with ops of `busy` on `helper` that end there while `busy` runs others in the meantime.
-
-    Such as one of two products of the same input, whose results are then multiplied.
-    """
+    """Returns `wanted` [N] with ops of `busy` on `helper` that end there while `busy` runs others in the meantime. Such
+    as one of two products of the same input, whose results are then multiplied."""
     problem, graph, cluster = layout.problem, layout.problem.graph, layout.problem.cluster
     sources, targets, position = graph.producers[graph.edge_tensors], graph.consumers, layout.position
     is_made = ~layout.is_source[sources]

@@ -8,8 +8,7 @@ begins. A gate is a small op at the end of a window that runs on the host, so th
     gpu1                    |  window 1  | g1 |                 |  window 3  | ...
     host  p0 p1          g0 p2            g1 p3            g2 p4     p: sends the weights of a window
 
-N ops, D devices, W windows.
-"""
+N ops, D devices, W windows."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,12 +26,9 @@ from gdp.units.forward_units import forward_units
 
 
 def roomy(problem: Problem, most: float = 1.0) -> Bool:
-    """Returns [N, D] the allowed devices whose memory holds an op's inputs and results at once.
-
-    Inputs and results that are no weights take at most a share `most` of the memory, to leave room for weights. A
-    parameter goes where its first consumer may go, and a group where all of it may; what has no room anywhere may go
-    wherever it is allowed.
-    """
+    """Returns [N, D] the allowed devices whose memory holds an op's inputs and results at once. Inputs and results that
+    are no weights take at most a share `most` of the memory, to leave room for weights. A parameter goes where its
+    first consumer may go, and a group where all of it may; what has no room anywhere may go wherever it is allowed."""
     graph = problem.graph
     sources, targets = graph.producers[graph.edge_tensors], graph.consumers
     size, is_weight = graph.tensor_bytes[graph.edge_tensors], graph.is_resident[graph.edge_tensors]
@@ -53,11 +49,9 @@ def roomy(problem: Problem, most: float = 1.0) -> Bool:
 
 
 def fallbacks(problem: Problem, host: int, may: Bool) -> Placement:
-    """Returns [N] where an op goes that has no room where it is wanted, of the devices that may run anything.
-
-    Such ops that follow each other go to one device, that with the least sum of op times and of transfers among them;
-    where an op has no room there, its fastest device has it. What is not allowed everywhere goes to `host`, if it may.
-    """
+    """Returns [N] where an op goes that has no room where it is wanted, of the devices that may run anything. Such ops
+    that follow each other go to one device, that with the least sum of op times and of transfers among them; where an
+    op has no room there, its fastest device has it. What is not allowed everywhere goes to `host`, if it may."""
     from scipy.sparse import coo_array  # half a second, which most commands never need
     from scipy.sparse.csgraph import connected_components
 
@@ -144,10 +138,8 @@ class StreamLayout:
     def of(
         cls, alone: Simulation, host: int, may: Bool, fixed: Bool, settings: StreamingSettings
     ) -> "StreamLayout | None":
-        """Derives the layout from a step with all on one device where it may be; None if nothing may be streamed.
-
-        `may` [N, D] is that of `roomy`; the ops `fixed` [N] stay on their fallback, the host if it may run them.
-        """
+        """Derives the layout from a step with all on one device where it may be; None if nothing may be streamed. `may`
+        [N, D] is that of `roomy`; the ops `fixed` [N] stay on their fallback, the host if it may run them."""
         problem, graph = alone.problem, alone.problem.graph
         fallback = fallbacks(problem, host, may)
         fallback[fixed & problem.allowed[:, host]] = host
@@ -220,11 +212,9 @@ class StreamLayout:
     def fit(
         self, turns: Turns, known: dict[bytes, I64], guess: F64 | None = None
     ) -> "Iterator[tuple[Simulation, F64]]":
-        """Yields steps, with their shares streamed [D], towards the least shares that fit; begins at `guess` [D].
-
-        Each share is corrected by what its device lacks or has left. Steps that are `known`, by digests of placement
-        and order, with the memory [D] that they take, are not simulated again; one at the beginning ends the search.
-        """
+        """Yields steps, with their shares streamed [D], towards the least shares that fit; begins at `guess` [D]. Each
+        share is corrected by what its device lacks or has left. Steps that are `known`, by digests of placement and
+        order, with the memory [D] that they take, are not simulated again; one at the beginning ends the search."""
         limits = self.problem.memory_limit_bytes
         held = np.maximum(self._held(turns), 1)
         shares = np.ones(len(limits)) if guess is None else guess.copy()
@@ -266,10 +256,8 @@ class StreamLayout:
         return np.bincount(users, size, self.problem.num_devices).astype(np.int64)
 
     def _windows(self, turns: Turns) -> tuple[I64, Bool]:
-        """Returns the positions [W - 1] at which windows end, and whether the op there is a gate.
-
-        A window ends at the op that costs least as a gate, of those within half a window.
-        """
+        """Returns the positions [W - 1] at which windows end, and whether the op there is a gate. A window ends at the
+        op that costs least as a gate, of those within half a window."""
         lengths = np.tile(turns.parts, turns.rounds) / turns.rounds * float(self.passed_bytes[-1])
         borders = np.cumsum(lengths)
         ends: list[int] = []
@@ -332,9 +320,7 @@ def _digest(*arrays: I64) -> bytes:
 
 def _least_working(problem: Problem, started: I64, may: Bool) -> tuple[I64, I64]:
     """Returns `started` [N], or the graph's own order where that needs less memory, and the position [N] of each op.
-
-    Priorities start branches side by side, whose results then are all in memory; programs run one after the other.
-    """
+    Priorities start branches side by side, whose results then are all in memory; programs run one after the other."""
     own = np.arange(len(started))
     position = np.empty_like(own)
     position[started] = own

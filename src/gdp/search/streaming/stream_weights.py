@@ -9,8 +9,7 @@ Stages that fill memories, with nothing sent (`filled_stages.py`), come first: w
 Layouts with several numbers of windows are tried next, each with the least that has to be streamed: the most promising
 ones, so that few simulations are enough for a good step, then all. A descent changes shares, windows and devices as
 long as steps get faster. The host itself computes where that pays.
-(ZeRO-Inference and FlexGen stream layer by layer to equal devices.) N ops, D devices.
-"""
+(ZeRO-Inference and FlexGen stream layer by layer to equal devices.) N ops, D devices."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -30,12 +29,10 @@ from gdp.simulator.simulate import NEVER, Simulation
 def stream_weights(
     problem: Problem, rival_ns: int = NEVER, settings: StreamingSettings = DEFAULTS.streaming
 ) -> Iterator[Simulation]:
-    """Yields candidate steps, feasible or not; the caller keeps the best and may stop at any time.
-
-    There are none if one device holds everything. A few layouts are tried with few numbers of turns, and the best is
-    refined; then all layouts, with all numbers of turns; then the faster half is refined again and again, from random
-    changes at last. Layouts that are far slower than `rival_ns` are not refined.
-    """
+    """Yields candidate steps, feasible or not; the caller keeps the best and may stop at any time. There are none if
+    one device holds everything. A few layouts are tried with few numbers of turns, and the best is refined; then all
+    layouts, with all numbers of turns; then the faster half is refined again and again, from random changes at last.
+    Layouts that are far slower than `rival_ns` are not refined."""
     starts = stream_starts(problem, settings)
     fills = best_fills([start.layout for start in starts], settings)
     least_ns = min((start.shares.expected_ns for start in starts), default=0.0)
@@ -113,10 +110,8 @@ class _Descent:
             yield from self._attempt(turns, None if self._best is None else self._best[1], least_gain)
 
     def _attempt(self, turns: Turns, guess: F64 | None, least_gain: float) -> Iterator[Simulation]:
-        """Yields steps with these turns down to the least that has to be streamed; keeps the fastest that fits.
-
-        Ends early where fewer weights streamed can hardly make the fastest step, or gain less than `least_gain` of it.
-        """
+        """Yields steps with these turns down to the least that has to be streamed; keeps the fastest that fits. Ends
+        early where fewer weights streamed can hardly make the fastest step, or gain less than `least_gain` of it."""
         self._tried.add(turns)
         for number, (found, streamed) in enumerate(self.layout.fit(turns, self._known, guess), 1):
             yield found
