@@ -38,6 +38,8 @@ _weight_int4pack_mm_for_cpu _grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2
 _sparse_semi_structured_addmm _sparse_semi_structured_linear _cslt_sparse_mm _foreach_mm"""
 PRODUCTS = *_ADDED, *_OTHERS.split(), "transformers.grouped_mm_fallback"
 """Kinds of PyTorch's calls that are one product of matrices."""
+RECURRENT = "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"
+"""Kinds of calls that are a layer of a recurrent net."""
 
 
 def product(op: PricedOp) -> list[Kernel]:
@@ -51,6 +53,26 @@ def product(op: PricedOp) -> list[Kernel]:
         copied = call.arrays[0].num_elements + call.results[0].num_elements
         kernels.append(Kernel("pointwise", 0, int(copied * item_bytes(call.results[0].dtype))))
     return kernels
+
+
+def recurrent(op: PricedOp) -> list[Kernel]:
+    """Products of all steps at once with the weights of inputs, and one product a step with those of the state.
+
+    A step waits for the one before, and reads the weights again: its state and gates are computed in the same kernel
+    (J. Appleyard et al., "Optimizing Performance of Recurrent Neural Networks on GPUs", 2016, as cuDNN does). Gradients
+    of the weights are products of all steps at once.
+    """
+    call = op.calls[0]
+    (steps, batch, width), (gates, hidden) = call.arrays[0].size, call.arrays[2].size
+    held, rows = item_bytes(call.arrays[0].dtype), steps * batch
+
+    def of(m: int, n: int, k: int, more: int = 0) -> Kernel:
+        return Kernel("product", 2 * m * n * k, int(held * (m * n + m * k + n * k + more)), (1, m, n, k))
+
+    if call.kind.endswith("_backward"):
+        wholes = [of(rows, width, gates), of(gates, width, rows), of(gates, hidden, rows)]
+        return [of(batch, hidden, gates, batch * (hidden + gates))] * steps + wholes
+    return [of(rows, gates, width)] + [of(batch, gates, hidden, batch * (hidden + gates))] * steps
 
 
 def product_size(call: ShapedCall, flops: int) -> tuple[int, int, int, int]:

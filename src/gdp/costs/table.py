@@ -12,7 +12,7 @@ from gdp.costs import convolutions, passes
 from gdp.costs.attention import ATTENTION, attention
 from gdp.costs.collectives import COLLECTIVE, KINDS
 from gdp.costs.kernels import Kernel, PricedOp, Rule
-from gdp.costs.products import PRODUCTS, product
+from gdp.costs.products import PRODUCTS, RECURRENT, product, recurrent
 
 _CLASS_OF_NAME = (  # the first that a kind's name has decides
     ("attention|sdpa", "attention"),
@@ -21,6 +21,7 @@ _CLASS_OF_NAME = (  # the first that a kind's name has decides
     ("(?<!ga)mm|matmul|linear|gemm|dot|einsum|baddbmm|addmv|bilinear|_mv$", "product"),
     ("norm", "norm"),
     ("softmax|logsumexp|nll|cross_entropy", "softmax"),
+    ("rnn_layer|^lstm|^gru", "product"),
     (r"^(?:gather|take|put|scatter(?:_\w+)?)$", "element_gather"),
     ("embedding|gather|index|scatter|take|select|sort|topk|unique|nonzero", "gather"),
     ("sum|mean|var|std|amax|amin|argmax|argmin|prod|cumsum|any|all_|reduce", "reduction"),
@@ -62,6 +63,7 @@ def collective(op: PricedOp) -> list[Kernel]:
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         **dict.fromkeys(PRODUCTS, product),
+        **dict.fromkeys(RECURRENT, recurrent),
         **dict.fromkeys(ATTENTION, attention),
         "convolution": convolutions.convolution,
         "convolution_backward": convolutions.convolution_backward,

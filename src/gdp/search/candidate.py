@@ -213,11 +213,12 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """Risks of a prediction, the worst first: devices, ZeRO, more work, transfers, parts."""
+        """Risks of a prediction, the worst first: devices, ZeRO, more work, micro-batches, transfers, parts."""
         layout = self.layout
         more_work = (layout.recompute != NONE) + (layout.offload != NONE)
         num_devices, num_transfers = len(np.unique(self.placement)), len(self.replay.transfer_tensors)
-        return num_devices, layout.zero, more_work, num_transfers, layout.num_parts
+        num_microbatches = max(layout.microbatches, default=1)
+        return num_devices, layout.zero, more_work, num_microbatches, num_transfers, layout.num_parts
 
     @property
     def baseline(self) -> Baseline:
