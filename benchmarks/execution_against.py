@@ -11,7 +11,7 @@ import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -77,14 +77,18 @@ class ExecutionAgainstBenchmark(Benchmark):
                 "execution-against: two processor cores are needed as devices of their own, and this machine "
                 "has none to give; where it has GPUs, hide them with CUDA_VISIBLE_DEVICES="
             )
-        calibration = calibrate(devices, quick=self.quick, on_progress=lambda text: say(f"measuring {text}"))
-        cluster, targets = calibration.cluster, tuple(map(target_of, devices))
-        cluster.save(rows.directory / "cluster.json")
+        targets = tuple(map(target_of, devices))
+
+        def cluster() -> Cluster:
+            return calibrate(devices, quick=self.quick, on_progress=lambda text: say(f"measuring {text}")).cluster
+
+        # once where ops are measured too, or else before each model: a machine that others share drifts
+        measure = cluster if self.only_devices else cache(cluster)
         config = asdict(self) | {"budget": str(self.budget), "workloads": None}
         settings = {"config": config, "kinds": [device.kind for device in devices]}
         measured = []
         for name in self.workloads:
-            row = rows.row(name, settings, partial(_measure, SUBJECTS[name], cluster, targets, self))
+            row = rows.row(name, settings, partial(_measure, SUBJECTS[name], measure, targets, self))
             measured.append(row)
             best = f"{row['speedup']:.2f}x {row['best']}" if row["best"] else "no other arm"
             say(f"{name}: {best} under {row['layout']}, median error {row['predictions']['median_error']:.0%}")
@@ -110,9 +114,10 @@ def _predicted_over_measured(rows: Sequence[Mapping[str, Any]]) -> npt.NDArray[n
 
 
 def _measure(
-    subject: Subject, cluster: Cluster, targets: Sequence[Target], config: ExecutionAgainstBenchmark
+    subject: Subject, devices: Callable[[], Cluster], targets: Sequence[Target], config: ExecutionAgainstBenchmark
 ) -> dict[str, Any]:
-    """Returns the row of a subject."""
+    """Returns the row of a subject; `devices` returns what was measured of them."""
+    cluster = devices()
     num_steps = 0 if config.only_devices else config.calibration_steps
     measured = MeasuredSubject(subject, cluster, targets, num_steps=num_steps)
     plan = place(measured.parts, cluster, budget=config.budget, seed=_SEED, robust=0.0)
