@@ -28,10 +28,9 @@ from benchmarks.rival_steps import ARMS, EAGER, NUM_PROCESSES, RivalSetting
 from benchmarks.rows import Rows
 from benchmarks.training_subjects import SUBJECTS, Subject
 from gdp.budget import Budget
-from gdp.cluster import Cluster
 from gdp.cluster.detect import detect
 from gdp.errors import InputError
-from gdp.execute.calibrate.calibrate import calibrate
+from gdp.execute.calibrate.calibrate import Calibration, calibrate
 from gdp.execute.targets import Target, target_of
 from gdp.graph.layers import LayerPaths
 from gdp.search.place import place
@@ -79,25 +78,24 @@ class ExecutionAgainstBenchmark(Benchmark):
             )
         targets = tuple(map(target_of, devices))
 
-        def cluster() -> Cluster:
-            return calibrate(devices, quick=self.quick, on_progress=lambda text: say(f"measuring {text}")).cluster
+        def measure() -> Calibration:
+            return calibrate(devices, quick=self.quick, on_progress=lambda text: say(f"measuring {text}"))
 
         # once where ops are measured too, or else before each model: a machine that others share drifts
-        measure = cluster if self.only_devices else cache(cluster)
+        measured_devices = measure if self.only_devices else cache(measure)
         config = asdict(self) | {"budget": str(self.budget), "workloads": None}
         settings = {"config": config, "kinds": [device.kind for device in devices]}
         measured = []
         for name in self.workloads:
-            row = rows.row(name, settings, partial(_measure, SUBJECTS[name], measure, targets, self))
+            row = rows.row(name, settings, partial(_measure, SUBJECTS[name], measured_devices, targets, self))
             measured.append(row)
             best = f"{row['speedup']:.2f}x {row['best']}" if row["best"] else "no other arm"
             say(f"{name}: {best} under {row['layout']}, median error {row['predictions']['median_error']:.0%}")
         ratios = [row["speedup"] for row in measured if row["best"]]
         return {
             "rows": measured,
-            "cluster": cluster.to_document(),
-            "devices": [device.name for device in cluster.devices],
-            "notes": list(calibration.notes),
+            "devices": [device.name for device in devices],
+            "notes": sorted({note for row in measured for note in row["notes"]}),
             "mean_speedup": geometric_mean(ratios) if ratios else None,
             "median_error": float(np.median(np.abs(_predicted_over_measured(measured) - 1))),
         }
@@ -114,10 +112,14 @@ def _predicted_over_measured(rows: Sequence[Mapping[str, Any]]) -> npt.NDArray[n
 
 
 def _measure(
-    subject: Subject, devices: Callable[[], Cluster], targets: Sequence[Target], config: ExecutionAgainstBenchmark
+    subject: Subject,
+    measured_devices: Callable[[], Calibration],
+    targets: Sequence[Target],
+    config: ExecutionAgainstBenchmark,
 ) -> dict[str, Any]:
-    """Returns the row of a subject; `devices` returns what was measured of them."""
-    cluster = devices()
+    """Returns the row of a subject."""
+    calibration = measured_devices()
+    cluster = calibration.cluster
     num_steps = 0 if config.only_devices else config.calibration_steps
     measured = MeasuredSubject(subject, cluster, targets, num_steps=num_steps)
     plan = place(measured.parts, cluster, budget=config.budget, seed=_SEED, robust=0.0)
@@ -139,6 +141,8 @@ def _measure(
         "description": subject.workload.description,
         "batch_size": subject.batch_size,
         "num_ops": program.graph.num_ops,
+        "cluster": cluster.to_document(),
+        "notes": list(calibration.notes),
         "layout": str(step.layout),
         "predicted_ns": plan.step_time_ns,
         "arms": arms,
