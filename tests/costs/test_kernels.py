@@ -58,6 +58,19 @@ def test_gradients_of_a_convolution() -> None:
     assert of_bias == Kernel("reduction", 0, 256)
 
 
+def test_recurrent_layers_are_products_step_by_step() -> None:
+    """An LSTM of 5 steps, 4 sequences, 16 inputs and 32 units: 128 rows of gates, of all steps and of each."""
+    layer = "float32[5,4,16] float32[128,16] float32[128,32] float32[128] float32[128] float32[4,32] float32[4,32]"
+    whole, *steps = kernels(f"aten.mkldnn_rnn_layer {layer} > float32[5,4,32]")
+    assert whole == Kernel("product", 2 * 20 * 128 * 16, 4 * (20 * 128 + 20 * 16 + 128 * 16), (1, 20, 128, 16))
+    # weights of the state are read again; gates are read and written besides, as are states
+    step_bytes = 4 * (4 * 128 + 4 * 32 + 128 * 32 + 4 * (32 + 128))
+    assert steps == [Kernel("product", 2 * 4 * 128 * 32, step_bytes, (1, 4, 128, 32))] * 5
+    backward = kernels(f"aten.mkldnn_rnn_layer_backward {layer} > float32[5,4,16]")
+    assert [kernel.size for kernel in backward[5:]] == [(1, 20, 16, 128), (1, 128, 16, 20), (1, 128, 32, 20)]
+    assert sum(kernel.flops for kernel in backward) == 2 * 2 * 20 * 128 * (16 + 32)
+
+
 def test_transposed_convolution_is_a_gradient() -> None:
     """The forward pass of a transposed convolution is the product of an input's gradient."""
     weight = "float16[8,16,2,2]{64,1,32,16}"
