@@ -22,13 +22,7 @@ import numpy as np
 from numba import njit
 from numba.core.caching import IndexDataCacheFile
 
-_OPTIONS: dict[str, Any] = {
-    "cache": True,
-    "nogil": True,
-    "no_cfunc_wrapper": True,
-    "_nrt": False,
-    "error_model": "numpy",
-}
+_OPTIONS = {"cache": True, "nogil": True, "no_cfunc_wrapper": True, "_nrt": False, "error_model": "numpy"}
 
 INLINED: Any = {name: value for name, value in _OPTIONS.items() if name != "cache"} | {
     "no_cpython_wrapper": True,

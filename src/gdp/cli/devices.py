@@ -119,12 +119,8 @@ def _device_row(machine: "Machine", device: "Detected") -> dict[str, object]:
 
 
 def _device_document(machine: "Machine", device: "Detected") -> dict[str, object]:
-    document: dict[str, object] = {
-        "name": device.name,
-        "kind": device.kind,
-        "memory_bytes": device.memory_bytes,
-        "on": device.place,
-    }
+    figures = {"memory_bytes": device.memory_bytes, "on": device.place}
+    document: dict[str, object] = {"name": device.name, "kind": device.kind, **figures}
     gpu = machine.gpus.get(device.name)
     if gpu is None:
         return document

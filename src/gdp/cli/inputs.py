@@ -126,10 +126,8 @@ def _accelerate_modes(names: Sequence[str], source: ModelSource) -> dict[str, Ri
     if source.reading.serving.has_cache:  # accelerate maps modules, which have no cache when it does
         source = ModelSource(without_context(source.text), source.reading)
     module = accelerate_maps.module_of(source)
-    return {
-        name: partial(accelerate_maps.best_step, module, mode=name.removeprefix(accelerate_maps.PREFIX))
-        for name in names
-    }
+    prefix, step = accelerate_maps.PREFIX, accelerate_maps.best_step
+    return {name: partial(step, module, mode=name.removeprefix(prefix)) for name in names}
 
 
 def check_checkpoint(checkpoint: str | None, placers: Sequence[str]) -> None:

@@ -47,9 +47,7 @@ NETWORK_LATENCY_NS = 10_000
 
 # One NVLink in one direction, by generation, nominal: 20 GB/s (P100 white paper), 25 GB/s (V100, A100, H100 white
 # papers), 50 GB/s (Blackwell architecture technical brief: 18 links, 1.8 TB/s in both directions).
-NVLINK_BYTES_PER_SECOND: Mapping[int, int] = MappingProxyType(
-    {1: 20 * GB, 2: 25 * GB, 3: 25 * GB, 4: 25 * GB, 5: 50 * GB}
-)
+NVLINK_BYTES_PER_SECOND = MappingProxyType({1: 20 * GB, 2: 25 * GB, 3: 25 * GB, 4: 25 * GB, 5: 50 * GB})
 
 BY_REFERENCE_BYTES_PER_SECOND = 10**15
 """The rate of a route on which nothing is copied.
@@ -209,10 +207,6 @@ def _tera_rates(row: Mapping[str, Any]) -> Mapping[str, float]:
 
 
 LINKS: Mapping[str, LinkKind] = MappingProxyType({name: _link(name, row) for name, row in _TABLES["links"].items()})
-EXCHANGES: Mapping[str, ExchangeFigures] = MappingProxyType(
-    {name: _exchange(row) for name, row in _TABLES["exchanges"].items()}
-)
-MACHINES: Mapping[str, MachineKind] = MappingProxyType(
-    {name: MachineKind(**row) for name, row in _TABLES["machines"].items()}
-)
+EXCHANGES = MappingProxyType({name: _exchange(row) for name, row in _TABLES["exchanges"].items()})
+MACHINES = MappingProxyType({name: MachineKind(**row) for name, row in _TABLES["machines"].items()})
 KINDS: Mapping[str, DeviceKind] = MappingProxyType({name: _kind(name, row) for name, row in _TABLES["kinds"].items()})

@@ -54,10 +54,8 @@ def with_another(cluster: Cluster, like: int) -> Cluster | None:
 
 def with_faster_links(cluster: Cluster, factor: int) -> Cluster:
     """Returns the cluster with `factor` times the bandwidth of every route."""
-    routes = {
-        pair: replace(route, bytes_per_second=factor * route.bytes_per_second)
-        for pair, route in routes_of(cluster).items()
-    }
+    routes = routes_of(cluster)
+    routes |= {pair: replace(one, bytes_per_second=factor * one.bytes_per_second) for pair, one in routes.items()}
     return Cluster.build(cluster.name, cluster.devices, routes)
 
 

@@ -146,9 +146,7 @@ def _read_device(record: object, number: int) -> Device:
 
 def figures_of(device: Device | DeviceKind) -> dict[str, Any]:
     """Returns the figures of a device, or of those of a kind, as a document has them, without what tells nothing."""
-    figures: dict[str, Any] = {
-        field: getattr(device, name, _TELL_NOTHING.get(field)) for field, (name, _, _) in _FIGURES.items()
-    }
+    figures = {key: getattr(device, name, _TELL_NOTHING.get(key)) for key, (name, _, _) in _FIGURES.items()}
     told = {field: value for field, value in figures.items() if value != _TELL_NOTHING.get(field)}
     texts: dict[str, Any] = {"achieved": dict(figures["achieved"]), "group": list(figures["group"])}
     if (link := figures["link"]) is not None:

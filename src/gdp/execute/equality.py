@@ -141,9 +141,7 @@ def full_precision() -> Iterator[None]:
 
 def updated_outputs(program: Program) -> set[str]:
     """Returns the outputs in the memory of a parameter: placed, they are read after its update, unplaced before."""
-    updated = {
-        program.tensor_values[source.tensor] for source in program.sources.values() if source.kind == "parameter"
-    }
+    updated = {program.tensor_values[one.tensor] for one in program.sources.values() if one.kind == "parameter"}
     for calls in program.calls:
         for call in calls:
             updated |= {new for old, new in call.writes if old in updated}

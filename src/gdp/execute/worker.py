@@ -64,9 +64,7 @@ class DeviceRecord:
 
     def shifted(self, offset_ns: int) -> "DeviceRecord":
         """Returns the record on a clock that is that much ahead."""
-        start_ns, finish_ns = (
-            tuple(time_ns + offset_ns for time_ns in times_ns) for times_ns in (self.start_ns, self.finish_ns)
-        )
+        start_ns, finish_ns = (tuple(ns + offset_ns for ns in times_ns) for times_ns in (self.start_ns, self.finish_ns))
         return replace(self, start_ns=start_ns, finish_ns=finish_ns, end_ns=self.end_ns + offset_ns)
 
 

@@ -113,9 +113,7 @@ def exchange_ends(graph: "Graph") -> tuple[I64, I64]:
     """Returns the start and the end [X] of each exchange of each replica and micro-batch, by exchanges."""
     exchange = exchange_of(graph)
     starts, ends = (np.flatnonzero(graph.is_in_role(role)) for role in (EXCHANGE_START, EXCHANGE_END))
-    starts, ends = (
-        ops[np.lexsort((graph.microbatches[ops], graph.replicas[ops], exchange[ops]))] for ops in (starts, ends)
-    )
+    starts, ends = (x[np.lexsort((graph.microbatches[x], graph.replicas[x], exchange[x]))] for x in (starts, ends))
     return starts, ends
 
 

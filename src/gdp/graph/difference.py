@@ -29,9 +29,8 @@ def difference(now: Graph, before: Graph) -> str:
             values = (_shown(getattr(graph, name)[tensor]) for graph in (now, before))
             op = int(before.producers[tensor])
             return f"a result of op {before.op_names[op]!r} has {field} {' instead of '.join(values)}"
-    has_same_edges = np.array_equal(now.consumers, before.consumers) and np.array_equal(
-        now.consumer_offsets, before.consumer_offsets
-    )
+    edges = ((graph.consumers, graph.consumer_offsets) for graph in (now, before))
+    has_same_edges = all(map(np.array_equal, *edges))
     return "" if has_same_edges else "results have other consumers"
 
 

@@ -81,10 +81,7 @@ def _first_ops(graph: Graph) -> dict[str, int]:
 def _numbered_parts(modules: Iterable[str]) -> dict[str, tuple[str, int]]:
     """Returns (path of the list, number in it) of each module in a list of several layers. Numbers at the root
     (`torch.nn.Sequential`) give way to a longer list inside."""
-    found = {
-        module: [(module[: at.start()].rstrip("."), int(at[1])) for at in _NUMBERED.finditer(module)]
-        for module in modules
-    }
+    found = {x: [(x[: at.start()].rstrip("."), int(at[1])) for at in _NUMBERED.finditer(x)] for x in modules}
     sizes: dict[str, set[int]] = {}
     for parts in found.values():
         for list_path, number in parts:

@@ -42,15 +42,8 @@ def model_entry(text: str, reading: Reading, num_microbatches: int) -> Path | No
     elif ":" in text:
         return None
     update = (reading.optimizer, reading.precision, str(reading.lora))
-    options = (
-        reading.training,
-        *update,
-        reading.dtype,
-        num_microbatches,
-        str(reading.serving),
-        reading.batch,
-        str(reading.shards),
-    )
+    others = str(reading.serving), reading.batch, str(reading.shards)
+    options = (reading.training, *update, reading.dtype, num_microbatches, *others)
     depends_on = (FORMAT, VERSION, text, source, *options, version("torch"))
     return cache.entry("graphs", text, depends_on, _code("pytorch", "hugging_face", "gguf", "papers"))
 

@@ -54,9 +54,7 @@ class MeasuredTimes:
 
     def store(self, device_kind: str, library: str, times: Iterable[OpTime]) -> None:
         """Stores the times of ops on a kind of device, in place of earlier times of the same ops."""
-        rows = [
-            (device_kind, library, time.signature, time.median_ns, time.spread_ns, time.num_samples) for time in times
-        ]
+        rows = [(device_kind, library, at.signature, at.median_ns, at.spread_ns, at.num_samples) for at in times]
         with self._explained(), closing(self._connect()) as connection, connection:
             connection.executemany("INSERT OR REPLACE INTO op_times VALUES (?, ?, ?, ?, ?, ?)", rows)
 
@@ -193,9 +191,7 @@ class OpTimer:
                     table[kind] = time_between((one, known[one]), (other, known[other]), samples)
                 else:
                     ((count, time_ns),) = known.items()
-                    own_ns, other_ns = (
-                        int(modelled[number][0][op, device_class[device]]) for number in (samples, count)
-                    )
+                    own_ns, other_ns = (int(modelled[size][0][op, device_class[device]]) for size in (samples, count))
                     table[kind] = -(-time_ns * own_ns // other_ns) if min(time_ns, own_ns, other_ns) > 0 else time_ns
         return with_times(graph, tables)
 

@@ -41,9 +41,8 @@ def unsupported(error: BaseException) -> str | None:
     kind = str(error) if isinstance(error, UnsupportedError) else None
     if kind is None:
         files = [frame.f_code.co_filename.replace("\\", "/") for frame, _ in traceback.walk_tb(error.__traceback__)]
-        kind = next(
-            (kind for place, kind in _PLACES.items() if any(place in text for text in (*files, str(error)))), None
-        )
+        texts = *files, str(error)
+        kind = next((kind for place, kind in _PLACES.items() if any(place in text for text in texts)), None)
     if kind is None:
         return None
     what, _, remedy = kind.partition("; ")

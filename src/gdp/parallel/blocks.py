@@ -240,9 +240,8 @@ class Blocks:
         is_moved = self.is_read & self.is_repeated[makers] & in_chosen[makers]
         is_late = self.is_backward[graph.consumers] & ~is_moved
         runs_again = self.is_repeated & in_chosen
-        is_inner = (
-            runs_again[makers] & self.is_activation[tensors] & (self.of_op[makers] == self.of_op[graph.consumers])
-        )
+        is_inner = self.of_op[makers] == self.of_op[graph.consumers]
+        is_inner &= runs_again[makers] & self.is_activation[tensors]
         is_late |= runs_again[graph.consumers] & ~is_inner
         kept = self.kept_unread[0]
         kept = kept[in_chosen[graph.producers[kept]]]

@@ -71,10 +71,8 @@ class HeldState:
         is_read = self.is_parameter[sources] & self.is_update[graph.consumers]
         for source, target in zip(sources[is_read].tolist(), graph.consumers[is_read].tolist(), strict=True):
             readers[source].append(target)
-        found = {
-            op: of_group.get(int(graph.groups[op]), readers.get(op))
-            for op in np.flatnonzero(self.is_parameter).tolist()
-        }
+        ops, groups = np.flatnonzero(self.is_parameter).tolist(), graph.groups
+        found = {op: of_group.get(int(groups[op]), readers.get(op)) for op in ops}
         return {op: updates for op, updates in found.items() if updates}
 
     def followers(self, graph: Graph, updates: Sequence[int]) -> list[int]:
@@ -102,9 +100,7 @@ class HeldState:
 
 
 def _cut_times(times: Any, count: int) -> Any:
-    return (
-        MappingProxyType({where: -(-ns // count) if ns > 0 else ns for where, ns in times.items()}) if times else times
-    )
+    return MappingProxyType({on: -(-ns // count) if ns > 0 else ns for on, ns in times.items()}) if times else times
 
 
 def joined_groups(graph: Graph, together: Sequence[Sequence[int]]) -> I64:

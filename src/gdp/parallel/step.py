@@ -150,11 +150,8 @@ def _numbers(document: Mapping[str, Any], key: str, count: int) -> list[int] | N
     numbers = document.get(key)
     if numbers is None:
         return None
-    if (
-        type(numbers) is not list
-        or len(numbers) != count
-        or not all(type(n) is int and 0 <= n < 2**31 for n in numbers)
-    ):
+    is_list = type(numbers) is list and len(numbers) == count
+    if not (is_list and all(type(n) is int and 0 <= n < 2**31 for n in numbers)):
         raise InputError(f"layout: {key} is not a list of {count} numbers; the plan is of another model, place it anew")
     return numbers
 

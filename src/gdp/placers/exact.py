@@ -142,9 +142,8 @@ class _Search(NamedTuple):
         op_time_ns.setflags(write=False)  # as those of a problem, for which `run` is compiled
         forward, backward = edges(problem, np.arange(num_devices), num_devices)
         between = ~np.eye(num_devices, dtype=np.bool_)
-        longest_ns = (
-            1 + int(op_time_ns.max(axis=1).sum()) + int(forward.transfer_ns[:, between].sum(axis=0).max(initial=0))
-        )
+        sent_ns = forward.transfer_ns[:, between].sum(axis=0).max(initial=0)
+        longest_ns = 1 + int(op_time_ns.max(axis=1).sum()) + int(sent_ns)
         weights = device_weights(op_time_ns, np.ones(num_devices, np.int64), min(2**20, 2**60 // longest_ns))
         index = problem.graph.group_index
         num_units = int(index.max()) + 1

@@ -80,9 +80,7 @@ def layer_ranges(problem: Problem, num_devices: int) -> I64 | None:
     if not repeated:
         return None
     longest = max(repeated, key=lambda path: (list_time_ns[path], len(layers_of[path])))
-    paths = {path for path in repeated if len(layers_of[path]) >= EXPERT.min_share * len(layers_of[longest])} | {
-        longest
-    }
+    paths = {longest} | {x for x in repeated if len(layers_of[x]) >= EXPERT.min_share * len(layers_of[longest])}
     entered: dict[str, int] = {}
     for module, (path, layer) in layer_of.items():
         if path in paths:

@@ -95,9 +95,8 @@ class Comparison:
             shown = (row.step_time_ns, min(times, default=None), max(times, default=None))
             rows.append([row.placer, row.status, *map(notebook.milliseconds, shown), f"{row.seconds:.2f}"])
         bound = f"{self.bounds()}. Step times are medians over seeds."
-        return notebook.table(
-            "Placers", ["placer", "status", "step time", "best seed", "worst seed", "seconds"], rows, bound
-        )
+        headings = ["placer", "status", "step time", "best seed", "worst seed", "seconds"]
+        return notebook.table("Placers", headings, rows, bound)
 
 
 def compare(

@@ -86,10 +86,8 @@ def advise_on_layouts(
         asked += [_LayoutChange(machine, quick) for machine in machines]
     known = replace(best.way, layout=best.step.layout)  # with the blocks that it recomputes, which take long to find
     likes = [best.way if change.machine.name == MEMORY else known for change in asked]
-    likely = [
-        _best_estimate(change, factors, clock.part(_LIKELY_SHARE), like)
-        for change, like in zip(asked, likes, strict=True)
-    ]
+    pairs = zip(asked, likes, strict=True)
+    likely = [_best_estimate(change, factors, clock.part(_LIKELY_SHARE), like) for change, like in pairs]
     factors = _factors(solution.looked_at, estimator, clock.part(_FACTORS_SHARE)) | factors
     if (twice := _twice_the_batch(quick)) is not None:  # which needs two parts of the batch, read by now
         same = MachineChange("twice the batch", f"{twice.batch_size} samples", cluster, constraints)
@@ -104,9 +102,8 @@ def advise_on_layouts(
         if change.adds:
             has_time = clock.has(clock.effort.close.seconds(simulation.problem.num_ops))
             own_ns = own_time_ns(plan, machine, has_time=has_time)
-            if ((has_time and machine.name in (FASTER, *RUNTIMES)) or estimate is not None) and own_ns <= (
-                time_ns or NEVER
-            ):
+            is_sure = (has_time and machine.name in (FASTER, *RUNTIMES)) or estimate is not None
+            if is_sure and own_ns <= (time_ns or NEVER):
                 time_ns, layout = own_ns, ""
         if estimate is None and time_ns is None:
             why = "interrupted" if clock.stop.is_set() else "no time left, a larger budget has it"

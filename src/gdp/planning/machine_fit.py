@@ -21,9 +21,7 @@ from gdp.cluster.device import Route
 from gdp.errors import InputError
 from gdp.planning.measured_steps import MeasuredStep
 
-PRIORS: Mapping[str, float] = MappingProxyType(
-    {"product": 0.05, "bandwidth": 0.05, "issue": 0.2, "rate": 0.1, "latency": 0.2}
-)
+PRIORS = MappingProxyType({"product": 0.05, "bandwidth": 0.05, "issue": 0.2, "rate": 0.1, "latency": 0.2})
 """Standard deviations of logarithms. Cards of one family differ by some percent in clocks and bandwidth, hosts and
 links by more: untuned."""
 ROW_ERROR = 0.08  # of a prediction with the right numbers; untuned: above most priors, so that few rows move little

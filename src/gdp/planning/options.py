@@ -70,9 +70,8 @@ def reading_of(options: Mapping[str, Any]) -> Reading:
 def constraints_of(options: Mapping[str, Any], cluster: Cluster) -> Constraints:
     """Returns the limits that `options` set on `cluster`. InputError for devices that it does not have."""
     pins = [_rule(text, "--pin", "encoder.*", cluster.device_number, cluster) for text in options.get("pin") or ()]
-    forbid = [
-        _rule(text, "--forbid", "aten.mm", cluster.devices_called, cluster) for text in options.get("forbid") or ()
-    ]
+    find, forbidden = cluster.devices_called, options.get("forbid") or ()
+    forbid = [_rule(text, "--forbid", "aten.mm", find, cluster) for text in forbidden]
     limits = _max_memory(options.get("max_memory") or (), cluster)
     return Constraints(pins, forbid, limits, parse_fraction(options.get("reserve", "0%"), "--reserve"))
 

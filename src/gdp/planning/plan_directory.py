@@ -10,7 +10,6 @@ def files_beside(plan: Path) -> tuple[Path, Path, Path]:
     """Returns the paths of the graph, in JSON and in columns, and of the devices beside a plan."""
     stem = plan.name.removesuffix(".gz").removesuffix(".json")
     number = stem.removeprefix("plan") if stem.startswith("plan") else ""
-    graph, columns, cluster = (
-        plan.with_name(name.replace(".", f"{number}.", 1)) for name in (IN_JSON, IN_COLUMNS, CLUSTER)
-    )
+    names = (name.replace(".", f"{number}.", 1) for name in (IN_JSON, IN_COLUMNS, CLUSTER))
+    graph, columns, cluster = map(plan.with_name, names)
     return graph, columns, cluster

@@ -18,10 +18,8 @@ from gdp.search.solvers import SOLVERS
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate
 
-_SIMULATION = (
-    "bounds.lower_bound",
-    *(f"simulator.{name}" for name in ("engine", "heaps", "longest_paths", "memory", "simulate")),
-)
+_KERNELS = "engine", "heaps", "longest_paths", "memory", "simulate"
+_SIMULATION = ("bounds.lower_bound", *(f"simulator.{name}" for name in _KERNELS))
 _SEARCH = (
     "placers.base",
     "placers.dp_stages",
@@ -113,8 +111,5 @@ def _place(graph: Graph, cluster: Cluster, simulations: int, placer: str = "auto
 
 def _step(num_ops: int) -> Graph:
     ops = [Op(f"op{op}", "mm", 10**9, resident_bytes=2**20, module=f"layers.{op // 4}") for op in range(num_ops)]
-    tensors = [
-        Tensor(op, tuple(later for later in (op + 2, op + 3) if later < num_ops), _TENSOR_BYTES)
-        for op in range(num_ops - 2)
-    ]
+    tensors = [Tensor(op, tuple(range(op + 2, min(op + 4, num_ops))), _TENSOR_BYTES) for op in range(num_ops - 2)]
     return Graph.build("warm-up", ops, tensors)

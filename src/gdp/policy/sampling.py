@@ -56,9 +56,8 @@ def draw_styles(count: int, rng: np.random.Generator) -> list[Style]:
         first[by_finish, NUMBERS[name]] = rng.choice(scales, int(by_finish.sum()))
     sees_all = rng.random(count) < 0.5
     later = np.where(sees_all[:, None], _without_special(_scales(rng, STYLES.later_spread, count)), first)
-    num_units = np.where(
-        by_finish, rng.choice(STYLES.fine, count), rng.choice(STYLES.sizes, count, p=STYLES.size_shares)
-    )
+    fine, sizes = rng.choice(STYLES.fine, count), rng.choice(STYLES.sizes, count, p=STYLES.size_shares)
+    num_units = np.where(by_finish, fine, sizes)
     columns = (
         np.stack((first, later), axis=1).astype(np.float32),
         sees_all.tolist(),

@@ -44,9 +44,7 @@ class StyleNetwork(nn.Module):
 
     def in_numpy(self) -> StyleScorer | None:
         """Returns the parameters for searches; None before training."""
-        tensors: dict[str, F32] = {
-            name: parameter.detach().cpu().numpy() for name, parameter in self.named_parameters()
-        }
+        tensors: dict[str, F32] = {name: values.detach().cpu().numpy() for name, values in self.named_parameters()}
         return StyleScorer(**tensors) if tensors["out"].any() else None
 
 

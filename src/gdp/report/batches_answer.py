@@ -90,9 +90,8 @@ def batches_report(
         yield Text(f"{', '.join(against)}.".replace(" times as ", " times as fast as ", 1))
     above = best.step_time_ns / max(solution.bound_ns, 1) - 1
     if solution.bound_ns:
-        yield Text(
-            f"No layout takes less than {format_ms(solution.bound_ns)} for a batch: this is at most {above:.1%} above."
-        )
+        bound = format_ms(solution.bound_ns)
+        yield Text(f"No layout takes less than {bound} for a batch: this is at most {above:.1%} above.")
     yield ""
     table = new_table("layout", "in flight", ">time per batch", ">latency", ">fullest device", "")
     for row in solution.looked_at[:_MOST_ROWS]:

@@ -173,9 +173,8 @@ class _Exchanges:
         """Returns [D] the time that transfers are under way to or from a device, and that without an op on it."""
         simulation, rows = self.simulation, []
         for device, ops in enumerate(simulation.order):
-            own = transfers[
-                (self.sources[transfers] == device) | (simulation.transfer_destinations[transfers] == device)
-            ]
+            ends = self.sources[transfers], simulation.transfer_destinations[transfers]
+            own = transfers[(ends[0] == device) | (ends[1] == device)]
             starts, ends = simulation.transfer_start_ns[own], simulation.transfer_arrival_ns[own]
             rows.append(_during(simulation, ops, starts, ends))
         return rows

@@ -91,9 +91,8 @@ def choice_report(answer: LayoutAnswer, plan_report: Iterable[RenderableType]) -
     yield table
     if answer.num_moved:
         each = replace(Layout.parse(best.option), stages=best.num_places)
-        yield Text(
-            f"The search put {answer.num_moved:,} ops on devices of other replicas; --parallel {each} has none there."
-        )
+        moved = f"{answer.num_moved:,} ops on devices of other replicas"
+        yield Text(f"The search put {moved}; --parallel {each} has none there.")
     if len(rows) > _MOST_ROWS:
         yield Text(f"and {len(rows) - _MOST_ROWS} more, which --json lists")
     estimates = [row for row in rows[:_MOST_ROWS] if row.status == ESTIMATED and not row.missing_bytes]

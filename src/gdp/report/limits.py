@@ -162,9 +162,8 @@ class Waits:
         for transfer, (source, target) in enumerate(zip(sources, targets, strict=True)):
             channels = cluster.route_channels[source][target]
             if starts_ns[transfer] > made_ns[transfer]:
-                before[transfer] = next(
-                    holder[channel] for channel in channels if ends_ns[holder[channel]] == starts_ns[transfer]
-                )
+                holders = (holder[channel] for channel in channels)
+                before[transfer] = next(each for each in holders if ends_ns[each] == starts_ns[transfer])
             for channel in channels:
                 holder[channel] = transfer
         return before

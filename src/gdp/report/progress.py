@@ -108,9 +108,8 @@ def _on_terminal(line: StatusLine | str) -> Iterator[None]:
 
     def shown() -> Text:
         frame = cast(Text, spinner.render(console.get_time()))
-        return Text.assemble(
-            frame, f" [{time.monotonic() - begin:.0f} s] {printable(str(line))}", no_wrap=True, overflow="crop"
-        )
+        text = f" [{time.monotonic() - begin:.0f} s] {printable(str(line))}"
+        return Text.assemble(frame, text, no_wrap=True, overflow="crop")
 
     with Live(get_renderable=shown, console=console, refresh_per_second=8, transient=True):
         yield

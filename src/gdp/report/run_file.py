@@ -46,9 +46,7 @@ def read_run(path: Path, plan: Plan) -> Mapping[str, Any]:
 
 def _rows(listed: Any, name: str) -> list[dict[str, Any]]:
     fields = _ROWS[name]
-    return [
-        {key: str(row[key]) if kind is str else _number(row[key]) for key, kind in fields.items()} for row in listed
-    ]
+    return [{key: (str if kind is str else _number)(row[key]) for key, kind in fields.items()} for row in listed]
 
 
 def _step_times(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -118,11 +118,8 @@ class SweepAnswer:
             axes = figure.subplots()
             rates = [row.per_second for row in self.fitting]
             axes.scatter(points, rates, s=16, color="0.6")
-            best = sorted(
-                (cost, row.per_second)
-                for row, cost in zip(self.fitting, points, strict=True)
-                if row in self._on_front()
-            )
+            pairs = zip(self.fitting, points, strict=True)
+            best = sorted((cost, row.per_second) for row, cost in pairs if row in self._on_front())
             axes.plot(*zip(*best, strict=True), marker="o", markersize=4, linewidth=1, color=line_colour(0))
             for row, cost, rate in zip(self.fitting, points, rates, strict=True):
                 axes.annotate(str(row.value), (cost, rate), (4, -9), textcoords="offset points", fontsize=7)

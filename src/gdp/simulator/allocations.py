@@ -32,9 +32,8 @@ class Allocations:
         np.maximum.at(freed_ns, graph.base[simulation.transfer_tensors], simulation.transfer_end_ns)
         freed_ns[graph.base[graph.is_kept]] = NEVER
         owned = np.flatnonzero((graph.view_of < 0) & ~graph.is_resident)
-        copies, of_edge = np.unique(
-            tensors[~here] * num_devices + placement[graph.consumers[~here]], return_inverse=True
-        )
+        copied = tensors[~here] * num_devices + placement[graph.consumers[~here]]
+        copies, of_edge = np.unique(copied, return_inverse=True)
         copies_ns = np.zeros(len(copies), np.int64)
         np.maximum.at(copies_ns, of_edge, consumed_ns[~here])
         sent, to = simulation.transfer_tensors, simulation.transfer_destinations

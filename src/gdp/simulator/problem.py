@@ -204,9 +204,8 @@ class Problem:
         if len(misplaced) and not reasons:
             op = int(misplaced[0])
             device_name = self.cluster.devices[int(placement[op])].name
-            reasons.append(
-                f"op {op} {self.graph.op_names[op]!r} is not allowed on {device_name} ({len(misplaced)} such ops)"
-            )
+            count = f"({len(misplaced)} such ops)"
+            reasons.append(f"op {op} {self.graph.op_names[op]!r} is not allowed on {device_name} {count}")
         return reasons
 
 

@@ -68,9 +68,8 @@ class Simulation:
         for device, missing in enumerate(self.missing_bytes.tolist()):
             if missing:
                 name, limit = self.problem.cluster.devices[device].name, self.problem.memory_limit_bytes[device]
-                reasons.append(
-                    f"{name}: peak {self.peak_memory_bytes[device]} bytes, limit {limit}, {missing} bytes missing"
-                )
+                peak = self.peak_memory_bytes[device]
+                reasons.append(f"{name}: peak {peak} bytes, limit {limit}, {missing} bytes missing")
         return reasons
 
     @property
@@ -354,8 +353,5 @@ def _replaying(dispatch: Dispatch, order: Sequence[npt.ArrayLike], devices: Devi
 
 def _stuck_op(order: Sequence[npt.ArrayLike], done: Sequence[I64]) -> int:
     """The first op of the first device that has not started all its ops."""
-    return next(
-        int(np.asarray(ops)[len(there)])
-        for ops, there in zip(order, done, strict=True)
-        if len(there) < len(np.asarray(ops))
-    )
+    pairs = zip(map(np.asarray, order), done, strict=True)
+    return next(int(ops[len(there)]) for ops, there in pairs if len(there) < len(ops))

@@ -102,9 +102,8 @@ class Units:
         if len(misplaced):
             right = np.ones(self.num_units, np.bool_)
             right[misplaced] = False
-            work_ns = np.bincount(
-                chosen[right], self.time_ns[np.flatnonzero(right), chosen[right]], self.allowed.shape[1]
-            )
+            times_ns = self.time_ns[np.flatnonzero(right), chosen[right]]
+            work_ns = np.bincount(chosen[right], times_ns, self.allowed.shape[1])
             for unit in misplaced.tolist():
                 targets = np.flatnonzero(self.allowed[unit])
                 times = self.time_ns[unit, targets]

@@ -50,9 +50,8 @@ class Links:
         self._gpus, self._ancestors, cards = gpus, ancestors, list(gpus.values())
         groups = nvml.groups_below(cards, ancestors, nvml.SWITCHES)
         shared = sorted({group for group in groups if groups.count(group) > 1})
-        self._switches = {
-            name: f"switch{shared.index(group)}" for name, group in zip(gpus, groups, strict=True) if group in shared
-        }
+        pairs = zip(gpus, groups, strict=True)
+        self._switches = {name: f"switch{shared.index(group)}" for name, group in pairs if group in shared}
         self._nodes = dict(zip(gpus, nvml.groups_below(cards, ancestors, nvml.NODE), strict=True))
 
     def link(self, a: str, b: str) -> Link:

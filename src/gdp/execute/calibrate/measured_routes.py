@@ -72,9 +72,7 @@ def _between_cpus(targets: Sequence[Target], pairs: Sequence[Pair], effort: Exte
         return BY_REFERENCE_BYTES_PER_SECOND, [note]
     log(f"tensors that {first.name} hands {second.name}")
     hops = _rate({num_bytes: max(_hop_ns(pair, num_bytes, effort), _LEAST_NS) for num_bytes in _HOP_BYTES})
-    copies = _rate(
-        {num_bytes: time_alone(_copy_here(first, num_bytes), effort.seconds, "copies") for num_bytes in COPY_BYTES}
-    )
+    copies = _rate({size: time_alone(_copy_here(first, size), effort.seconds, "copies") for size in COPY_BYTES})
     rate = min(hops, copies)  # beside other programs hand-overs differ by more than their bytes
     return rate, [f"{first.name} hands tensors to {second.name} in memory that both share, at {rate / 1e9:.1f} GB/s"]
 

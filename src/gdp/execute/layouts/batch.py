@@ -43,9 +43,7 @@ def first_part(
     def alone(tensor: Tensor) -> Tensor:
         return tensor if id(tensor) in wholes else tensor.clone()
 
-    part: tuple[tuple[Any, ...], dict[str, Any]] = mapped_tensors(
-        next(split_inputs(args, kwargs, num_parts, sizes)), alone
-    )
+    part: tuple[Any, dict[str, Any]] = mapped_tensors(next(split_inputs(args, kwargs, num_parts, sizes)), alone)
     return part
 
 

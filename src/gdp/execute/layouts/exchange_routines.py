@@ -246,7 +246,4 @@ class ParameterGather(RowExchange):
         return self._views(progress.wholes, results)
 
     def _views(self, wholes: Sequence[Tensor], results: Results) -> dict[int, Any]:
-        return {
-            tensor: view_of(wholes[member], self.members[member].layout, part)
-            for tensor, (member, part) in results.items()
-        }
+        return {tensor: view_of(wholes[of], self.members[of].layout, part) for tensor, (of, part) in results.items()}

@@ -94,10 +94,7 @@ class Exchanges:
         tensors = self.tensors
         gradients = sorted(tensors.contents(op), key=self._order)
         if not self.zero:
-            members = [
-                Member(gradient, tensors.memory_of(gradient), is_alone=self._is_alone(gradient))
-                for gradient in gradients
-            ]
+            members = [Member(each, tensors.memory_of(each), is_alone=self._is_alone(each)) for each in gradients]
             cut = Cut.joined([numel(member.layout) for member in members], self.places.num_inner, self.places.num_outer)
             is_overwritten = any(tensors.values[gradient] in self._overwritten for gradient in gradients)
             return AllReduce(number, cut, _one_dtype(members), members, own, is_overwritten)
@@ -240,9 +237,7 @@ class Exchanges:
         tensors, step = self.tensors, self.tensors.step
         value, producer = tensors.values[gradient], int(step.producers[gradient])
         readers = step.consumers_of(gradient)
-        of_value = [
-            tensor for tensor in tensors.with_bytes(tensors.made_by[producer]) if tensors.values[tensor] == value
-        ]
+        of_value = [each for each in tensors.with_bytes(tensors.made_by[producer]) if tensors.values[each] == value]
         return (
             of_value == [gradient]
             and not step.is_kept[gradient]

@@ -76,9 +76,7 @@ def capture_jax(
 
     def of_arrays(*arrays: Any) -> list[Any]:
         by_place = dict(zip(examples, arrays, strict=True))
-        args, kwargs = jax.tree_util.tree_unflatten(
-            treedef, [by_place.get(place, leaf) for place, leaf in enumerate(leaves)]
-        )
+        args, kwargs = jax.tree_util.tree_unflatten(treedef, [by_place.get(at, leaf) for at, leaf in enumerate(leaves)])
         returned = function(*args, **kwargs)
         results, structure = jax.tree_util.tree_flatten(returned)
         for result in results:

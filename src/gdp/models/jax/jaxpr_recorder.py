@@ -327,9 +327,7 @@ class JaxprRecorder:
     def _equation(
         self, primitive: Any, params: Mapping[str, Any], inputs: Sequence[JaxValue], outputs: Sequence[JaxValue]
     ) -> Equation:
-        return Equation(
-            primitive, params, tuple(value.operand for value in inputs), tuple(value.number for value in outputs)
-        )
+        return Equation(primitive, params, tuple(x.operand for x in inputs), tuple(x.number for x in outputs))
 
     def note(self, text: str) -> None:
         """Adds a sentence to the notes, once."""

@@ -33,11 +33,7 @@ POINTWISE_PRIMITIVES = names(
 CONVERSIONS = frozenset({"convert_element_type", "real", "imag", "copy", "copy_p", "bitcast_convert_type"})
 """Element by element like the above, with nothing to count."""
 
-_DRAWS = names(
-    """
-    iota random_bits random_split random_fold_in random_seed rng_bit_generator rng_uniform threefry2x32
-    """
-)
+_DRAWS = names("iota random_bits random_split random_fold_in random_seed rng_bit_generator rng_uniform threefry2x32")
 _MOVEMENT = names(
     """
     concatenate stack unstack split tile pad slice dynamic_slice dynamic_update_slice gather scatter rev
@@ -53,9 +49,7 @@ _REDUCTIONS = names(
 )
 _PLAIN_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"})
 _READERS = frozenset({"slice", "dynamic_slice", "gather"})
-_PRODUCTS = frozenset(
-    {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_matmul_wrapper"}
-)
+_PRODUCTS = names("dot_general conv_general_dilated ragged_dot ragged_dot_general scaled_matmul_wrapper")
 
 
 def num_elements(aval: Any) -> int:

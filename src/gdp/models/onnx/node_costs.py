@@ -109,9 +109,7 @@ def _unread_experts(call: OnnxCall) -> int:
     Weights, biases and scales have the experts as first dimension."""
     rows, experts = call.input(1).shape[:2]
     per_row = int(call.attributes.get("k", 1))
-    weights = sum(
-        value.num_bytes for value in call.inputs[2:] if value is not None and value.shape and value.shape[0] == experts
-    )
+    weights = sum(x.num_bytes for x in call.inputs[2:] if x is not None and x.shape and x.shape[0] == experts)
     return math.floor(weights * (1 - share_hit(experts, rows * per_row, per_row)))
 
 
@@ -410,9 +408,7 @@ _MOVEMENT = names(
     """
 )
 
-_ROW_READERS = frozenset(
-    {"Gather", "GatherElements", "GatherND", "Slice", "Compress", "SequenceAt", "GatherBlockQuantized"}
-)
+_ROW_READERS = names("Gather GatherElements GatherND Slice Compress SequenceAt GatherBlockQuantized")
 
 _INT8 = names(
     """

@@ -106,9 +106,7 @@ class GraphScope:
         for sparse in self.graph.sparse_initializer:
             name, value = sparse.values.name, TensorInfo(sparse.values.data_type, tuple(sparse.dims))
             self._define(name, value)
-            stored = [
-                TensorInfo(part.data_type, tuple(part.dims)).num_bytes for part in (sparse.values, sparse.indices)
-            ]
+            stored = [TensorInfo(at.data_type, tuple(at.dims)).num_bytes for at in (sparse.values, sparse.indices)]
             self.parameters[name] = (value, sum(stored))
         own = {*inputs, *(item.name for item in self.graph.initializer), *self.parameters}
         self.guessed: set[str] = set()  # names with a guessed shape

@@ -72,9 +72,8 @@ def _read(path: Path, dims: Mapping[str, int]) -> OnnxModel:
             "one kernel, as ONNX Runtime, TensorRT and OpenVINO run them"
         )
     if context.estimated:
-        notes.append(
-            f"shapes of the results of {_listed(context.estimated)} are not known from shapes alone; estimated"
-        )
+        listed = _listed(context.estimated)
+        notes.append(f"shapes of the results of {listed} are not known from shapes alone; estimated")
     graph = _assemble(model, scope, inputs, path.stem)
     return OnnxModel(
         graph,

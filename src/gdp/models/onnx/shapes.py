@@ -41,9 +41,7 @@ class Dims:
         tree = None if symbol in self.given else _expression(symbol)
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} if tree is not None else {symbol}
         self.names.update(dict.fromkeys(sorted(names)))
-        value = (
-            _evaluated(tree, lambda name: self.given.get(name, 1)) if tree is not None else self.given.get(symbol, 1)
-        )
+        value = _evaluated(tree, lambda name: self.given.get(name, 1)) if tree else self.given.get(symbol, 1)
         if value is None or value < 0:
             raise InputError(f"{where} has dimension {symbol!r} = {value}; give its symbols other values")
         return value
@@ -111,10 +109,7 @@ def dims_of(kind: TypeProto) -> list[int | str | None] | None:
     shape = kind.tensor_type.shape if kind.tensor_type.HasField("shape") else None
     if shape is None:
         return None
-    return [
-        dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else (dim.dim_param or None)
-        for dim in shape.dim
-    ]
+    return [d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else (d.dim_param or None) for d in shape.dim]
 
 
 def known_value(kind: TypeProto, dims: Dims) -> tuple[int, list[int | None] | None, bool]:
@@ -247,11 +242,7 @@ def fold(
 ) -> list[Content]:
     """Returns the outputs of a node with known inputs; [] if they cannot or should not be computed. `outputs` as
     inferred: nothing large is computed."""
-    if (
-        call.kind not in _FOLDED
-        or not call.has(0)
-        or sum(value.numel for value in outputs if value is not None) > SMALL
-    ):
+    if call.kind not in _FOLDED or not call.has(0) or sum(x.numel for x in outputs if x is not None) > SMALL:
         return []
     if call.kind in ("Shape", "Size"):
         shape = call.input(0).shape

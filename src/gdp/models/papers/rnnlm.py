@@ -29,9 +29,8 @@ class RNNLM(nn.Module):
     def __init__(self, config: RNNLMConfig) -> None:
         super().__init__()
         self.embedding = StepEmbedding(config.vocabulary, config.hidden)
-        self.layers = nn.ModuleList(
-            LSTMLayer(config.hidden, config.hidden, config.dropout) for _ in range(config.num_layers)
-        )
+        hidden = config.hidden
+        self.layers = nn.ModuleList(LSTMLayer(hidden, hidden, config.dropout) for _ in range(config.num_layers))
         self.softmax = SoftmaxLoss(config.hidden, config.vocabulary)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:

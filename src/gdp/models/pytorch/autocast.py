@@ -179,12 +179,8 @@ def _refuse(func: OpOverload, args: Any, kwargs: Any) -> Any:
 
 def _is_eligible(item: Any) -> bool:
     """Returns whether autocast may cast `item`; tensors of FakeTensorMode's own computations are on meta."""
-    return (
-        isinstance(item, Tensor)
-        and item.is_floating_point()
-        and item.dtype is not torch.float64
-        and item.device.type != "meta"
-    )
+    is_cast = isinstance(item, Tensor) and item.is_floating_point() and item.dtype is not torch.float64
+    return is_cast and item.device.type != "meta"
 
 
 def _cast(item: Any, dtype: torch.dtype) -> Any:

@@ -33,9 +33,7 @@ CARDS = frozenset({"cuda", "xpu", "mps", "hpu", "npu", "xla", "mtia", "maia"})
 """Types of devices that stand for a card; autocast has CUDA's lists for each."""
 
 _CPU = torch.device("cpu")
-_STAYS = frozenset(
-    getattr(Tensor, name) for name in ("cuda", "xpu", "hpu", "mtia", "pin_memory") if hasattr(Tensor, name)
-)
+_STAYS = frozenset(getattr(Tensor, x) for x in ("cuda", "xpu", "hpu", "mtia", "pin_memory") if hasattr(Tensor, x))
 
 _FACTORIES = frozenset({torch.empty, torch.empty_like, torch.zeros, torch.empty_strided, Tensor.new_empty})
 _MAKERS = {  # functions whose tensors are no plain memory

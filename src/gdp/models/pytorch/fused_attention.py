@@ -43,9 +43,8 @@ _WIDTH_MULTIPLE = {torch.bfloat16: 8, torch.float16: 8, torch.float32: 4}
 
 def attention_as_on_a_card() -> contextlib.AbstractContextManager[None]:
     """Makes attention the fused operator where cards have it; the process has one such region at a time."""
-    return kernels(
-        [("scaled_dot_product_attention", _attention, "AutogradCPU"), (ATTENTION._schema.name, _shapes, "Meta")]
-    )
+    shapes = ATTENTION._schema.name, _shapes, "Meta"
+    return kernels([("scaled_dot_product_attention", _attention, "AutogradCPU"), shapes])
 
 
 def _attention(

@@ -149,11 +149,7 @@ class Memories:
         if value is None or tensor.numel() != 1 or tensor.requires_grad:
             return None
         calls = self.values[value].producer.calls
-        if (
-            len(calls) != 1
-            or calls[0].seed >= 0
-            or any(isinstance(arg, (Ref, list, tuple)) for arg in calls[0].args[1:])
-        ):
+        if len(calls) != 1 or calls[0].seed >= 0 or any(isinstance(x, (Ref, list, tuple)) for x in calls[0].args[1:]):
             return None
         with _disable_current_modes():
             return None if isinstance(calls[0].args[0], Ref) else calls[0].func(*calls[0].args, **calls[0].kwargs)

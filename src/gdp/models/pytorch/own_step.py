@@ -175,9 +175,8 @@ def _faked(
                 undo.enter_context(_replaced_values(held, fakes))
         for optimizer in parts.optimizers:
             for group in optimizer.param_groups:
-                undo.enter_context(
-                    _replaced_values(group, {id(group["params"]): [fakes.get(id(p), p) for p in group["params"]]})
-                )
+                real = group["params"]
+                undo.enter_context(_replaced_values(group, {id(real): [fakes.get(id(p), p) for p in real]}))
             undo.enter_context(patch.object(optimizer, "state", defaultdict(dict)))
         yield copy.deepcopy(tuple(args), dict(fakes)), copy.deepcopy(dict(kwargs), dict(fakes))
 

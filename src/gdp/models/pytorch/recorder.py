@@ -292,9 +292,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             operand = product_operand(func, args)
             record.dtype = stored.arithmetic(read) or (record.dtype if operand is None else product_dtype(operand))
         per_token = experts_per_token(self.memories.values, record) if is_grouped_product(func) else None
-        record.bytes_accessed = bytes_accessed(
-            func, args, read, made, written, stored_bytes=stored.num_bytes, per_token=per_token
-        )
+        held = stored.num_bytes
+        record.bytes_accessed = bytes_accessed(func, args, read, made, written, stored_bytes=held, per_token=per_token)
 
     def record_update(self, name: str, parameter: Tensor, rule: UpdateRule) -> Ref:
         """Records the update of one parameter, in its memory, by its present gradient; returns that gradient. The

@@ -61,9 +61,8 @@ class Routine:
             key, layout = self._name(value), self._name(program.layouts[value])
             copied = self._read(copies[value]) if value in copies else "None"
             lines.append(f"{slot} = private.get({key})")
-            lines.append(
-                f"if {slot} is None: {slot} = private[{key}] = begun({layout}, {copied}, {self._name(device)})"
-            )
+            device_name = self._name(device)
+            lines.append(f"if {slot} is None: {slot} = private[{key}] = begun({layout}, {copied}, {device_name})")
         for call in calls:
             lines += self._call_lines(in_place(program, op, call) if device is None else call)
         outputs = [f"{self._name(tensor)}: {self._read(program.ref_of(tensor))}" for tensor in program.outputs_of[op]]

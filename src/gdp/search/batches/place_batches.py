@@ -78,9 +78,8 @@ class _BatchSearch:
         """Simulates the batches with these places [N] of a replica's ops; None where constraints forbid them."""
         if arrangement.layout not in self._streams:
             stream, asked = BatchStream.of(self.graph, arrangement.layout), self.question
-            self._streams = {
-                arrangement.layout: (stream, Problem.build(stream.graph, asked.cluster, asked.constraints))
-            }
+            problem = Problem.build(stream.graph, asked.cluster, asked.constraints)
+            self._streams = {arrangement.layout: (stream, problem)}
         stream, problem = self._streams[arrangement.layout]
         placement = stream.placement(places, arrangement.devices)
         if problem.broken_constraints(placement):

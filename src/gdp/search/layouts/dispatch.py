@@ -63,11 +63,8 @@ def preferred(found: Sequence[Candidate]) -> Candidate:
     """Returns the first candidate that is as good as the best, but for what real devices do not show."""
     best = min(found)
     longest_ns = best.step_time_ns * (1 + _AS_FAST)
-    return next(
-        each
-        for each in found
-        if each.figures.excess_bytes == best.figures.excess_bytes and each.step_time_ns <= longest_ns
-    )
+    alike = (each for each in found if each.figures.excess_bytes == best.figures.excess_bytes)
+    return next(each for each in alike if each.step_time_ns <= longest_ns)
 
 
 def levels_of(problem: Problem, step: Step, placement: Placement) -> list[I64]:

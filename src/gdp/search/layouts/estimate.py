@@ -128,9 +128,8 @@ class Estimator:
         if len(kinds) == 1:
             return [np.zeros(graph.num_ops, np.int64)]
         alone, large = self.replicas.alone, self.settings.large
-        found = self._memo(
-            ("places", graph.op_names, kinds), lambda: staged_places(alone(graph, arrangement.devices[0]), large)
-        )
+        devices = arrangement.devices[0]
+        found = self._memo(("places", graph.op_names, kinds), lambda: staged_places(alone(graph, devices), large))
         if arrangement.layout.stages is None:
             return found
         found = [places for places in found if is_in_stages(graph, places, len(kinds))]
@@ -262,10 +261,8 @@ def staged_places(problem: Problem, large: LargeSteps) -> list[I64]:
     """Returns contiguous stages [N] along several chains; the best by dynamic programming where that is quick."""
     units = Units.of(problem, forward_units(problem))
     devices = np.arange(problem.num_devices)
-    chains = [
-        folded_chain(problem, units),
-        *(module_chain(problem, units, whole_layers=whole) for whole in (True, False)),
-    ]
+    modules = (module_chain(problem, units, whole_layers=whole) for whole in (True, False))
+    chains = [folded_chain(problem, units), *modules]
     found = [units.place_allowed(stages(problem, units, chain, devices)) for chain in chains]
     if problem.num_ops <= large.planned_ops and (best := CLASSICAL["dp-stages"](problem, 0)) is not None:
         found.insert(0, best)

@@ -132,13 +132,8 @@ class ReplicaSteps:
                 ]
             return best, np.asarray(np.max(loads_ns, axis=0)[: len(own)] / few, np.int64)
 
-        cut = (
-            layout.num_parts,
-            self.parts.is_captured(layout.num_parts),
-            layout.recompute,
-            layout.offload,
-            layout.stages,
-        )
+        is_captured = self.parts.is_captured(layout.num_parts)
+        cut = layout.num_parts, is_captured, layout.recompute, layout.offload, layout.stages
         return self._memo(("replica", *cut, kinds, few, share, places.tobytes()), make)
 
     def num_seen(self, layout: Layout, count: int, num_places: int) -> int:

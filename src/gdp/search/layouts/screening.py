@@ -157,9 +157,8 @@ class Screening:
         fitting_ns = self._fitting_ns
         if fitting_ns is None:
             is_late = clock.stop.is_set() or clock.share_spent > self._settings.late_share
-            return num_simulated > 0 and (
-                is_late or (num_simulated >= self._settings.most_simulated and not next_one.fits)
-            )
+            has_enough = num_simulated >= self._settings.most_simulated
+            return num_simulated > 0 and (is_late or (has_enough and not next_one.fits))
         is_far = not next_one.fits or next_one.step_time_ns > self._settings.far_estimate * fitting_ns
         is_late = clock.share_spent > (self._settings.late_share if self._is_tight else self._settings.screen_share)
         return is_far or num_simulated >= self._settings.most_simulated or is_late or clock.stop.is_set()

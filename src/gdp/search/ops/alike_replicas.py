@@ -84,9 +84,8 @@ def placed_by_replicas(
     candidates = [*question.known, *(candidate for candidate, _, _ in tried)]
     if not tried or tried[0][1].devices.shape[1] == 1 or not _has_time(question, clock):
         return candidates
-    candidates.append(
-        shift_cuts(question, clock.part(question.settings.ops.cuts_share), *min(tried, key=lambda each: each[0]))
-    )
+    best, part = min(tried, key=lambda each: each[0]), clock.part(question.settings.ops.cuts_share)
+    candidates.append(shift_cuts(question, part, *best))
     question.tell(candidates[-1])
     if not _has_time(question, clock) or (one := OneReplica.of(problem)) is None:
         return candidates

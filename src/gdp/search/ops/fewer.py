@@ -76,9 +76,8 @@ def search_without(search: LocalSearch, share: float, until: float) -> None:
 
 def _without_least_useful(problem: Problem, best: Candidate) -> Problem | None:
     """Returns `problem` without the device of `best` that computes least; None if no step without it can be faster."""
-    work_ns = np.bincount(
-        best.placement, problem.op_time_ns[np.arange(problem.num_ops), best.placement], problem.num_devices
-    )
+    times_ns = problem.op_time_ns[np.arange(problem.num_ops), best.placement]
+    work_ns = np.bincount(best.placement, times_ns, problem.num_devices)
     used = np.unique(best.placement)
     for device in used[np.argsort(work_ns[used], kind="stable")].tolist():
         others = np.setdiff1d(used, device)
@@ -100,7 +99,5 @@ def _moves(problem: Problem, placement: Placement) -> list[Placement]:
     devices = placement[units.first_op]
     is_moved = ~units.allowed[np.arange(units.num_units), devices]
     there = np.flatnonzero(problem.allowed.any(axis=0))
-    return [
-        units.place_allowed(devices),
-        *(units.place_allowed(np.where(is_moved, device, devices)) for device in there.tolist()),
-    ]
+    moved = (np.where(is_moved, device, devices) for device in there.tolist())
+    return [units.place_allowed(wanted) for wanted in (devices, *moved)]

@@ -55,9 +55,8 @@ def stream_weights(
         descents = _promising(descents, settings)
     if is_late:
         yield from fill_stages(fills)
-    descents = [
-        descent for descent in _promising(descents, settings) if descent.best_ns <= settings.far_layout * rival_ns
-    ]
+    most_ns = settings.far_layout * rival_ns
+    descents = [descent for descent in _promising(descents, settings) if descent.best_ns <= most_ns]
     for descent in descents:
         yield from descent.run()
     descents.sort(key=lambda descent: descent.best_ns)
@@ -121,11 +120,8 @@ class _Descent:
             elif found.step_time_ns > (self.settings.far_step if found.feasible else 1.0) * before_ns:
                 return
             is_settled = found.feasible or least_gain > self.settings.exact_gain
-            if (
-                number >= self.settings.fewest_simulations
-                and is_settled
-                and self.best_ns > (1 - least_gain) * before_ns
-            ):
+            is_enough = number >= self.settings.fewest_simulations and is_settled
+            if is_enough and self.best_ns > (1 - least_gain) * before_ns:
                 return
 
     def restart(self, rng: np.random.Generator) -> Iterator[Simulation]:
