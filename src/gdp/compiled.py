@@ -22,13 +22,12 @@ import numpy as np
 from numba import njit
 from numba.core.caching import IndexDataCacheFile
 
-_OPTIONS = {"cache": True, "nogil": True, "no_cfunc_wrapper": True, "_nrt": False, "error_model": "numpy"}
+_OPTIONS: Any = {"cache": True, "nogil": True, "no_cfunc_wrapper": True, "_nrt": False, "error_model": "numpy"}
 
 INLINED: Any = {name: value for name, value in _OPTIONS.items() if name != "cache"} | {
     "no_cpython_wrapper": True,
     "forceinline": True,
-}
-"""Options of a function that becomes part of its callers, as `numba.extending.overload` takes them."""
+}  # options of a function that becomes part of its callers, as `numba.extending.overload` takes them
 
 _UNREADABLE = (AttributeError, ImportError, EOFError, IndexError, KeyError, TypeError, ValueError, pickle.PickleError)
 
@@ -105,14 +104,11 @@ def _compiler(**changes: bool) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
-kernel: Any = _compiler()
-"""Compiles a function that Python calls."""
+kernel: Any = _compiler()  # compiles a function that Python calls
 
-allocating_kernel = _compiler(_nrt=True)
-"""Compiles a function that Python calls, and that makes arrays."""
+allocating_kernel = _compiler(_nrt=True)  # compiles a function that Python calls, and that makes arrays
 
-inner = _compiler(no_cpython_wrapper=True)
-"""Compiles a function that only compiled functions call."""
+inner = _compiler(no_cpython_wrapper=True)  # compiles a function that only compiled functions call
 
 inlined = _compiler(no_cpython_wrapper=True, forceinline=True)
 """Compiles a function that becomes part of the compiled functions that call it."""

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 class InputError(ValueError):
     """Bad input: one line that says what is wrong, where, and the remedy.
 
-    The command line prints it and exits with status 2; any other exception is a defect of gdp.
-    """
+    The command line prints it and exits with status 2; any other exception is a defect of gdp."""
 
 
 class UnevenBatchError(InputError):

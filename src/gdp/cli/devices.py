@@ -156,8 +156,7 @@ def devices_measure(
 ) -> int:
     """Measure the devices of this machine and the routes between them, and write them to a cluster file.
 
-    Under torchrun each process measures a device, and the routes are those between the processes.
-    """
+    Under torchrun each process measures a device, and the routes are those between the processes."""
     check_writable(out)
     from gdp.cluster.detect import detect
     from gdp.execute.calibrate.calibrate import calibrate
@@ -204,8 +203,7 @@ def devices_fit(
 ) -> int:
     """Fit what cards, their host and links achieve to steps that you measured, and write it to a cluster file.
 
-    A row has the time of a step in ms, and options of gdp place by their names.
-    """
+    A row has the time of a step in ms, and options of gdp place by their names."""
     check_writable(out)
     from gdp.cluster import Cluster
     from gdp.planning.machine_fit import fit_machine

@@ -88,8 +88,7 @@ def place(
 ) -> int:
     """Find the best plan of MODEL on DEVICES within the budget, and write it to plan.json.
 
-    A plan.json of another graph stays: the plan is plan-2.json then.
-    """
+    A plan.json of another graph stays: the plan is plan-2.json then."""
     from gdp.report.progress import live
 
     with live("loading gdp"):

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from gdp.simulator.problem import Problem
 
-OK, BAD_INPUT, NOTHING_FITS, INTERRUPTED = 0, 2, 3, 130
-"""Exit statuses."""
+OK, BAD_INPUT, NOTHING_FITS, INTERRUPTED = 0, 2, 3, 130  # exit statuses
 FOUND_BEFORE = "gdp: note: found before, with the same graph, devices and options; --no-cache searches anew"
 
 _ASCII = str.maketrans("─…▁▂▃▄▅▆▇█", "-~.:-=+*#@")  # of tables, shortened names and timelines
@@ -121,8 +120,7 @@ def fail(message: str, status: int) -> int:
 def quiet_pipe() -> Iterator[None]:
     """Makes a reader that has gone away (`gdp ... | head -1`) no error: the rest is printed nowhere.
 
-    Raises InputError if standard output cannot be written for another reason, such as a full disk.
-    """
+    Raises InputError if standard output cannot be written for another reason, such as a full disk."""
     try:
         yield
     except OSError as error:

@@ -38,8 +38,7 @@ def simulate(
 ) -> int:
     """Derive every figure of a plan anew, or score a placement.
 
-    Exit status 2 if the plan has other figures, 3 if it exceeds memory or breaks a constraint.
-    """
+    Exit status 2 if the plan has other figures, 3 if it exceeds memory or breaks a constraint."""
     from gdp.cli.inputs import build_problem, open_plan, read_graph, read_planned
     from gdp.planning.options import run_by
 

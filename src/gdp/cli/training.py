@@ -70,8 +70,7 @@ class Trained:
 def run(options: TrainOptions, command: str, warm_up: Callable[[], object]) -> Trained:
     """Trains with `options`, which stood in `command`; `warm_up` compiles after all input is read.
 
-    Raises InputError for bad ones.
-    """
+    Raises InputError for bad ones."""
     limit = None if options.budget is None else Budget.parse_time(options.budget)
     check_writable(options.out)
     if options.out.exists() and not options.resume:

@@ -53,8 +53,7 @@ NUMBERS: Mapping[str, str] = MappingProxyType(
         "decode_floor_ns": "of attention of one token to a cache, in the same way",
         "prefill_floor_ns": "of other fused attention, in the same way",
     }
-)
-"""Further numbers, 0 where a device does not tell them."""
+)  # further numbers, 0 where a device does not tell them
 
 
 class CardFigures(NamedTuple):
@@ -64,8 +63,7 @@ class CardFigures(NamedTuple):
     achieved: Mapping[str, float]
 
 
-GPU = "gpu"
-"""The family of cards that are in no other."""
+GPU = "gpu"  # the family of cards that are in no other
 
 
 def figures_of_kind(kind: str) -> CardFigures:

@@ -53,8 +53,7 @@ BY_REFERENCE_BYTES_PER_SECOND = 10**15
 """The rate of a route on which nothing is copied.
 
 A rate has to be finite (docs/machine-model.md, section 2); at this one 1 MB occupies its route for 1 ns, the least
-there is, and 10 GB for 10 us, which is less than the latency.
-"""
+there is, and 10 GB for 10 us, which is less than the latency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +116,7 @@ class MachineKind:
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
     """The figures that devices of a kind share; `port` names the link of its slot (a CPU: of its socket), `nvlink` may
-    be "".
-    """
+    be ""."""
 
     memory_bytes: int  # that a program can use
     flops_per_second: Mapping[str, int]

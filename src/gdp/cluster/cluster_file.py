@@ -146,7 +146,8 @@ def _read_device(record: object, number: int) -> Device:
 
 def figures_of(device: Device | DeviceKind) -> dict[str, Any]:
     """Returns the figures of a device, or of those of a kind, as a document has them, without what tells nothing."""
-    figures = {key: getattr(device, name, _TELL_NOTHING.get(key)) for key, (name, _, _) in _FIGURES.items()}
+    empty = _TELL_NOTHING.get
+    figures: dict[str, Any] = {key: getattr(device, name, empty(key)) for key, (name, _, _) in _FIGURES.items()}
     told = {field: value for field, value in figures.items() if value != _TELL_NOTHING.get(field)}
     texts: dict[str, Any] = {"achieved": dict(figures["achieved"]), "group": list(figures["group"])}
     if (link := figures["link"]) is not None:

@@ -8,10 +8,8 @@ from types import MappingProxyType
 from gdp.cluster.achieved import check_achieved
 from gdp.errors import InputError, suggest
 
-MAX_DEVICES = 1024
-"""A cluster has a route for each pair of devices: a million."""
-WORD_DEVICES = 64
-"""Sets of up to as many devices are the bits of one integer; a cluster of more is large."""
+MAX_DEVICES = 1024  # a cluster has a route for each pair of devices: a million
+WORD_DEVICES = 64  # sets of up to as many devices are the bits of one integer; a cluster of more is large
 
 
 EAGER, COMPILE, CUDA_GRAPHS = RUNTIMES = "eager", "compile", "cuda-graphs"
@@ -21,8 +19,7 @@ EAGER, COMPILE, CUDA_GRAPHS = RUNTIMES = "eager", "compile", "cuda-graphs"
 @dataclass(frozen=True, slots=True)
 class Route:
     """The route from one device to another; routes that share one of their `channels`, which are names, take turns on
-    it.
-    """
+    it."""
 
     latency_ns: int
     bytes_per_second: int

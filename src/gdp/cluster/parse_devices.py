@@ -28,8 +28,7 @@ class _Network:
 @dataclass(frozen=True, slots=True)
 class _Part:
     """A device of a preset with its links; `host` is "", "host0." or "pod0.host0." and so on, `index` its number on
-    the host.
-    """
+    the host."""
 
     device: Device
     host: str
@@ -125,8 +124,7 @@ def _on_host(local: str, text: str, network: _Network, pod: str, number: int, up
 
 def _spelled(text: str) -> str:
     """Returns `2xdgx-a100` as hosts with network cards, and `2x8xa100-sxm-80g` as the first machine with these cards;
-    other text as it is.
-    """
+    other text as it is."""
     name = text.strip()
     if (match := _MACHINES.fullmatch(name)) is not None:
         return f"{match[1]}x({MACHINES[match[2]].local})@{MACHINES[match[2]].network}"

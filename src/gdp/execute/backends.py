@@ -6,8 +6,7 @@ per destination; events order them, so that copies overlap computation:
 
     compute   op -> event      op       op
     copy               wait event -> copy -> event
-    receiver                                 wait event -> op
-"""
+    receiver                                 wait event -> op"""
 
 import contextlib
 import os
@@ -23,8 +22,7 @@ from torch import Tensor
 from gdp.execute.targets import CPU, Target
 from gdp.models.pytorch.strides import fill
 
-Chunk = tuple[Tensor, ...]
-"""ExchangedRows of elements that go round together."""
+Chunk = tuple[Tensor, ...]  # ExchangedRows of elements that go round together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,8 +32,7 @@ class ExchangedRows:
     Devices that are threads read them there. Shared memory, gloo and GPUs get one tensor of them:
 
         chunk 0   | a a a a | b |       chunk 1   | b b | c c |
-        joined    | a a a a   b   b b   c c . |                     chunks are filled up to the same length
-    """
+        joined    | a a a a   b   b b   c c . |                     chunks are filled up to the same length"""
 
     chunks: tuple[Chunk, ...]
     chunk_elements: int

@@ -40,8 +40,7 @@ def compare(
     """Compares results on any devices. All tensors must be on both sides, but for state, which one side may lack.
 
     `noisy` are the results for `noisy_inputs`: gradients that are zero but for rounding, or pass many normalisations,
-    differ so much between any two ways to add.
-    """
+    differ so much between any two ways to add."""
     here, there = dict(_tensors(results, ignored_outputs)), dict(_tensors(expected, ignored_outputs))
     rounded = {} if noisy is None else dict(_tensors(noisy, ignored_outputs))
     shared = here.keys() & there.keys()

@@ -16,8 +16,7 @@ from gdp.execute.plan_executor import PlanExecutor, StepRecord
 from gdp.execute.targets import Target
 from gdp.models.pytorch import Program
 
-Order = Sequence[npt.ArrayLike]
-"""[D] The ops of each device, in the order of their starts."""
+Order = Sequence[npt.ArrayLike]  # [D] The ops of each device, in the order of their starts
 
 
 @dataclass(eq=False)

@@ -3,8 +3,7 @@
 trained = gdp.placed(model, plan)
 for batch in batches:
     loss = trained(*batch)          # forward, backward and update, each op where the plan has it
-model.load_state_dict(trained.state_dict())
-"""
+model.load_state_dict(trained.state_dict())"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,8 +30,7 @@ from gdp.models.pytorch.optimizers import UpdateRule, rule_of
 from gdp.models.pytorch.program import named_inputs, named_state
 from gdp.simulator.plan import Plan
 
-Runner = HostRunner | RankRunner
-"""Makes the executor of a training, and ends it with the script."""
+Runner = HostRunner | RankRunner  # makes the executor of a training, and ends it with the script
 
 
 class PlacedOptions(CaptureOptions, total=False):
@@ -76,8 +74,7 @@ class Placed:
     `num_steps` counts the calls and sets the random numbers of the next one: set it to go on after a saved state.
 
     Under torchrun each device has a process. All make the same calls, with the same whole batch, and get the same
-    answers; an error on one of them ends all.
-    """
+    answers; an error on one of them ends all."""
 
     def __init__(
         self,
@@ -110,8 +107,7 @@ class Placed:
         """Runs one step on these inputs, a whole batch.
 
         InputError if the plan is not of this step; ExecutionError if an op fails, or if the loss is not finite and
-        `stop_at_nan`.
-        """
+        `stop_at_nan`."""
         state = self._open()
         if isinstance(state, Unstarted):
             state = self._state = self._started(state, args, kwargs)
@@ -136,16 +132,14 @@ class Placed:
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the model's `state_dict`, with parameters and buffers as they are now; copies, on the CPU.
 
-        ExecutionError after a step that failed.
-        """
+        ExecutionError after a step that failed."""
         whole = self._whole(self._open().tensors())
         return {name: whole[name] for name in self.model.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads parameters and buffers; optimizer state stays, but for float32 copies of parameters.
 
-        InputError, with nothing changed, unless the names, shapes and types are those of the model's `state_dict`.
-        """
+        InputError, with nothing changed, unless the names, shapes and types are those of the model's `state_dict`."""
         _check_state(state, self.model.state_dict(), "give the model's state_dict")
         self._open().load(state)
 
@@ -153,16 +147,14 @@ class Placed:
         """Returns by parameter the optimizer's state; copies, on the CPU.
 
         The keys are those of `torch.optim`: Adam has `exp_avg`, `exp_avg_sq` and `step`, plain SGD none. `master` is a
-        float32 copy of the parameter. Empty before the first step, unless a state was loaded.
-        """
+        float32 copy of the parameter. Empty before the first step, unless a state was loaded."""
         return self._open().optimizer()
 
     def load_optimizer_state_dict(self, state: StateByName) -> None:
         """Loads the state that `optimizer_state_dict` returned, in this layout or another.
 
         InputError, with nothing changed, for other names or shapes; before the first step, which captures the
-        optimizer, the first step raises it.
-        """
+        optimizer, the first step raises it."""
         self._open().load_optimizer(state)
 
     def save(self, path: str | Path) -> None:
@@ -170,8 +162,7 @@ class Placed:
 
         It has parameters, buffers, the optimizer's state, the number of steps and the seed. Under torchrun the first
         rank writes it, and the others return when it is there. InputError if it cannot be written, ExecutionError after
-        a step that failed.
-        """
+        a step that failed."""
         state = self._open()
         tensors, optimizer = state.tensors(everywhere=False), state.optimizer(everywhere=False)
 
@@ -263,8 +254,7 @@ class Placed:
     def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns copies on the CPU of all parameters, buffers and plain tensors, under each of their names.
 
-        `tensors` are those that are not the model's own any more.
-        """
+        `tensors` are those that are not the model's own any more."""
         current = {**dict(named_state(self.model)), **self.model.state_dict(), **tensors}
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in current.items()}
 
@@ -322,8 +312,7 @@ def placed(
     autocast, as `scaler.scale(loss).backward()`, `scaler.step(optimizer)` and `scaler.update()` do: it leaves out
     updates after an overflow, grows and backs off. `resume` is a file that `Placed.save` wrote, with any layout:
     parameters, buffers, the optimizer's state, that of the scaler, the number of steps and the seed are those of
-    the file. The model itself is left as it is until `close`, which writes parameters and buffers back.
-    """
+    the file. The model itself is left as it is until `close`, which writes parameters and buffers back."""
     if not isinstance(plan, Plan):
         raise InputError(f"plan is a {type(plan).__name__}; a gdp.Plan is expected, as gdp.Plan.load(path) returns")
     training = TrainingOptions(

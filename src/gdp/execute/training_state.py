@@ -30,8 +30,7 @@ from gdp.tensor_file import TensorFormat
 
 Span = tuple[int, int] | None
 """The elements of a parameter, in the order of memory: the first and the one behind the last; None: all."""
-StateByName = Mapping[str, Mapping[str, Tensor]]
-"""Optimizer state by parameter and key of `torch.optim`."""
+StateByName = Mapping[str, Mapping[str, Tensor]]  # optimizer state by parameter and key of `torch.optim`
 
 
 @dataclass(frozen=True, slots=True)

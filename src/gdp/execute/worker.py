@@ -19,8 +19,7 @@ from gdp.models.pytorch import Program
 
 REMEDIED: Mapping[str, type[Exception]] = MappingProxyType(
     {"MemoryError": MemoryError, "OutOfMemoryError": MemoryError, "NotImplementedError": NotImplementedError}
-)
-"""The kinds of causes that ExecutionError has a remedy for; others are RuntimeErrors in another process."""
+)  # the kinds of causes that ExecutionError has a remedy for; others are RuntimeErrors in another process
 
 
 class Transport(Protocol):

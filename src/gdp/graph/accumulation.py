@@ -53,8 +53,7 @@ def accumulated(graph: Graph, num_microbatches: int) -> Graph:
     Gradients are added up in the order of micro-batches, on the update's device, by ops called `....accumulate@m`. All
     copies of an op share a device (a group). An op that overwrites a buffer (running statistics) waits for its copy of
     the micro-batch before and for the readers of that copy's result. InputError for a number out of range, or a graph
-    that has micro-batches already.
-    """
+    that has micro-batches already."""
     return Accumulation.of(graph, num_microbatches).graph
 
 

@@ -19,8 +19,7 @@ OP_COLUMNS = {
     "host_ns": "host_ns",
     "host_waits": "host_waits",
     "shapes": "shapes",
-}
-"""The column of each field of ops, in the order of the fields."""
+}  # the column of each field of ops, in the order of the fields
 TENSOR_COLUMNS = {
     "producer": "producers",
     "consumers": "consumers",
@@ -28,8 +27,7 @@ TENSOR_COLUMNS = {
     "resident": "is_resident",
     "keep": "is_kept",
     "view_of": "view_of",
-}
-"""The column of each field of tensors, in the order of the fields."""
+}  # the column of each field of tensors, in the order of the fields
 
 TEXTS = "op_names", "kinds", "dtypes", "phases", "modules", "roles", "shapes"
 NUMBERS = "flops", "bytes_accessed", "resident_bytes", "groups", "origins", "microbatches", "replicas"

@@ -39,8 +39,7 @@ ROLES = MappingProxyType(
         HOST_RING_COPY: "Takes a chunk that came over a ring inside a host; its origin is the start of the exchange.",
         HOST_RING_END: "Joins chunks before they go round inside a host; its origin is the start of the exchange.",
     }
-)
-"""The roles of ops, each with what it does."""
+)  # the roles of ops, each with what it does
 HOPS = (RING_SUM, RING_COPY, HOST_RING_SUM, HOST_RING_COPY)
 EXCHANGE = (EXCHANGE_START, EXCHANGE_END, HOST_RING_END, *HOPS)
 """The roles of ops that move data between replicas; not all replicas have the same hops."""

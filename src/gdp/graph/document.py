@@ -49,8 +49,7 @@ class Tensor:
     view_of: int = -1
 
 
-Columns = Mapping[str, Sequence[Any]]
-"""The values of each field of records."""
+Columns = Mapping[str, Sequence[Any]]  # the values of each field of records
 
 
 def read_document(document: object) -> tuple[str, Columns, Columns]:

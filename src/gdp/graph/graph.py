@@ -38,8 +38,7 @@ class Graph:
     """A step as a directed acyclic graph of ops and tensors. Arrays are read-only; make one with `Graph.build`.
 
     Shapes: N ops, T tensors, E consumers of all tensors together. Sizes in bytes, times in ns.
-    Raises InputError (a ValueError) naming the op or tensor, its value and the remedy.
-    """
+    Raises InputError (a ValueError) naming the op or tensor, its value and the remedy."""
 
     name: str
     op_names: tuple[str, ...]  # [N] unique
@@ -119,8 +118,7 @@ class Graph:
 
     def to_columns(self) -> dict[str, Any]:
         """Returns every field as plain values, for a file that only gdp reads: smaller and quicker than a `gdp-graph`
-        file.
-        """
+        file."""
         columns = {item.name: getattr(self, item.name) for item in fields(self)}
         columns["times_ns"] = [dict(times) for times in self.times_ns] if any(self.times_ns) else []
         return columns

@@ -5,8 +5,7 @@
 A model may run its layers several times in a step, as a recurrent net does at each time step:
 
     layers.0   call 0    call 1    call 2      the n-th `aten.mm` of a module belongs to the n-th call, if each has one
-    layers.1   call 0    call 1    call 2
-"""
+    layers.1   call 0    call 1    call 2"""
 
 import re
 from collections.abc import Iterable, Sequence

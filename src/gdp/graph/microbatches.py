@@ -8,8 +8,7 @@ from gdp.errors import InputError
 from gdp.graph.graph import Graph
 
 MAX_MICROBATCHES = 1024  # far beyond any use; a number with more digits is a typing error
-SHARED = -1
-"""The micro-batch number of ops that all micro-batches share: parameters, buffers, updates."""
+SHARED = -1  # the micro-batch number of ops that all micro-batches share: parameters, buffers, updates
 
 _SOURCE_KINDS = ("parameter", "buffer", "constant")
 

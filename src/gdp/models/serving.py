@@ -28,8 +28,7 @@ ELEMENT_BYTES: Mapping[str, Fraction] = {
     "q4_1": Fraction(20, 32),
     "q4_0": Fraction(18, 32),
     "iq4_nl": Fraction(18, 32),
-}
-"""Bytes of an element of a cache, by type."""
+}  # bytes of an element of a cache, by type
 
 _MOST_BYTES = 8  # of an element: float64
 

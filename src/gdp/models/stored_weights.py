@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ATTRIBUTE = "gdp_stored_weights"
-"""The attribute of a module to capture that has a `StoredWeight` by parameter name."""
+ATTRIBUTE = "gdp_stored_weights"  # the attribute of a module to capture that has a `StoredWeight` by parameter name
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ from gdp.models.unsupported import unsupported
 if TYPE_CHECKING:
     from gdp.models.jax import JaxCapture
 
-Example = tuple[Any, ...]
-"""(module, args, kwargs) of a PyTorch model."""
+Example = tuple[Any, ...]  # (module, args, kwargs) of a PyTorch model
 
 Build = Callable[[], Example]
 

@@ -143,8 +143,7 @@ class Layout:
         """Reads `data=4,microbatches=8`; unequal counts are `microbatches=3:1:1`, modules `recompute=encoder:head`.
 
         `fsdp=4` is `data=4,zero=3`, and other tools' words for keys are understood.
-        InputError, with the remedy, for anything else.
-        """
+        InputError, with the remedy, for anything else."""
         values: dict[str, str] = {}
         for part in text.split(","):
             key, equals, value = part.strip().partition("=")

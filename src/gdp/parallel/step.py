@@ -147,7 +147,7 @@ def _listed(numbers: tuple[int, ...] | None) -> list[int] | None:
 
 def _numbers(document: Mapping[str, Any], key: str, count: int) -> list[int] | None:
     """Returns a list of `count` numbers at least 0, None where there is none; InputError for anything else."""
-    numbers = document.get(key)
+    numbers: list[int] | None = document.get(key)
     if numbers is None:
         return None
     is_list = type(numbers) is list and len(numbers) == count

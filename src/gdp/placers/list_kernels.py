@@ -2,8 +2,7 @@
 
 - `earliest_first`: of all ready ops and devices, the pair that can start first (ETF: J.-J. Hwang et al., SIAM Journal
   on Computing 18, 1989), with the waiting for favourite children of SCT (C. Hanen, A. Munier, 1995).
-- `in_order`: ops in a given order, each into the first gap of a device that is long enough (HEFT's insertion).
-"""
+- `in_order`: ops in a given order, each into the first gap of a device that is long enough (HEFT's insertion)."""
 
 from typing import Annotated, Any, NamedTuple
 

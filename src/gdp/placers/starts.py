@@ -21,8 +21,7 @@ Replicas: stages of each replica on devices of its own, which is what users run.
 
     2 replicas, 4 devices    gpu0, gpu1 | replica 0 in two stages
                              gpu2, gpu3 | replica 1 in two stages
-N ops, U units, D devices, R replicas, S devices of a replica.
-"""
+N ops, U units, D devices, R replicas, S devices of a replica."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -91,8 +91,7 @@ def advise(
 ) -> Advice:
     """Searches plans for changed machines from `plan`, whose replay is `simulation`, each in a part of `budget`.
 
-    After `stop`, and when the budget has no `least_s` left for one, the changes left are not asked.
-    """
+    After `stop`, and when the budget has no `least_s` left for one, the changes left are not asked."""
     num_devices = simulation.problem.num_devices
     filled = float((simulation.peak_memory_bytes / np.maximum(simulation.problem.memory_limit_bytes, 1)).max())
     changes = [] if num_devices > MOST_CHANGED else list(_changes(simulation, constraints, filled))

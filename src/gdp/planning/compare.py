@@ -122,8 +122,7 @@ def compare(
     `on_start(placer, seed)` is called before each run. After `stop` only the rows that are complete are returned.
     Constraints are those of `Problem.build`; `checkpoint` is the file of a policy to use instead of the one that comes
     with gdp. `rivals` are what other tools do, by name; they have no seeds and come first. Raises InputError for
-    unknown placers and numbers that make no sense.
-    """
+    unknown placers and numbers that make no sense."""
     if isinstance(placers, str):
         placers = [name.strip() for name in placers.split(",")]
     for name in placers:

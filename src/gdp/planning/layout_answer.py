@@ -48,8 +48,7 @@ class LayoutRow:
 @dataclass(frozen=True, slots=True)
 class LayoutAnswer:
     """The rows of all layouts that were looked at: the one of the plan, other simulated ones, estimates, and what does
-    not fit; the fastest of each first.
-    """
+    not fit; the fastest of each first."""
 
     rows: tuple[LayoutRow, ...]
     bound_ns: int  # no layout of this batch on these devices takes less

@@ -30,8 +30,7 @@ _HUBER = 1.5  # sigmas, beyond which a row counts by its distance
 _STEP = 0.02  # of a logarithm, for differences
 
 F64 = npt.NDArray[np.float64]
-Number = tuple[str, str]
-"""A kind of device or link, and which number of it."""
+Number = tuple[str, str]  # a kind of device or link, and which number of it
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,10 +30,8 @@ READING = (
     "batch_dim",
     "batch",
     "lora",
-)
-"""The options that say how MODEL is read."""
-LIMITS = ("pin", "forbid", "max_memory", "reserve")
-"""Those that limit placements."""
+)  # the options that say how MODEL is read
+LIMITS = ("pin", "forbid", "max_memory", "reserve")  # those that limit placements
 
 
 def reading_of(options: Mapping[str, Any]) -> Reading:

@@ -51,8 +51,7 @@ def entry(graph: Graph, cluster: Cluster, constraints: Constraints, options: Map
 def load(path: Path | None, problem_of: Callable[[Plan], Problem]) -> KeptAnswer | None:
     """Returns the answer kept in `path`; None if there is none that can be read.
 
-    `problem_of` returns the problem that a plan should solve; a plan of another one is found anew.
-    """
+    `problem_of` returns the problem that a plan should solve; a plan of another one is found anew."""
     document = cache.read(path, FORMAT, VERSION)
     if document is None:
         return None

@@ -2,8 +2,7 @@
 
 values --> the question of `place` for each --answer--> plan --'
                                                                 '--> the better one is the row
-rows before whose devices a machine has, too  --replay there--> plan --'
-"""
+rows before whose devices a machine has, too  --replay there--> plan --'"""
 
 import re
 from collections.abc import Callable, Sequence

@@ -33,8 +33,7 @@ _EXACT = ("placers.exact",)
 _POLICY = ("policy.rollout",)
 _NUM_OPS, _TENSOR_BYTES = 40, 2**26  # transfers keep every placement far from the lower bound, which would end a search
 
-OnKernel = Callable[[int, int], None]
-"""Is called with the number of kernels that are ready, and that of all."""
+OnKernel = Callable[[int, int], None]  # is called with the number of kernels that are ready, and that of all
 
 
 def warm_up(

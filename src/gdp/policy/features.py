@@ -55,5 +55,4 @@ NUMBERS: Mapping[str, int] = MappingProxyType({feature.name: number for number, 
 INITIAL_WEIGHTS = (
     tuple(feature.weight for feature in FEATURES),
     tuple(feature.weight if feature.later_weight is None else feature.later_weight for feature in FEATURES),
-)
-"""[2, K] of units that see the units before them, and of units that see all others."""
+)  # [2, K] of units that see the units before them, and of units that see all others

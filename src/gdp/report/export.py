@@ -31,8 +31,7 @@ def write_export(plan: Plan, to: str, path: str | Path | None = None, graph: Gra
     """Returns the plan for the tool called `to`, as `gdp export --to` has them, and writes its file to `path` if given.
 
     A plan from a file reads its graph and devices again; `graph` is another to be taken. InputError, with the remedy,
-    for what the tool cannot run, and where the step does not fit.
-    """
+    for what the tool cannot run, and where the step does not fit."""
     plan.check_runnable("exported")
     problem = simulation_of(plan, None if graph is None else Graph.of(graph)).problem
     target: ExportTarget | LayoutTarget | None = find_layout_target(to, is_cut=plan.layout is not None)

@@ -3,10 +3,12 @@ scripts that are written here run: a Content-Security-Policy names them by their
 name in a graph is text."""
 
 import base64
+import gzip
 import hashlib
 import html
 import re
 from importlib.resources import files as package_files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,7 @@ SCRIPTS = (
     "graph",
     "path",
     "main",
-)
-"""Parts of the page's own script, `report-*.js`, in the order in which they are put together."""
+)  # parts of the page's own script, `report-*.js`, in the order in which they are put together
 
 
 def write_report(
@@ -45,8 +46,7 @@ def write_report(
 
     A plan of `gdp.place` brings its baselines, and one from a file reads its graph and devices again; `graph` and
     `cluster` are others to be taken in their place. InputError if the plan is not of them, or the file cannot be
-    written.
-    """
+    written."""
     path = Path(path)
     if not path.name.endswith((".html", ".htm")):
         raise InputError(f"{path}: a name that ends in .html is expected, such as report.html")
@@ -62,7 +62,7 @@ def write_page(path: Path, data: PageData) -> None:
 def render(data: PageData) -> str:
     """The HTML of a report."""
     document = summary(data)
-    library = asset("echarts.min.js")
+    library = gzip.decompress(_file("echarts.min.js.gz").read_bytes()).decode()
     script = '"use strict";(() => {\n' + "\n".join(asset(f"report-{name}.js") for name in SCRIPTS) + "\n})();"
     style = asset("report.css")
     policy = (
@@ -101,7 +101,11 @@ def embed(document: Any) -> str:
 
 def asset(name: str) -> str:
     """The text of one of the package's files."""
-    return package_files("gdp.report").joinpath("assets", name).read_text(encoding="utf-8")
+    return _file(name).read_text(encoding="utf-8")
+
+
+def _file(name: str) -> Traversable:
+    return package_files("gdp.report").joinpath("assets", name)
 
 
 def _digest(content: str) -> str:

@@ -146,8 +146,7 @@ class Timeline:
     """A simulated step over time.
 
     A terminal shows a line for each device, as high as the device is busy, and a notebook the figure of `gdp report
-    --figure`, if Matplotlib is installed. `pandas.DataFrame(timeline.rows)` makes a table.
-    """
+    --figure`, if Matplotlib is installed. `pandas.DataFrame(timeline.rows)` makes a table."""
 
     simulation: Simulation
 
@@ -174,8 +173,7 @@ class Timeline:
     def save(self, path: str | Path) -> Path:
         """Writes the figure to `path`, which ends in .svg, .png or .pdf, and returns the path.
 
-        Raises InputError for another name, and without Matplotlib.
-        """
+        Raises InputError for another name, and without Matplotlib."""
         path = Path(path)
         if path.suffix not in _KINDS:
             raise InputError(f"{path}: a name that ends in {', '.join(_KINDS)} is expected")

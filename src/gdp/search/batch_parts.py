@@ -36,8 +36,7 @@ class Parts:
         """`read(K)` returns the step of 1/K of `batch_size` samples; `whole` is the one of all, if it is there.
 
         `is_fixed`: `batch_size` counts micro-batches, which stay as they are: K is 1 or as many. `seconds`: what it
-        took to capture `whole`. `is_kept(K)` tells whether the step of 1/K is in a cache, and is read in no time.
-        """
+        took to capture `whole`. `is_kept(K)` tells whether the step of 1/K is in a cache, and is read in no time."""
         self.batch_size, self.is_fixed = batch_size, is_fixed
         self._read_part = read
         self._exact: dict[int, Graph] = {} if whole is None else {1: whole}
@@ -54,8 +53,7 @@ class Parts:
         """Returns `value`, or the parts of a MODEL or of a graph in micro-batches; see `of_source` and `of_graph`.
 
         `batch_dim` is the dimension of the inputs of a MODEL that is the batch; None: the first, unless two sizes of it
-        say otherwise.
-        """
+        say otherwise."""
         if isinstance(value, str):
             return cls.of_source(ModelSource(value, Reading(batch_dim=batch_dim)))
         if batch_dim is not None:
@@ -75,8 +73,7 @@ class Parts:
     def of_source(cls, source: ModelSource, whole: Graph | None = None, seconds: float = 0.0) -> "Parts":
         """Returns the parts of a MODEL, of which `whole` is the whole step, captured in so many `seconds`.
 
-        InputError where it has no batch that can be split.
-        """
+        InputError where it has no batch that can be split."""
         if source.is_file:
             return cls.of_graph(source.whole().graph if whole is None else whole)
         samples = source.batch_size
@@ -100,8 +97,7 @@ class Parts:
     def of_graph(cls, graph: Graph) -> "Parts":
         """Returns the micro-batches of `graph`, a training step whose names tell them: `x@1` of op `x`, and so on.
 
-        InputError where there are none.
-        """
+        InputError where there are none."""
         if {"backward", "update"}.isdisjoint(graph.phases):
             raise InputError(f"--parallel: {graph.name!r} is a forward pass; --batches N serves it on several devices")
         one = one_microbatch(graph)
@@ -134,8 +130,7 @@ class Parts:
     def read_ahead(self, num_devices: int, large: LargeSteps = DEFAULTS.large) -> None:
         """Reads the step of a part for each device, or of the next larger one: others are interpolated from it.
 
-        Of a large step it is a part for as many devices as a step may have replicas that can be looked at in time.
-        """
+        Of a large step it is a part for as many devices as a step may have replicas that can be looked at in time."""
         for count in range(min(num_devices, max(large.read_ahead_ops // self.exact(1).num_ops, 2)), 1, -1):
             if self.divides(count):
                 with contextlib.suppress(InputError):  # a layer may fail with so few samples
@@ -171,8 +166,7 @@ class Parts:
     def between(self, num_parts: int, make: Callable[[int], Graph]) -> Graph:
         """Returns `make(num_parts)`, for steps that were read; others are interpolated from what it makes of two.
 
-        `make` returns a graph of that many parts, whose figures are linear in the number of samples.
-        """
+        `make` returns a graph of that many parts, whose figures are linear in the number of samples."""
         self.check(num_parts)
         pair = None if num_parts in self._exact else self._pair()
         if pair is None:

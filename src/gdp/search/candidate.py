@@ -42,8 +42,7 @@ class Figures:
         return self.excess_bytes == 0
 
 
-UNKNOWN = Figures()
-"""Of a candidate that was not simulated: worse than any."""
+UNKNOWN = Figures()  # of a candidate that was not simulated: worse than any
 
 
 @dataclass(frozen=True, slots=True)

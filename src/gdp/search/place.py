@@ -99,8 +99,7 @@ def place(
     `checkpoint` is the file of a policy for the learned placers, in place of the one that comes with gdp, and for
     `auto`, which asks no other. Searches of one step begin from `starts` too, moved where constraints do not allow
     them. `stop` ends the search early. `settings` are the numbers that tune it. Raises InputError for arguments that
-    make no sense.
-    """
+    make no sense."""
     options = SearchOptions(
         placer=placer,
         seed=seed,

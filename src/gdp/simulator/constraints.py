@@ -52,8 +52,7 @@ class Constraints:
     """Limits on where ops may go and on the memory that devices give; see `Problem.build`.
 
     `pins` and `forbid` may be written as a mapping, as pairs or as texts `REGEX=DEVICE`, sizes as `"12GiB"`, and
-    `reserve` as `"10%"`. Raises InputError for anything else.
-    """
+    `reserve` as `"10%"`. Raises InputError for anything else."""
 
     pins: Sequence[tuple[str, str]] = ()
     forbid: Sequence[tuple[str, str]] = ()
@@ -73,8 +72,7 @@ class Constraints:
     ) -> "Constraints":
         """Returns `constraints` with the fields that `keywords` give.
 
-        InputError for an unknown one, with similar keywords, those of `function` among them.
-        """
+        InputError for an unknown one, with similar keywords, those of `function` among them."""
         if constraints is not None and not isinstance(constraints, Constraints):
             kind = type(constraints).__name__
             raise InputError(f"constraints is a {kind}; gdp.Constraints is expected, or keywords such as pins=")

@@ -32,8 +32,7 @@ What makes it fast, and why that is exact:
   wanted. Indices are unsigned, so that Numba does not test for negative ones.
 - A run stops as soon as its step time must reach `stop_ns`: an op started at `t` on device `d` ends the step no earlier
   than `t + tail_ns[op]` (its own time and the longest path below it, everywhere at the fastest device) and device `d`
-  is busy for at least its unstarted work from `t` on.
-"""
+  is busy for at least its unstarted work from `t` on."""
 
 import numpy as np
 
@@ -200,8 +199,7 @@ def run(arrays, op_time_ns, placement, dispatch, stop_ns, scratch, schedule):
     """Returns (status, step time in ns) of `placement` uint8 [N], and fills `schedule`.
 
     `op_time_ns` is int64 [N, D], or [N, 1] where all devices are alike. Its -1 are never read: placements are checked
-    before. The step time is exact when the status is COMPLETED, a lower bound when it is STOPPED.
-    """
+    before. The step time is exact when the status is COMPLETED, a lower bound when it is STOPPED."""
     tensor_offsets, consumer_offsets = arrays.tensor_offsets, arrays.consumer_offsets
     waiting, duration_ns, remaining_ns = scratch.waiting, scratch.duration_ns, scratch.remaining_ns
     bits0, bits1, bits2, lowest = scratch.bits0, scratch.bits1, scratch.bits2, scratch.lowest

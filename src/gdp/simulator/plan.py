@@ -86,8 +86,7 @@ class Plan:
     """A placement and the order of ops on each device, with the figures that a replay gives; a `gdp-plan` file.
 
     `search` says how it was found and `problem` what was asked when it comes from `gdp.place`; both are None when it
-    was read from a file. `asked` says what graph and devices can be read from again.
-    """
+    was read from a file. `asked` says what graph and devices can be read from again."""
 
     graph: str  # fingerprint
     cluster: str  # fingerprint
@@ -117,8 +116,7 @@ class Plan:
     def step_range(self) -> StepRange | None:
         """The range that 80 % of measured steps of this kind are in: `plan.step_range.of(plan.step_time_ns)`.
 
-        None where the problem is not known, or devices do not price kernels.
-        """
+        None where the problem is not known, or devices do not price kernels."""
         return None if self.problem is None else range_of(self.problem.graph, self.problem.cluster, self.placement)
 
     def __repr__(self) -> str:
@@ -145,8 +143,7 @@ class Plan:
         """Returns the name of the device of the op `name`, or of all ops in the module `name` and the modules below it.
 
         `graph` is needed for a plan from a file. Raises InputError for an unknown name, and for a module whose ops are
-        on several devices, with the number on each; `devices_of` returns these numbers.
-        """
+        on several devices, with the number on each; `devices_of` returns these numbers."""
         counts = self.devices_of(name, graph)
         if len(counts) > 1:
             parts = ", ".join(f"{notebook.count(number, 'op')} on {device}" for device, number in counts.items())
@@ -211,8 +208,7 @@ class Plan:
     def to_dataframe(self, graph: "GraphSource | None" = None) -> Any:
         """Returns a pandas DataFrame with a row for each op: what it is, its device and its place in the order there.
 
-        Needs pandas, and for a plan from a file its `graph`. InputError without.
-        """
+        Needs pandas, and for a plan from a file its `graph`. InputError without."""
         try:
             import pandas
         except ImportError:

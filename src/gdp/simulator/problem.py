@@ -23,8 +23,7 @@ from gdp.simulator.orders import B_LEVEL, BY_CALL, order_priority, orders_for
 from gdp.simulator.simulator import Simulator
 
 Placement = npt.NDArray[np.int64]
-Devices = npt.NDArray[np.uint8 | np.uint16]
-"""A placement as kernels take it."""
+Devices = npt.NDArray[np.uint8 | np.uint16]  # a placement as kernels take it
 
 _LARGEST = 2**62  # what all sizes, or all times, of a problem may sum to: half of int64
 
@@ -35,8 +34,7 @@ class Problem:
 
     `allowed` says where an op may go: where it can run, as pins and forbidden kinds ask, and where all ops of its group
     may go. `order` is what ready ops are started by unless a caller says otherwise: the b-level, or an order of
-    micro-batches.
-    """
+    micro-batches."""
 
     graph: Graph
     cluster: Cluster
@@ -71,8 +69,7 @@ class Problem:
         go there. `max_memory_bytes` lowers the memory of devices by name; `reserve` keeps a fraction of every device's
         memory free. `pin` and `max_memory`, as on the command line, are other names; `Constraints` has all notations.
         Raises InputError where no device is left for an op or a group, and where pins ask for more resident bytes than
-        their device has.
-        """
+        their device has."""
         graph, cluster = Graph.of(graph), Cluster.of(cluster)
         times = op_times(graph, cluster) if op_time_ns is None else np.array(op_time_ns, np.int64, order="C")
         _check_table("op_time_ns", times, graph, cluster, -1)

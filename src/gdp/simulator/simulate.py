@@ -118,8 +118,7 @@ class Simulation:
         """Model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B), and the type that it is of; None without FLOPs.
 
         The FLOPs of forward and backward pass in the type that most of them are in, without those of recomputed ops and
-        of exchanges, as a share of what the devices in use could compute in that type during the step.
-        """
+        of exchanges, as a share of what the devices in use could compute in that type during the step."""
         graph, devices = self.problem.graph, self.problem.cluster.devices
         flops = np.where(graph.is_in_role(MODEL) & ~graph.is_in_phase("update"), graph.flops, 0)
         dtypes, codes = numbered(graph.dtypes)
@@ -146,8 +145,7 @@ def simulate(
     `op_time_ns` [N, D] replaces the problem's times (of devices that can run an op; priorities stay).
 
     Raises InputError for a placement on a device that cannot run the op, and for an order that deadlocks or does not
-    list each device's ops once.
-    """
+    list each device's ops once."""
     began = time.perf_counter()
     devices = problem.check_placement(placement)
     num_devices = problem.num_devices

@@ -19,8 +19,7 @@ from gdp.simulator.orders import OrderTraits, order_priority
 from gdp.simulator.readers import readers_of
 from gdp.simulator.records import MOST_INPUTS, Arrays, Dispatch, MemoryArrays, Workspace
 
-Ranks = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]
-"""(rank of each op [N], op of each rank [N])"""
+Ranks = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]  # (rank of each op [N], op of each rank [N])
 
 
 class Simulator:

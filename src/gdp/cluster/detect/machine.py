@@ -13,8 +13,7 @@ from gdp.cluster.detect.topology import Link, Links
 from gdp.cluster.detect.visible import Visible, visible_cards
 from gdp.cluster.device import Device, Route
 
-MAX_CPU_DEVICES = 16
-"""An assumption: with more cores, most would wait for memory."""
+MAX_CPU_DEVICES = 16  # an assumption: with more cores, most would wait for memory
 
 # A tiny op on each of two cores at once takes 2.7 us in forked processes (docs/notes/execution.md).
 _CORES_LAUNCH_NS = 2_700

@@ -11,8 +11,7 @@ from typing import Any
 
 from gdp.cluster.catalogue import GB, NVLINK_BYTES_PER_SECOND
 
-SWITCH = -1
-"""The number of an NVLink switch, in place of a card's number."""
+SWITCH = -1  # the number of an NVLink switch, in place of a card's number
 
 # Values of nvmlGpuTopologyLevel_t (nvml.h), the nearest common ancestor of two cards.
 BOARD, ONE_SWITCH, SWITCHES, HOST_BRIDGE, NODE, SYSTEM = 0, 10, 20, 30, 40, 50

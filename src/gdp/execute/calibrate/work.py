@@ -23,8 +23,7 @@ MIB = 2**20
 
 Log = Callable[[str], None]
 Pair = tuple[int, int]
-Once = Callable[[], int]
-"""Does some work once and returns the ns that it took."""
+Once = Callable[[], int]  # does some work once and returns the ns that it took
 Job = tuple[Backend, Callable[[], Once]]
 """A backend to work on, and a function that prepares the work on the thread that is to do it."""
 

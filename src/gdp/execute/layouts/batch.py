@@ -9,8 +9,7 @@ from torch import Tensor
 from gdp.errors import InputError
 from gdp.models.pytorch.program import named_inputs
 
-Sizes = Mapping[str, Sequence[int]]
-"""The sizes of input tensors, by name."""
+Sizes = Mapping[str, Sequence[int]]  # the sizes of input tensors, by name
 
 
 def split_inputs(

@@ -20,8 +20,7 @@ from gdp.execute.backends import Chunk
 from gdp.models.pytorch.strides import StridedLayout
 from gdp.parallel.rings import Rings
 
-Span = tuple[int, int]
-"""Elements from the first to behind the last."""
+Span = tuple[int, int]  # elements from the first to behind the last
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,7 @@ read rows in each other's memory, which is safe:
 - the sum of a chunk is made in the memory of one replica, and a gradient that other ops read is copied first;
 - what a replica has sent is written again only when its sum has come back, and then all have added it;
 - updated weights are written again in the next step; gathered parameters might be updated before all have copied them,
-  so they are sent as a copy.
-"""
+  so they are sent as a copy."""
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -28,10 +27,8 @@ from gdp.execute.layouts.cut import Cut
 from gdp.models.pytorch.strides import StridedLayout, as_recorded, empty, is_dense, memory_order, part_view, view_of
 
 Held = MutableMapping[int, Any]
-Device = torch.device | None
-"""None: the CPU."""
-Sent = Mapping[int, Sequence[int]]
-"""Numbers of chunks by tensor."""
+Device = torch.device | None  # None: the CPU
+Sent = Mapping[int, Sequence[int]]  # numbers of chunks by tensor
 Results = Mapping[int, tuple[int, Any]]
 """What the op makes by tensor: the member, and the part of it, a span of elements or a view."""
 

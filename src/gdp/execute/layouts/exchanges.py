@@ -45,8 +45,7 @@ from gdp.models.pytorch.routine import OpRoutine
 from gdp.models.pytorch.strides import StridedLayout
 from gdp.parallel.layout import MAX_REPLICAS
 
-Make = Callable[[torch.device | None], OpRoutine]
-"""Makes the routine of an op for a device; None: the CPU."""
+Make = Callable[[torch.device | None], OpRoutine]  # makes the routine of an op for a device; None: the CPU
 ReplicaExchange = AllReduce | ReduceScatter | WeightGather | ParameterGather
 """One exchange of a replica and micro-batch."""
 

@@ -18,8 +18,7 @@ from gdp.models.pytorch.routine import leaves
 from gdp.models.pytorch.strides import StridedLayout, is_dense
 
 aten = torch.ops.aten
-Content = tuple[int, StridedLayout | None]
-"""A value, and the part of it that a tensor has."""
+Content = tuple[int, StridedLayout | None]  # a value, and the part of it that a tensor has
 
 _ALONE = frozenset(
     {
@@ -30,8 +29,7 @@ _ALONE = frozenset(
         aten._to_copy.default,
         aten.copy_.default,
     }
-)
-"""Kernels of updates that treat each element alone."""
+)  # kernels of updates that treat each element alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from typing import Any
 
 from gdp.errors import InputError
 
-GGUF_FILE = "gguf_file"
-"""The key of a config that names the file it is from."""
+GGUF_FILE = "gguf_file"  # the key of a config that names the file it is from
 
 
 @dataclass(frozen=True, slots=True)

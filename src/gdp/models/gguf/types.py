@@ -19,8 +19,7 @@ BITS: dict[str, Fraction] = {
     "Q4_K": Fraction(144 * 8, 256),
     "Q5_K": Fraction(176 * 8, 256),
     "Q6_K": Fraction(210 * 8, 256),
-}
-"""Bits of a weight, scales and least values included."""
+}  # bits of a weight, scales and least values included
 
 MIXTURES: dict[str, str] = {
     "q2_k": "Q2_K",
@@ -33,8 +32,7 @@ MIXTURES: dict[str, str] = {
     "q5_k_m": "Q5_K",
     "q6_k": "Q6_K",
     "q8_0": "Q8_0",
-}
-"""The type of most tensors of a mixture, by name."""
+}  # the type of most tensors of a mixture, by name
 
 _NARROW = {"Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """The types of tensors with rows that are no multiple of 256, the weights of a block of the types with K."""

@@ -96,8 +96,7 @@ class MixtureFormat:
         return stored
 
 
-WeightFormat = GroupFormat | MixtureFormat | GgufFormat
-"""A way to store the weights of a model."""
+WeightFormat = GroupFormat | MixtureFormat | GgufFormat  # a way to store the weights of a model
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _ROLES = {"qkv_proj": "fused", "v_proj": "value", "k_proj": "key", "o_proj": "merge", "down_proj": "down"}

@@ -61,8 +61,7 @@ def parse(text: str) -> tuple[str, Sizes]:
 
 def as_published(text: str, reading: Reading) -> Reading:
     """Returns `reading` for a training step of `hf:DIR`: mixed precision, unless it says otherwise or names a type
-    that has no master weights. InputError for a type that does not go with the precision.
-    """
+    that has no master weights. InputError for a type that does not go with the precision."""
     dtype = (reading.dtype or parse(text)[1].dtype or "").removeprefix("torch.")
     check_precision(reading.precision, dtype)
     is_mixed = not reading.precision and (not dtype or dtype in PRECISIONS[MIXED])

@@ -103,8 +103,7 @@ IDENTITIES = names(
     stop_gradient name optimization_barrier sharding_constraint pvary pbroadcast device_put layout_constraint
     reshard mesh_cast copy_to_host_async
     """
-)
-"""Primitives whose results are their operands."""
+)  # primitives whose results are their operands
 
 
 def called_jaxpr(name: str, params: Mapping[str, Any]) -> Any:

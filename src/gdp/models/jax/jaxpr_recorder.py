@@ -8,8 +8,7 @@ value in memory (a scatter, its operand) makes it an op.
 A *stack* is the result of an unrolled scan, or a parameter that one reads. It is in parts, one for each iteration;
 element-wise primitives work on the parts, and only a consumer of the whole makes an op that joins them.
 
-    scan over w[L, ...]      w[0], w[1], ... are parameters, each reading op belongs to one iteration
-"""
+    scan over w[L, ...]      w[0], w[1], ... are parameters, each reading op belongs to one iteration"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -52,8 +52,7 @@ class OnnxCall:
         return sum(value.numel for value in self.outputs if value is not None)
 
 
-Formula = Callable[[OnnxCall], int]
-"""From a call to its FLOPs."""
+Formula = Callable[[OnnxCall], int]  # from a call to its FLOPs
 
 
 GROUPED_QUERIES = "GroupQueryAttention"
@@ -395,8 +394,7 @@ POINTWISE_KINDS = names(
     QLinearAdd QLinearMul QLinearSigmoid QLinearLeakyRelu Range Trilu Bernoulli Multinomial RandomNormal
     RandomNormalLike RandomUniform RandomUniformLike BlackmanWindow HammingWindow HannWindow MelWeightMatrix
     """
-)
-"""One FLOP per element of the result, which has the broadcast shape of its inputs if these have one type."""
+)  # one FLOP per element of the result, which has the broadcast shape of its inputs if these have one type
 
 _MOVEMENT = names(
     """

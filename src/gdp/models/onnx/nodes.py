@@ -254,8 +254,7 @@ class GraphScope:
 
 def _sorted(graph: GraphProto, own: set[str], values: Mapping[str, TensorInfo]) -> list[NodeProto]:
     """Returns the nodes in a topological order, that of the file if possible. `values` has the names around the graph
-    too.
-    """
+    too."""
     maker: dict[str, int] = {}
     for number, node in enumerate(graph.node):
         for name in node.output:

@@ -225,8 +225,7 @@ def _keep_small(tensor: TensorProto, directory: Path) -> bool:
 
 def _external(tensor: TensorProto, directory: Path, is_wanted: bool) -> bytes:
     """Returns the content of a tensor in another file if it is wanted and there, else b""; InputError for a bad
-    location.
-    """
+    location."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
     remedy = "have the data in files beside the model"

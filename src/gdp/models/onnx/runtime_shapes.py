@@ -137,8 +137,7 @@ EQUIVALENTS = {
         ("DequantizeLinear", "DequantizeLinear"),
         ("QLinearAveragePool", "MaxPool"),
     )
-}
-"""Operators with the shapes and types of one of ONNX's, for its first inputs and its attributes."""
+}  # operators with the shapes and types of one of ONNX's, for its first inputs and its attributes
 
 
 def as_equivalent(node: NodeProto, call: OnnxCall) -> tuple[NodeProto, OnnxCall, Any]:

@@ -233,8 +233,7 @@ _FOLDED = names(
     Range ReduceMax ReduceMin ReduceProd ReduceSum Reshape Round ScatterElements ScatterND Shape Size Slice Split
     Sqrt Squeeze Sub Tile Transpose Trilu Unsqueeze Where Xor
     """
-)
-"""Operators that exporters compute shapes with."""
+)  # operators that exporters compute shapes with
 
 
 def fold(

@@ -61,5 +61,4 @@ VARIANTS = (
     WAVENET.variant("3xl4-24g", 32, num_stacks=2, layers_per_stack=6, channels=128),
     WAVENET.variant("3xp100-pcie-16g", 24, num_stacks=3, layers_per_stack=10),
     WAVENET.variant("6xp100-pcie-16g", 64, num_stacks=6, layers_per_stack=6, num_samples=8192),
-)
-"""Family by family; a name is the family and the sizes: `rnnlm/l3-s20-h1024-b128`."""
+)  # family by family; a name is the family and the sizes: `rnnlm/l3-s20-h1024-b128`

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from gdp.models.papers.base import WordEmbedding
 
-State = tuple[Tensor, Tensor]
-"""Output and cell, each [batch, hidden]."""
+State = tuple[Tensor, Tensor]  # output and cell, each [batch, hidden]
 
 
 class StepEmbedding(nn.Module):

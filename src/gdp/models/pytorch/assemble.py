@@ -133,8 +133,7 @@ class _Tensors:
 
     def _parts(self, value: int, layouts: Iterable[StridedLayout | None]) -> list[StridedLayout | None]:
         """Returns the tensors that an op needs for these views of a value: the whole, or parts that are smaller
-        together.
-        """
+        together."""
         record = self.values[value]
         parts: dict[StridedLayout | None, int] = {}  # in the order read, so that equal captures number tensors equally
         for layout in layouts:

@@ -34,8 +34,7 @@ FLOAT32 = names(
     upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
     upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
     """
-)
-"""Operators that run in float32: `AT_FORALL_FP32`."""
+)  # operators that run in float32: `AT_FORALL_FP32`
 
 FLOAT32_RESULT = names("prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum")
 """Operators that make float32 unless the call says otherwise: `AT_FORALL_FP32_SET_OPT_DTYPE`."""

@@ -101,8 +101,7 @@ FAKE_RESULTS: Mapping[OpOverload, Callable[..., Any]] = {
     ),
     aten.linalg_lstsq.default: _least_squares,
     aten.baddbmm.dtype: lambda c, a, b, dtype, **options: c.new_empty(*a.shape[:2], b.shape[2], dtype=dtype),
-}
-"""Results without content of operators that PyTorch has no shapes for."""
+}  # results without content of operators that PyTorch has no shapes for
 
 
 # What the kernels compute
@@ -191,5 +190,4 @@ FUSED: Mapping[OpOverload, Callable[..., Any]] = {
     aten._thnn_fused_gru_cell_backward.default: _fused_gru_cell_backward,
     aten._thnn_fused_lstm_cell.default: _fused_lstm_cell,
     aten._thnn_fused_lstm_cell_backward_impl.default: _fused_lstm_cell_backward,
-}
-"""Kernels that CPUs lack, and the functions that compute them there."""
+}  # kernels that CPUs lack, and the functions that compute them there

@@ -34,8 +34,7 @@ def register_flops(op: str | OpOverload | OpOverloadPacket) -> Callable[[Callabl
     It is called as `function(*args, out_val=result, **kwargs)` with the (fake) tensors of the call, as raw formulas of
     `torch.utils.flop_counter` are, and returns an integer. It precedes every formula of gdp and PyTorch. `op` may also
     be a JAX primitive (`"pallas_call"`): then the arguments are abstract values with `shape` and `dtype`, and the
-    keyword arguments the primitive's parameters.
-    """
+    keyword arguments the primitive's parameters."""
     name = str(op).replace("::", ".")
 
     def register(function: Callable[..., int]) -> Callable[..., int]:
@@ -154,8 +153,7 @@ def _attention(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> 
 
 def _attention_backward(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
     """grad, query, key, value, out, sums, dropout: scores again, gradients of value, scores, query and key; softmax 5,
-    its backward 4. With dropout, a draw, and mask and scale of the shares and of their gradients are 5 more.
-    """
+    its backward 4. With dropout, a draw, and mask and scale of the shares and of their gradients are 5 more."""
     query, value, dropout = args[1], args[3], 5 if args[6] else 0
     return _attention_pairs(args[1:]) * (6 * int(query.shape[-1]) + 4 * int(value.shape[-1]) + 9 + dropout)
 

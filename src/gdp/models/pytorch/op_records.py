@@ -53,8 +53,7 @@ class ValueRecord:
     readers: list[OpRecord] = field(default_factory=list)
 
 
-PENDING = OpRecord(-1, "", "", "")
-"""Stands for the op of a value until that is recorded."""
+PENDING = OpRecord(-1, "", "", "")  # stands for the op of a value until that is recorded
 
 
 def layout_of(tensor: Tensor) -> StridedLayout:

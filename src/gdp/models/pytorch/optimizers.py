@@ -21,11 +21,9 @@ from gdp.models.pytorch.recorded_calls import Call, Ref
 from gdp.models.pytorch.strides import StridedLayout, contiguous
 
 aten = torch.ops.aten
-Widened = Callable[[], int]
-"""A function that makes a new value, for a float32 copy of the gradient."""
+Widened = Callable[[], int]  # a function that makes a new value, for a float32 copy of the gradient
 
-HALF = (torch.bfloat16, torch.float16)
-"""The types of parameters that have a float32 master copy."""
+HALF = (torch.bfloat16, torch.float16)  # the types of parameters that have a float32 master copy
 
 COUNT = "step"
 MASTER = "master"
@@ -420,5 +418,4 @@ OPTIMIZERS: Mapping[str, UpdateRule] = MappingProxyType(
         "adafactor": replace(_adafactor(_ADAFACTOR_DEFAULTS), name="adafactor"),
         "adam-8bit": _eight_bit("adam-8bit", 0.0),
     }
-)
-"""The optimizers of `--optimizer`, by name."""
+)  # the optimizers of `--optimizer`, by name

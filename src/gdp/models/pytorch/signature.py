@@ -14,8 +14,7 @@ from gdp.models.pytorch.program import Program
 from gdp.models.pytorch.recorded_calls import Call, Ref
 from gdp.models.pytorch.strides import StridedLayout, contiguous
 
-LIBRARY = f"torch {torch.__version__}"
-"""The library whose kernels a time was measured with."""
+LIBRARY = f"torch {torch.__version__}"  # the library whose kernels a time was measured with
 
 
 def signatures(program: Program) -> tuple[str, ...]:

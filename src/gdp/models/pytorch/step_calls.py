@@ -5,8 +5,7 @@ While a user's step is recorded, `intercepted` replaces them:
 - `step` of an optimizer with a rule becomes one update for each parameter; others run as they are written.
 - The `step` of a learning rate scheduler does nothing.
 - A `GradScaler` scales the loss and the gradients, and finds all gradients finite.
-- A number read from a float tensor (`loss.item()`) is one that can be printed and added up, but not compared.
-"""
+- A number read from a float tensor (`loss.item()`) is one that can be printed and added up, but not compared."""
 
 import contextlib
 import sys

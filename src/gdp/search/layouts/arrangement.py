@@ -4,8 +4,7 @@ a card alone     microbatches=2, recompute=auto; the others are slower or missin
 4 equal cards    data=4   [0] [1] [2] [3]        a replica a card
                  data=2   [0 1] [2 3]            each replica in two places: a pipeline, or ops side by side
                  data=1   [0 1 2 3]
-unequal cards    data=3, microbatches=3:1:1      in proportion to speed
-"""
+unequal cards    data=3, microbatches=3:1:1      in proportion to speed"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
