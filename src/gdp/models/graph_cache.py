@@ -87,8 +87,8 @@ def write(path: Path | None, model: Model) -> None:
 def _code(*rooms: str) -> list[Path]:
     """Returns the files of code that graphs read by these packages depend on."""
     directories = [_GRAPH, *(_MODELS / room for room in rooms), _MODELS / "pytorch" / "shards"]
-    names = ("names.py", "serving.py", "experts.py", "lora.py", "shards.py", "stored_weights.py", "textbook_flops.py")
-    shared = [_MODELS / name for name in names]
+    names = "names serving experts lora shards stored_weights textbook_flops"
+    shared = [_MODELS / "operators.toml", *(_MODELS / f"{name}.py" for name in names.split())]
     return [*shared, *(file for directory in directories for file in directory.glob("*.py"))]
 
 

@@ -1,10 +1,13 @@
 """Names of operators and types: tables of them, and the size that a type's name tells."""
 
 import re
+import tomllib
 from collections.abc import Mapping
+from importlib.resources import files
 from typing import TypeVar
 
 _Value = TypeVar("_Value")
+_OPERATORS = tomllib.loads(files("gdp.models").joinpath("operators.toml").read_text(encoding="utf-8"))
 
 
 def names(text: str) -> frozenset[str]:
@@ -15,6 +18,16 @@ def names(text: str) -> frozenset[str]:
 def by_name(table: Mapping[str, _Value]) -> dict[str, _Value]:
     """Returns the value of each name, from a table whose keys are names that white space separates."""
     return {name: value for text, value in table.items() for name in text.split()}
+
+
+def listed(framework: str, table: str) -> frozenset[str]:
+    """Returns the operators of a `table` of operators.toml."""
+    return names(_OPERATORS[framework][table])
+
+
+def counts(framework: str, table: str) -> dict[str, int]:
+    """Returns the number of each operator in a `table` of operators.toml."""
+    return by_name(_OPERATORS[framework][table])
 
 
 def element_bits(dtype: str) -> int | None:

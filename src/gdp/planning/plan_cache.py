@@ -44,7 +44,7 @@ def entry(graph: Graph, cluster: Cluster, constraints: Constraints, options: Map
     question = (graph.fingerprint, cluster.fingerprint, asdict(constraints), options)
     versions = [version(name) for name in ("gdp-placement", *_LIBRARIES)]
     package = Path(__file__).parents[1]
-    code = [*package.rglob("*.py"), *package.rglob("*.safetensors")]
+    code = [file for kind in ("py", "toml", "safetensors") for file in package.rglob(f"*.{kind}")]
     return cache.entry("plans", graph.name, (FORMAT, VERSION, versions, *question), code)
 
 

@@ -14,39 +14,18 @@ from gdp.graph.shapes import product_text
 from gdp.models import textbook_flops as textbook
 from gdp.models.experts import share_hit
 from gdp.models.jax.equations import IDENTITIES, called_jaxpr
-from gdp.models.names import element_bits, names
+from gdp.models.names import element_bits, listed, names
 from gdp.models.pytorch.flops import FORMULA, MOVEMENT, POINTWISE, UNKNOWN, registered_formula
 
 Params = Mapping[str, Any]
 Formula = Callable[[Params, Sequence[Any], Sequence[Any]], int]
 """From a primitive's parameters and the abstract values (`shape`, `dtype`) of its inputs and outputs to FLOPs."""
 
-POINTWISE_PRIMITIVES = names(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
-    conj cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac
-    integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mulhi ne neg nextafter not or
-    polygamma population_count pow reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta
-    """
-)
+POINTWISE_PRIMITIVES, _MOVEMENT = listed("jax", "pointwise"), listed("jax", "movement")
 CONVERSIONS = frozenset({"convert_element_type", "real", "imag", "copy", "copy_p", "bitcast_convert_type"})
 """Element by element like the above, with nothing to count."""
 
-_DRAWS = names("iota random_bits random_split random_fold_in random_seed rng_bit_generator rng_uniform threefry2x32")
-_MOVEMENT = names(
-    """
-    concatenate stack unstack split tile pad slice dynamic_slice dynamic_update_slice gather scatter rev
-    broadcast_in_dim reshape squeeze expand_dims transpose random_wrap random_unwrap create_token after_all empty
-    tie_in parameter
-    """
-)
-_REDUCTIONS = names(
-    """
-    reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor reduce argmax argmin cumsum cumprod
-    cummax cummin cumlogsumexp top_k approx_top_k
-    """
-)
+_DRAWS, _REDUCTIONS = listed("jax", "draws"), listed("jax", "reductions")
 _PLAIN_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"})
 _READERS = frozenset({"slice", "dynamic_slice", "gather"})
 _PRODUCTS = names("dot_general conv_general_dilated ragged_dot ragged_dot_general scaled_matmul_wrapper")

@@ -12,7 +12,7 @@ from typing import Any
 from gdp.arrays import Content
 from gdp.graph.shapes import Array, call_text, product_text
 from gdp.models.experts import share_hit
-from gdp.models.names import by_name, names
+from gdp.models.names import by_name, counts, listed, names
 from gdp.models.onnx.onnx_file import DEFAULT_DOMAINS, TensorInfo
 from gdp.models.pytorch.flops import FORMULA, MOVEMENT, POINTWISE, UNKNOWN
 from gdp.models.textbook_flops import interpolation
@@ -308,7 +308,9 @@ def _out(count: int) -> Formula:
 
 _BATCHED = names("MatMul MatMulInteger FusedMatMul TransposeMatMul")
 _PRODUCTS = _BATCHED | names("QLinearMatMul DynamicQuantizeMatMul MatMulIntegerToFloat Gemm FusedGemm QGemm")
-_FORMULAS: dict[str, Formula] = by_name(
+_FORMULAS: dict[str, Formula] = {name: _out(count) for name, count in counts("onnx", "out").items()}
+_FORMULAS |= {name: _read(count) for name, count in counts("onnx", "read").items()}
+_FORMULAS |= by_name(
     {
         "MatMul MatMulInteger QLinearMatMul FusedMatMul TransposeMatMul": _product,
         "DynamicQuantizeMatMul MatMulIntegerToFloat": _product,
@@ -336,40 +338,18 @@ _FORMULAS: dict[str, Formula] = by_name(
         "Einsum": _einsum,
         "MaxPool AveragePool QLinearAveragePool": _pool,
         "LpPool": lambda call: 2 * _pool(call),
-        "GlobalAveragePool GlobalMaxPool QLinearGlobalAveragePool": _read(1),
-        "GlobalLpPool": _read(2),
-        # max, subtract, exp, sum, divide
-        "Softmax LogSoftmax QLinearSoftmax": _out(5),
-        "BiasSoftmax": _out(6),
-        "Hardmax": _read(1),
-        "SoftmaxCrossEntropyLoss": _read(5),
         "NegativeLogLikelihoodLoss": _read(1, 1),
-        # sum; subtract, square, sum; subtract, times 1 / deviation; scale, shift
-        "BatchNormalization InstanceNormalization GroupNormalization LayerNormalization": _out(8),
-        "MeanVarianceNormalization": _out(6),
-        # square, sum; times 1 / root, scale
-        "RMSNormalization SimplifiedLayerNormalization": _out(4),
         "SkipLayerNormalization": _skip_norm(8),
         "SkipSimplifiedLayerNormalization": _skip_norm(4),
         "EmbedLayerNormalization": lambda call: (8 + 1 + call.has(4)) * call.out.numel,  # two or three tables added
-        "LpNormalization": _out(3),
         # squares, sums; scale, add, pow, divide
         "LRN": lambda call: (2 * int(call.attributes["size"]) + 4) * call.out.numel,
-        "RotaryEmbedding": _out(3),
-        "SwiGLU": _out(2),
-        "BiasGelu BiasAdd": _out(2),
-        "BiasSplitGelu": _out(4),  # both halves and their bias, GELU of one, a product
         "GroupNorm": lambda call: (8 + bool(call.attributes.get("activation", 0))) * call.out.numel,
         **dict.fromkeys(("QLinearConcat", "QLinearWhere", "GatherBlockQuantized"), _out(1)),  # to another scale
         # add; the approximation by tanh is one function
         "FastGelu": lambda call: (1 + call.has(1)) * call.out.numel,
         "Max Min Sum": _variadic,
         "Mean": lambda call: _variadic(call) + call.out.numel,
-        "ReduceSum ReduceMean ReduceMax ReduceMin ReduceProd ReduceL1": _read(1),
-        "ArgMax ArgMin CumSum CumProd TopK NonZero Col2Im": _read(1),
-        "ReduceL2 ReduceSumSquare ReduceLogSum": _read(2),
-        "ReduceLogSumExp": _read(4),
-        "DynamicQuantizeLinear": _read(3),  # least, greatest, scale
         "Unique": _sort,
         "Det": lambda call: 2 * call.input(0).numel * call.input(0).shape[-1] // 3,
         "DFT": _fourier,
@@ -381,36 +361,11 @@ _FORMULAS: dict[str, Formula] = by_name(
         "ScatterElements ScatterND Scatter": lambda call: (
             0 if call.attributes.get("reduction", "none") == "none" else call.input(2).numel
         ),
-        "Dropout": _out(3),  # draw, times mask, scale
     }
 )
 
-POINTWISE_KINDS = names(
-    """
-    Abs Acos Acosh Add And Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Ceil Celu Clip
-    Cos Cosh DequantizeLinear Div Elu Equal Erf Exp Floor Gelu Greater GreaterOrEqual HardSigmoid HardSwish IsInf
-    IsNaN LeakyRelu Less LessOrEqual Log Mish Mod Mul Neg Not Or PRelu Pow QuantizeLinear Reciprocal Relu Round Selu
-    Shrink Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Sub Swish Tan Tanh ThresholdedRelu Where Xor QuickGelu
-    QLinearAdd QLinearMul QLinearSigmoid QLinearLeakyRelu Range Trilu Bernoulli Multinomial RandomNormal
-    RandomNormalLike RandomUniform RandomUniformLike BlackmanWindow HammingWindow HannWindow MelWeightMatrix
-    """
-)  # one FLOP per element of the result, which has the broadcast shape of its inputs if these have one type
-
-_MOVEMENT = names(
-    """
-    BitCast Cast CastLike CenterCropPad Compress Concat ConcatFromSequence Constant ConstantOfShape DepthToSpace
-    Expand EyeLike Flatten Gather GatherElements GatherND Identity MaxUnpool OneHot Optional OptionalGetElement
-    OptionalHasElement Pad Reshape ReverseSequence SequenceAt SequenceConstruct SequenceEmpty SequenceErase
-    SequenceInsert SequenceLength Shape Size Slice SpaceToDepth Split SplitToSequence Squeeze TensorScatter Tile
-    Transpose Unsqueeze
-    """
-)
+POINTWISE_KINDS, _MOVEMENT = listed("onnx", "pointwise"), listed("onnx", "movement")
 
 _ROW_READERS = names("Gather GatherElements GatherND Slice Compress SequenceAt GatherBlockQuantized")
 
-_INT8 = names(
-    """
-    MatMulInteger ConvInteger QLinearMatMul QLinearConv DynamicQuantizeMatMul MatMulIntegerToFloat QGemm QAttention
-    DynamicQuantizeLSTM
-    """
-)
+_INT8 = listed("onnx", "int8")

@@ -14,7 +14,7 @@ from onnx.shape_inference import infer_node_outputs
 
 from gdp.arrays import Content
 from gdp.errors import InputError
-from gdp.models.names import names
+from gdp.models.names import listed
 from gdp.models.onnx.node_costs import POINTWISE_KINDS, OnnxCall, table_name
 from gdp.models.onnx.onnx_file import BOOL, DEFAULT_DOMAINS, FLOAT, INT32, INT64, SMALL, TensorInfo
 from gdp.models.onnx.runtime_shapes import EQUIVALENTS, Inferred, as_equivalent, by_rule
@@ -226,14 +226,7 @@ def _broadcast(shapes: Iterable[tuple[int, ...]]) -> list[int | None] | None:
 
 # Constants
 
-_FOLDED = names(
-    """
-    Abs Add And Cast CastLike Ceil Concat ConstantOfShape CumSum Div Equal Expand Flatten Floor Gather
-    GatherElements GatherND Greater GreaterOrEqual Identity Less LessOrEqual Max Min Mod Mul Neg NonZero Not Or Pow
-    Range ReduceMax ReduceMin ReduceProd ReduceSum Reshape Round ScatterElements ScatterND Shape Size Slice Split
-    Sqrt Squeeze Sub Tile Transpose Trilu Unsqueeze Where Xor
-    """
-)  # operators that exporters compute shapes with
+_FOLDED = listed("onnx", "folded")
 
 
 def fold(

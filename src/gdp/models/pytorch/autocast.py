@@ -20,26 +20,16 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from gdp.models.names import names
+from gdp.models.names import listed
 
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
-FLOAT32 = names(
-    """
-    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm
-    native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss
-    cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss
-    margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
-    binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d
-    upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
-    upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
-    """
-)  # operators that run in float32: `AT_FORALL_FP32`
+FLOAT32 = listed("pytorch", "autocast_float32")
 
-FLOAT32_RESULT = names("prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum")
+FLOAT32_RESULT = listed("pytorch", "autocast_float32_result")
 """Operators that make float32 unless the call says otherwise: `AT_FORALL_FP32_SET_OPT_DTYPE`."""
 
-WIDEST = names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
+WIDEST = listed("pytorch", "autocast_widest")
 """Operators that run in the widest type of their arguments: `AT_FORALL_PROMOTE`."""
 
 _ADDED_DTYPE = {"aten::norm.Scalar": "ScalarOpt_dtype", "aten::norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.flop_counter import flop_registry
 
-from gdp.models.names import by_name, names
+from gdp.models.names import by_name, counts, listed
 from gdp.models.pytorch import linear_algebra
 from gdp.models.textbook_flops import interpolation
 
@@ -235,14 +235,11 @@ def _pool(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
     return int(outputs[0].numel() * math.prod(min(size, side) for size, side in zip(sizes, sides, strict=True)))
 
 
-_REDUCTIONS = """
-    sum mean amax amin max min aminmax argmax argmin prod any all nansum cumsum cumprod cummax topk
-    count_nonzero bincount histc cummin _cummax_helper _cummin_helper median nanmedian kthvalue nonzero histogram
-    _is_all_true _is_any_true _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d
-"""
-
 # by name without namespace `aten` and final underscore
-_FORMULAS: dict[str, Formula] = linear_algebra.FORMULAS | by_name(
+_FORMULAS: dict[str, Formula] = dict.fromkeys(listed("pytorch", "reductions"), _read(1))
+_FORMULAS |= {name: _out(count) for name, count in counts("pytorch", "out").items()}
+_FORMULAS |= {name: _read(count) for name, count in counts("pytorch", "read").items()}
+_FORMULAS |= linear_algebra.FORMULAS | by_name(
     {
         "mm bmm mv _int_mm linear": _product,
         "addmm baddbmm addmv addbmm _addmm_activation": _added_product,
@@ -286,75 +283,18 @@ _FORMULAS: dict[str, Formula] = linear_algebra.FORMULAS | by_name(
         "transformers::grouped_mm_fallback_backward": lambda args, kwargs, outputs: (
             2 * _grouped_product(args, kwargs, outputs)
         ),
-        # max, subtract, exp, sum, divide; backward: y g, sum, subtract, multiply
-        "_softmax _log_softmax _safe_softmax": _out(5),
-        "_softmax_backward_data _log_softmax_backward_data": _out(4),
-        "logsumexp": _read(4),
-        # sum; subtract, square, sum; subtract, times 1 / deviation; scale, shift
-        "native_layer_norm native_group_norm native_batch_norm cudnn_batch_norm": _out(8),
-        "_native_batch_norm_legit _batch_norm_with_update": _out(8),
-        # g scale, sum; normalise 2, times g, sum; dx = (g - a - x b) c 4; gradients of scale 2 and shift 1
-        "native_layer_norm_backward native_group_norm_backward native_batch_norm_backward": _read(13),
-        "batch_norm_backward cudnn_batch_norm_backward": _read(13),
-        # square, sum; times 1 / root, scale
-        "_fused_rms_norm": _out(4),
-        # g scale, times x, sum; x a, subtract, times 1 / root; gradient of scale: normalise, times, sum
-        "_fused_rms_norm_backward": _read(9),
-        # with biases: three sums and the function of each of two gates; three sums, a product and tanh; the state's 3
-        "_thnn_fused_gru_cell": _out(16),
         # gradients of both gates 5, of the new state 5, two products; six sums for the biases
         "_thnn_fused_gru_cell_backward": lambda args, kwargs, outputs: (23 if args[2] else 17) * int(args[0].numel()),
-        # with biases: three sums and the function of each of four gates; the cell's 3, the state's 2
-        "_thnn_fused_lstm_cell": _out(21),
         # tanh; gradients of the cell 7, of three gates 4 and of one 3; of the last cell; four sums for the biases
         "_thnn_fused_lstm_cell_backward_impl": lambda args, kwargs, outputs: (
             (28 if args[5] else 24) * int(args[2].numel())
         ),
-        # sum; subtract, square, sum
-        "var std var_mean std_mean": _read(4),
-        "linalg_vector_norm norm": _read(2),
-        # subtract, square or absolute value, sum; backward: subtract, times g, times 2 / n
-        "mse_loss smooth_l1_loss huber_loss l1_loss": _read(3),
-        "mse_loss_backward smooth_l1_loss_backward huber_loss_backward": _out(3),
-        # two logarithms, 1 - x, two products, sum
-        "binary_cross_entropy": _read(6),
-        "binary_cross_entropy_backward": _out(6),
-        # exponential, 1 + x, logarithm, product, two sums
-        "binary_cross_entropy_with_logits": _read(6),
         "nll_loss_forward nll_loss2d_forward": _read(1, 1),
         # of each time and state: a logarithm of the sum of three exponentials; backward: as much, three for the sums of
         # states of a class, three of each class
         "_ctc_loss": lambda args, kwargs, outputs: 13 * outputs[1].numel(),
         "_ctc_loss_backward": lambda args, kwargs, outputs: int(16 * args[6].numel() + 3 * outputs[0].numel()),
-        "native_dropout": _out(3),  # draw, times mask, scale
-        "glu addr": _out(2),
-        "glu_backward addcmul addcdiv": _out(3),
-        "polar": _out(4),  # cosine, sine, two products
-        # four products, three sums
-        "upsample_bilinear2d": _out(7),
-        "upsample_bilinear2d_backward": _read(7),
-        # 16 products, 15 sums; backward: 16 products, 16 sums
-        "upsample_bicubic2d": _out(31),
-        "upsample_bicubic2d_backward": _read(32),
         "grid_sampler_2d grid_sampler_3d": _grid_sample,
-        # linear: 4 or 8 products and sums for the input; 4 products and 3 sums, or 8 and 7, for each coordinate
-        "grid_sampler_2d_backward": _read(22),
-        "grid_sampler_3d_backward": _read(61),
-        "upsample_trilinear3d": _out(15),  # eight products, seven sums
-        "upsample_trilinear3d_backward": _read(15),
-        "upsample_linear1d": _out(3),
-        "upsample_linear1d_backward": _read(3),  # two products, a sum
-        "avg_pool2d_backward avg_pool3d_backward upsample_nearest2d_backward": _read(1),
-        "max_pool2d_with_indices_backward max_pool3d_with_indices_backward embedding_dense_backward": _read(1),
-        "_adaptive_avg_pool2d_backward": _out(1),
-        "dot vdot trace": _read(2),
-        # gradients: as many sums as elements are read
-        "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward": _read(1),
-        "replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward": _read(1),
-        "upsample_nearest1d_backward upsample_nearest3d_backward _upsample_nearest_exact1d_backward": _read(1),
-        "_upsample_nearest_exact2d_backward _upsample_nearest_exact3d_backward col2im": _read(1),
-        "adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d": _read(1),
-        "adaptive_max_pool3d_backward fractional_max_pool2d_backward fractional_max_pool3d_backward": _read(1),
         "_upsample_bilinear2d_aa": _smoothed(2),
         "_upsample_bicubic2d_aa": _smoothed(4),
         "_upsample_bilinear2d_aa_backward": _smoothed(2, is_backward=True),
@@ -362,57 +302,14 @@ _FORMULAS: dict[str, Formula] = linear_algebra.FORMULAS | by_name(
         "bucketize isin": _search(1),
         "searchsorted": _search(0),
         "_unique _unique2 unique_dim unique_consecutive unique_dim_consecutive mode": _sort,
-        "segment_reduce _segment_reduce_backward _unsafe_masked_index_put_accumulate multinomial": _read(1),
         "_unsafe_index_put": _scatter,
-        "logcumsumexp _logcumsumexp": _read(4),  # maximum, exponential, sum, logarithm
-        "dist renorm": _read(3),  # subtract, or scale; power, sum
-        "soft_margin_loss multi_margin_loss multilabel_margin_loss_forward": _read(4),
-        "linalg_cross": _out(3),
         # theta [.., dims, dims + 1]: a product and a sum for each column and coordinate
         "affine_grid_generator": lambda args, kwargs, outputs: int(2 * args[0].shape[-1] * outputs[0].numel()),
         # [time, batch, in], [width, in, out]
         "conv_tbc": lambda args, kwargs, outputs: int(2 * outputs[0].numel() * args[1].numel() // args[1].shape[-1]),
-        # square, sum, times g / norm; backward: times v, sum, v times that, subtract, scale
-        "_weight_norm_interface": _read(3),
-        "_weight_norm_interface_backward": _read(5),
-        _REDUCTIONS: _read(1),
     }
 )
 
 _OPERANDS: dict[Formula, int] = {_product: 0, _packed_product: 0, _grouped_product: 0, _added_product: 1}
 
-_POINTWISE = names(
-    """
-    masked_fill hardtanh_backward elu_backward leaky_relu_backward hardswish_backward hardsigmoid_backward
-    softplus_backward mish_backward log_sigmoid_forward log_sigmoid_backward _prelu_kernel _prelu_kernel_backward
-    rrelu_with_noise rrelu_with_noise_backward softshrink_backward hardshrink_backward tril triu bernoulli uniform
-    normal random exponential geometric rand randn randint rand_like randn_like randperm arange linspace
-    nll_loss_backward nll_loss2d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
-    adaptive_max_pool2d_backward celu selu gelu silu clamp_min clamp_max _conj_physical
-    floor_divide polar hardswish mish threshold rsub complex log_normal cauchy poisson binomial randint_like
-    _standard_gamma _standard_gamma_grad _sample_dirichlet _dirichlet_grad logspace range hann_window hamming_window
-    blackman_window bartlett_window kaiser_window fft_fftfreq fft_rfftfreq soft_margin_loss_backward
-    multi_margin_loss_backward multilabel_margin_loss_backward fake_quantize_per_tensor_affine_cachemask
-    fake_quantize_per_channel_affine_cachemask _fake_quantize_per_tensor_affine_cachemask_tensor_qparams
-    _fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_channel_affine
-    quantize_per_tensor quantize_per_channel dequantize _masked_scale gdp::dequantize_blockwise gdp::dequantize_4bit
-    adaptive_avg_pool3d_backward
-    """
-)
-
-_MOVEMENT = names(
-    """
-    cat stack copy clone _to_copy fill zero zeros ones full empty empty_like zeros_like ones_like full_like
-    new_empty new_zeros new_ones new_full empty_strided new_empty_strided empty_permuted scalar_tensor lift_fresh
-    eye embedding index index_select gather take masked_select slice_backward select_backward diagonal_backward
-    unfold_backward as_strided_scatter slice_scatter select_scatter scatter index_copy constant_pad_nd
-    reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d flip roll repeat repeat_interleave
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d pixel_shuffle pixel_unshuffle channel_shuffle im2col
-    tril_indices triu_indices set resize
-    nonzero_static index_fill masked_scatter masked_scatter_backward contiguous _foreach_copy _foreach_zero
-    reflection_pad3d replication_pad3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
-    diag_embed diagonal_scatter _stack _chunk_cat block_diag rot90 _unsafe_index _unsafe_masked_index resize_as
-    collective::all_reduce collective::all_gather collective::reduce_scatter collective::all_to_all collective::send
-    max_unpool2d max_unpool3d lu_unpack _jagged_to_padded_dense_forward _padded_dense_to_jagged_forward _pin_memory
-    """
-)
+_POINTWISE, _MOVEMENT = listed("pytorch", "pointwise"), listed("pytorch", "movement")
