@@ -2,16 +2,21 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 
 from gdp.cluster import Cluster
 from gdp.graph import Graph
+from gdp.models.shards import WHOLE, Shards
+from gdp.models.source import ModelSource
 from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.search.batch_parts import Parts
 from gdp.search.question import BatchQuestion
-from gdp.search.rivals.rivals import RIVALS, megatron, simulate_layout
+from gdp.search.rivals.rivals import RIVALS, equal_stages, megatron, simulate_layout
+from gdp.simulator.problem import Problem
+from tests.models.shard_cases import case
 from tests.parallel.test_replicas import chain
 from tests.search.test_layouts import encoder
 
@@ -121,7 +126,8 @@ def layouts(num_devices: int, num_layers: int) -> Iterator[tuple[Layout, int]]:
         replicas = num_devices // stages
         for count in range(1, BATCH + 1):
             if BATCH % (replicas * count) == 0:
-                yield Layout((count,) * replicas, stages=stages), stages
+                for zero in range(min(replicas, 2)):
+                    yield Layout((count,) * replicas, zero, stages=stages), stages
 
 
 @pytest.mark.parametrize("num_layers", [4, 6, 3])
@@ -140,6 +146,46 @@ def test_megatron_takes_the_grid_that_trying_all_of_them_finds(num_layers: int, 
     assert (step.step_time_ns if step.fits else None) == min(times.values(), default=None)
     if times:
         assert times[step.layout] == step.step_time_ns
+
+
+def cut_question() -> BatchQuestion:
+    """Returns the question about a small decoder on four cards."""
+    model, inputs = case("llama")
+    return BatchQuestion(Parts.of_source(ModelSource.of_example((model, (), inputs))), Cluster.parse("4xa100-sxm-80g"))
+
+
+def test_megatron_looks_at_all_degrees_of_tensor_parallelism() -> None:
+    """Its step is the best of all grids of tensor x data x pipeline, with tokens cut between cut ops."""
+    question, times = cut_question(), {}
+    for tensor in (1, 2, 4):
+        shards = Shards(tensor).settled(training=True) if tensor > 1 else WHOLE
+        asked = question.on_groups(shards) if tensor > 1 else question
+        for stages, replicas, zero in product((1, 2), (1, 2), (0, 1)):
+            if stages * replicas * tensor != 4 or zero >= replicas:
+                continue
+            for count in asked.parts.counts(replicas):
+                layout = Layout((count,) * replicas, zero, stages=stages)
+                graph, grid = asked.parts.exact(layout.num_parts), np.arange(4 // tensor).reshape(-1, stages)
+                stage = equal_stages(Problem.build(graph, asked.cluster), stages)
+                assert stage is not None
+                _, simulation = simulate_layout(graph, layout, asked.cluster, stage, grid)
+                times[replace(layout, shards=shards)] = simulation.step_time_ns
+    assert {layout.shards.tensor for layout in times} == {1, 2, 4}
+    solution = megatron(question)
+    assert solution.best is not None
+    assert solution.best.step_time_ns == min(times.values()) == times[solution.best.layout]
+    assert all(times[each.layout] == each.step_time_ns for each in solution.looked_at if each.layout in times)
+
+
+def test_fsdp_goes_over_groups_whose_ops_are_cut() -> None:
+    """Two groups of two cards share all state; a group of all four has no replicas to share it with."""
+    best = RIVALS["fsdp-tp"](cut_question()).best
+    assert best is not None
+    assert str(best.layout) == "data=2,tensor=2,sequence=on,zero=3"
+    assert {device.num_cards for device in best.problem.cluster.devices} == {2}
+    none = RIVALS["fsdp-tp"](question(4, machine(4))).best
+    assert none is not None
+    assert "cuts the ops of a MODEL; a step as it is has no shards" in none.obstacle
 
 
 def test_stages_run_the_published_order() -> None:

@@ -1,4 +1,5 @@
-"""A bound on the step time of any layout of a batch: replicas, micro-batches, ZeRO, recomputation, any placement.
+"""A bound on the step time of any layout of a batch: replicas, micro-batches, ZeRO, recomputation, any placement, and
+ops cut over groups of cards.
 
 However a batch is cut, its flops are computed and each op reads and writes at least what it does for the whole batch.
 Shared out over devices, without launches, transfers or one op waiting for another, the work takes at least
@@ -6,7 +7,12 @@ Shared out over devices, without launches, transfers or one op waiting for anoth
     T >= sum over ops of min over devices of y[d] * time[op, d]        for any weights y >= 0 that sum to 1
 
 where time[op, d] is the larger of flops and bytes at the device's rates: pieces of an op sum to at least that. Devices
-of a class, which are alike, have equal weights. N ops, C classes.
+of a class, which are alike, have equal weights.
+
+The same holds of ops that are cut over the ranks of groups: pieces of a product have its flops, and all ranks together
+read its weights at least once. Ranks repeat ops or run pieces of them, but for a few whose place others take: copies are
+views where a rank has one head, and the loss is summed over parts of a vocabulary. They are not counted where cards form
+groups. N ops, C classes.
 """
 
 import math
@@ -20,10 +26,12 @@ from gdp.arrays import I64
 from gdp.cluster import Cluster, Device
 from gdp.cluster.achieved import NUMBERS
 from gdp.costs.op_times import op_time_classes
+from gdp.costs.table import class_of
 from gdp.graph import Graph
 from gdp.graph.microbatches import shared_ops
 
 _ROUNDS = 60  # of the ascent over weights
+_OTHERWISE = ("transpose", "gather", "element_gather", "softmax")  # classes of ops that ranks may run otherwise
 
 
 def layout_bound(steps: Mapping[int, Graph], cluster: Cluster) -> int:
@@ -35,7 +43,13 @@ def layout_bound(steps: Mapping[int, Graph], cluster: Cluster) -> int:
     """
     if any(any(graph.times_ns) for graph in steps.values()):
         return 0
-    return min(_shared_out(*_work_ns(graph, num_parts, cluster)) for num_parts, graph in steps.items())
+    has_groups, bounds = bool(cluster.group_sizes()), []
+    for num_parts, graph in steps.items():
+        work_ns, counts = _work_ns(graph, num_parts, cluster)
+        if has_groups:
+            work_ns[[class_of(kind) in _OTHERWISE for kind in graph.kinds]] = 0
+        bounds.append(_shared_out(work_ns, counts))
+    return min(bounds)
 
 
 def _work_ns(graph: Graph, num_parts: int, cluster: Cluster) -> tuple[I64, I64]:

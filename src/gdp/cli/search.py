@@ -50,6 +50,8 @@ def find_plan(opened: OpenRequest, stop: Stop) -> KeptAnswer:
         advice, solution = find_advice(opened, solution, clock)
         plan = plan if solution.plan is None else solution.plan
     if question.parts is None:
+        for note in solution.notes:
+            log(f"gdp: note: {note}")
         return KeptAnswer(plan, advice, tuple(progress.improvements(line.history)))
     return KeptAnswer(plan, advice, layouts=LayoutAnswer.of(solution, question.parts))
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from gdp.graph import Graph
 from gdp.graph.copies import RECOMPUTED
+from gdp.models.shards import WHOLE
 from gdp.notebook import format_gib
 from gdp.parallel.layout import AUTO, NONE, Layout
 from gdp.parallel.step import Step
@@ -65,7 +66,9 @@ class LayoutAnswer:
             others = [each for each in others if each.layout.num_parts == 1]
         others.sort(key=lambda each: (each.status == NOT_ALLOWED or each.missing_bytes > 0, each.status == ESTIMATED))
         rows = tuple(map(LayoutRow.of, (best, *others)))
-        notes = (*_ties(rows, best.error), *_notes(best, parts))
+        shards = best.layout.shards
+        own = parts if shards == WHOLE else parts.sharded(shards)
+        notes = (*_ties(rows, best.error), *_notes(best, own), *solution.notes)
         return cls(rows, solution.bound_ns, num_moved(best), notes)
 
     @property

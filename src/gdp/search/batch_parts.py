@@ -16,6 +16,7 @@ from gdp.graph.accumulation import one_microbatch
 from gdp.graph.interpolation import have_same_ops, interpolated
 from gdp.graph.microbatches import MAX_MICROBATCHES, count_microbatches
 from gdp.models.model import Reading
+from gdp.models.shards import Shards
 from gdp.models.source import ModelSource
 from gdp.search.settings import DEFAULTS, LargeSteps
 
@@ -32,11 +33,14 @@ class Parts:
         is_fixed: bool = False,
         seconds: float = 0.0,
         is_kept: Callable[[int], bool] = lambda num_parts: False,
+        source: ModelSource | None = None,
     ) -> None:
         """`read(K)` returns the step of 1/K of `batch_size` samples; `whole` is the one of all, if it is there.
 
         `is_fixed`: `batch_size` counts micro-batches, which stay as they are: K is 1 or as many. `seconds`: what it
-        took to capture `whole`. `is_kept(K)` tells whether the step of 1/K is in a cache, and is read in no time."""
+        took to capture `whole`. `is_kept(K)` tells whether the step of 1/K is in a cache, and is read in no time.
+        `source` is the MODEL, if its ops may be cut."""
+        self._source, self._sharded = source, dict[Shards, Parts]()
         self.batch_size, self.is_fixed = batch_size, is_fixed
         self._read_part = read
         self._exact: dict[int, Graph] = {} if whole is None else {1: whole}
@@ -90,7 +94,7 @@ class Parts:
                 source.check_part(parts.exact(1), model.graph, (1, num_parts))
             return model.graph
 
-        parts = cls(read, samples, whole, seconds=seconds, is_kept=source.is_kept)
+        parts = cls(read, samples, whole, seconds=seconds, is_kept=source.is_kept, source=source)
         return parts
 
     @classmethod
@@ -103,6 +107,18 @@ class Parts:
         one = one_microbatch(graph)
         count = count_microbatches(graph)
         return cls({1: graph, count: one}.__getitem__, count, graph, is_fixed=True)
+
+    def sharded(self, shards: Shards) -> "Parts":
+        """Returns the parts of the local program of a rank, which knows what was read of it before.
+
+        InputError where there is no MODEL whose ops can be cut so.
+        """
+        if self._source is None:
+            raise InputError(f"--parallel: {shards} cuts the ops of a MODEL; a step as it is has no shards")
+        shards = shards.settled(training=self._source.reading.training)
+        if shards not in self._sharded:
+            self._sharded[shards] = Parts.of_source(self._source.sharded(shards))
+        return self._sharded[shards]
 
     def within(self, clock: Clock) -> "Parts":
         """Returns the same parts, which are read only where `clock` has the time that the slowest took so far."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.costs.ranges import tie_share
+from gdp.models.shards import WHOLE, Shards
 from gdp.notebook import size
 from gdp.parallel.batches import BatchStream
 from gdp.parallel.layout import NONE, Layout
@@ -114,6 +115,14 @@ class Candidate:
     def refused(cls, cut: BatchCut | None, reason: str = "") -> "Candidate":
         """Returns one that is not allowed, for a reason; "": a constraint."""
         return cls(_NOWHERE, cut=cut, refusal=reason)
+
+    def on_groups(self, shards: Shards) -> "Candidate":
+        """Returns the candidate of a local program with `shards` in its layouts."""
+        if (cut := self.cut) is None or shards == WHOLE:
+            return self
+        way = replace(cut.arrangement, layout=replace(cut.arrangement.layout, shards=shards))
+        step = cut.step if cut.step is None else replace(cut.step, layout=replace(cut.step.layout, shards=shards))
+        return replace(self, cut=replace(cut, arrangement=way, step=step))
 
     @property
     def fits(self) -> bool:

@@ -117,7 +117,8 @@ class PlaceQuestion:
             read = read or model.whole()
         shards = model.reading.shards if isinstance(model, ModelSource) else WHOLE
         if shards != WHOLE:
-            cluster, constraints = _on_groups(cluster, constraints, shards.num_ranks)
+            cluster = cluster.grouped(shards.num_ranks)
+            constraints = constraints.on_groups(cluster)
         asked = cls(_whole_step(model, read), cluster, constraints, options, parallel=parallel, shards=shards)
         asked = replace(asked, source=model if isinstance(model, ModelSource) else None)
         if batches is not None:
@@ -159,9 +160,40 @@ class PlaceQuestion:
             return self
         if self.source is None:
             raise InputError(f"--parallel: {shards} cuts the ops of a MODEL; a step as it is has no shards")
-        batches = self.num_batches or None
         source, limits = self.source.sharded(shards), self.constraints
-        return PlaceQuestion.of(source, self.cluster, limits, self.parallel, batches, self.options)
+        if self.parts is None or self.num_batches:
+            batches = self.num_batches or None
+            return PlaceQuestion.of(source, self.cluster, limits, self.parallel, batches, self.options)
+        parts, cluster = self.parts.sharded(shards), self.cluster.grouped(shards.num_ranks)
+        return replace(
+            self,
+            step=parts.exact(1),
+            cluster=cluster,
+            constraints=limits.on_groups(cluster),
+            parts=parts,
+            source=source,
+            shards=source.reading.shards,
+        )
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """The sizes of groups that may be looked at; none where layouts are given, or ops are what it is about."""
+        source, options, limits = self.source, self.options, self.constraints
+        is_asked = self.parallel in (None, AUTO) and options.placer == AUTO and not options.starts
+        if source is None or not is_asked or limits.pins or limits.forbid or self.shards != WHOLE or self.num_batches:
+            return ()
+        if source.is_file or source.is_timed or source.reading.op_costs is not None or source.reading.microbatches > 1:
+            return ()
+        return self.cluster.group_sizes()
+
+    @property
+    def needs_groups(self) -> bool:
+        """True where copies of the model use cards badly: a forward pass, few samples, a copy too large for a card."""
+        assert self.source is not None
+        memories = [device.memory_bytes for device in self.cluster.devices if not device.is_cpu]
+        is_small = (self.source.batch_size or 1) < len(memories)
+        is_large = int(self.graph.resident_bytes.sum()) > max(memories, default=0)
+        return not self.source.reading.training or is_small or is_large
 
     @cached_property
     def bound_ns(self) -> int:
@@ -173,6 +205,9 @@ class PlaceQuestion:
         solver_of(self.options.placer).prepare()
         if self.parts is not None and self.layout is None and not self.num_batches:
             self.parts.read_ahead(self.cluster.num_devices, self.options.settings.large)
+        for degree in self.degrees if self.source is not None and self.needs_groups else ():
+            with contextlib.suppress(InputError):  # such as heads that the degree does not divide
+                self.sharded(Shards(degree)).prepare()
 
     def about_ops(self, on_progress: OnProgress | None = None) -> Question:
         """Returns the question of where the ops of the whole step go, not reduced yet."""
@@ -206,21 +241,6 @@ class PlaceQuestion:
             on_progress=on_progress,
             settings=options.settings,
         )
-
-
-def _on_groups(cluster: Cluster, constraints: Constraints, num_ranks: int) -> tuple[Cluster, Constraints]:
-    """Returns groups of so many cards and the constraints on them: of a group those of its cards, the least memory."""
-    on_groups = cluster.grouped(num_ranks)
-    groups = {name: group.name for group in on_groups.devices for name in group.group}
-    limits: dict[str, int] = {}
-    for name, limit in (constraints.max_memory_bytes or {}).items():
-        group = groups.get(name, name)
-        limits[group] = min(limit, limits.get(group, limit))
-    pins, forbid = (
-        tuple((pattern, groups.get(name, name)) for pattern, name in rules)
-        for rules in (constraints.pins, constraints.forbid)
-    )
-    return on_groups, replace(constraints, pins=pins, forbid=forbid, max_memory_bytes=limits or None)
 
 
 def _whole_step(model: _Opened, read: Model | None) -> Graph | Problem:

@@ -11,6 +11,7 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.budget import Clock, has_time
 from gdp.cluster import Cluster
+from gdp.models.shards import Shards
 from gdp.parallel.layout import Layout
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import Candidate, Figures
@@ -141,6 +142,15 @@ class BatchQuestion(SearchTerms):
     num_batches: int = 0  # in flight of a forward pass; 0: one training step is cut
     groups: I64 | None = None  # [N] of the ops of a batch: a server has those of one on one device, in order
 
+    def on_groups(self, shards: Shards) -> "BatchQuestion":
+        """Returns the same question about the local program of a rank, on groups of the devices.
+
+        InputError where the model is not cut so, or there is no such group.
+        """
+        parts, cluster = self.parts.sharded(shards), self.cluster.grouped(shards.num_ranks)
+        parts.exact(1)
+        return replace(self, parts=parts, cluster=cluster, constraints=self.constraints.on_groups(cluster))
+
     def about(self, problem: Problem, **others: object) -> Question:
         """Returns the question of how to place the ops of `problem`; `others` are further fields."""
         own = {"seed": self.seed, "checkpoint": self.checkpoint, "num_threads": self.num_threads}
@@ -156,6 +166,7 @@ class Solution(NamedTuple):
     looked_at: tuple[Candidate, ...] = ()  # of layouts, the best first
     bound_ns: int = 0  # no layout of the batch takes less
     plan: Plan | None = None  # of the best, where that is asked for
+    notes: tuple[str, ...] = ()  # what was not looked at, and why
 
 
 def plan_of(simulation: Simulation, bound_ns: int, placer: str, seed: int, search: Search | None = None) -> Plan:

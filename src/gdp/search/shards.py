@@ -1,27 +1,29 @@
 """The choice whether ops are cut over groups of cards: the same question about local programs of several degrees.
 
-    question --as it is--------------------> solution --.
-             --sharded(2), (4), .. on groups-> solution --+--> the fastest that fits
+    question --as it is--------------> bound --.
+             --tensor=2, 4, .. on groups-> bound --+--a look, the least bound first--> the best --the time left--> it
 
-Groups are looked at where copies of the model cannot use all cards: in a forward pass, with fewer samples than cards,
-and where nothing else fits.
+A degree whose bound is above the best step found is not looked at. The step as it is is one of the degrees. Groups are
+looked at where copies of the model do not use all cards well: in a forward pass, with fewer samples than cards, where a
+copy and its optimizer state are too large for a card, and where nothing else fits.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import inf
+from textwrap import shorten
+from types import MappingProxyType
 
 from gdp.budget import Clock
 from gdp.errors import InputError
 from gdp.models.shards import WHOLE, Shards
-from gdp.parallel.layout import AUTO, Layout
-from gdp.search.candidate import Candidate
+from gdp.parallel.layout import Layout
 from gdp.search.place_question import PlaceQuestion
 from gdp.search.question import Solution
 
 Solve = Callable[[PlaceQuestion, Clock], Solution]
-_SHARE = 0.15  # of the time left, for each degree
+_LOOK = 0.5  # of the time is for a look at each degree, the rest for the best of them; untuned
+_MOST_REASON = 160  # characters
 
 
 def over_degrees(question: PlaceQuestion, clock: Clock, solve: Solve) -> Solution:
@@ -29,17 +31,81 @@ def over_degrees(question: PlaceQuestion, clock: Clock, solve: Solve) -> Solutio
 
     An answer without groups is kept unless another one fits better or is faster.
     """
-    degrees = _degrees(question)
-    found: list[Solution] = []
-    if degrees and _are_first(question):
-        found = list(_solved(question, degrees, clock, solve))
-        best_ns = min((each.plan.step_time_ns for each in found if each.plan and each.plan.status == "ok"), default=0)
-        if best_ns and question.parts is None and question.bound_ns >= best_ns:  # no search of ops can win
-            return min(found, key=_rank)
+    degrees = question.degrees
+    if not degrees:
+        return solve(question, clock)
+    if question.needs_groups:
+        return _Contest(question, clock, solve).run([question], degrees)
     whole = solve(question, clock)
-    if degrees and not found and not clock.stop.is_set() and (whole.plan is None or whole.plan.status != "ok"):
-        found = list(_solved(question, degrees, clock, solve))
-    return min([whole, *found], key=_rank)
+    if clock.stop.is_set() or (whole.plan is not None and whole.plan.status == "ok"):
+        return whole
+    return _Contest(question, clock, solve, {1: whole}).run([], degrees)
+
+
+class _Contest:
+    """The answers for several degrees, and why there is none of others."""
+
+    def __init__(
+        self, question: PlaceQuestion, clock: Clock, solve: Solve, known: Mapping[int, Solution] = MappingProxyType({})
+    ) -> None:
+        """`known` are answers by the number of ranks, as all that is found."""
+        self.question, self.clock, self.solve = question, clock, solve
+        self.found = dict(known)
+        self.failures: dict[int, InputError] = {}
+
+    def run(self, questions: Iterable[PlaceQuestion], degrees: Iterable[int]) -> Solution:
+        """Returns the best answer to `questions` and those of local programs, with all that was looked at."""
+        open_ones = [*questions, *filter(None, map(self._opened, degrees))]
+        open_ones.sort(key=lambda each: each.bound_ns)
+        look, num_asked = self.clock.part(_LOOK), 0
+        for turn, asked in enumerate(open_ones):
+            is_late = self.clock.stop.is_set() or (self.clock.is_up and bool(self.found))
+            if not is_late and asked.bound_ns < self._best_ns:
+                num_asked += 1
+                self._ask(asked, look.part(1 / (len(open_ones) - turn)))
+        if not self.found:
+            raise self.failures.get(1) or next(iter(self.failures.values()))
+        best = min(self.found, key=lambda degree: _rank(self.found[degree]))
+        again = next((each for each in open_ones if each.shards.num_ranks == best), None)
+        if again is not None and num_asked and not self.clock.is_up:
+            self._ask(again, self.clock.part())
+        return self._answer(min(self.found.values(), key=_rank))
+
+    def _opened(self, degree: int) -> PlaceQuestion | None:
+        """Returns the question about a degree; None where the model or the cluster does not allow it."""
+        if not self.clock.has(0.0):
+            self.failures[degree] = InputError("there was no time; give a larger --budget")
+            return None
+        try:
+            return self.question.sharded(Shards(degree))
+        except InputError as error:  # such as heads that the degree does not divide
+            self.failures[degree] = error
+            return None
+
+    def _ask(self, asked: PlaceQuestion, clock: Clock) -> None:
+        degree = asked.shards.num_ranks
+        try:
+            solution = self.solve(asked, clock)
+        except InputError as error:
+            self.failures.setdefault(degree, error)
+            return
+        known = self.found.get(degree)
+        self.found[degree] = solution if known is None else min(known, solution, key=_rank)
+
+    @property
+    def _best_ns(self) -> float:
+        """The step time of the best answer that fits."""
+        return min((rank[1] for rank in map(_rank, self.found.values()) if not rank[0]), default=inf)
+
+    def _answer(self, best: Solution) -> Solution:
+        others = [each for solution in self.found.values() if solution is not best for each in solution.looked_at]
+        failed = {degree: error for degree, error in self.failures.items() if degree not in self.found}
+        notes = best.notes
+        if failed:
+            reason = shorten(str([*failed.values()][-1]), _MOST_REASON)
+            notes += (f"ops were not cut over groups of {', '.join(map(str, failed))} cards: {reason}",)
+        bound_ns = best.bound_ns if self.question.parts is None else self.question.bound_ns
+        return best._replace(looked_at=(*best.looked_at, *others), bound_ns=bound_ns, notes=notes)
 
 
 def stamped(solution: Solution, shards: Shards) -> Solution:
@@ -48,48 +114,12 @@ def stamped(solution: Solution, shards: Shards) -> Solution:
         return solution
     plan = solution.plan
     document = dict(plan.layout or Layout().document()) | shards.document()
-    looked_at = {each: _with_shards(each, shards) for each in (solution.best, *solution.looked_at) if each is not None}
+    looked_at = {each: each.on_groups(shards) for each in (solution.best, *solution.looked_at) if each is not None}
     return solution._replace(
         plan=replace(plan, layout=document),
         best=None if solution.best is None else looked_at[solution.best],
         looked_at=tuple(looked_at[each] for each in solution.looked_at),
     )
-
-
-def _with_shards(candidate: Candidate, shards: Shards) -> Candidate:
-    cut = candidate.cut
-    if cut is None:
-        return candidate
-    way = replace(cut.arrangement, layout=replace(cut.arrangement.layout, shards=shards))
-    step = None if cut.step is None else replace(cut.step, layout=replace(cut.step.layout, shards=shards))
-    return replace(candidate, cut=replace(cut, arrangement=way, step=step))
-
-
-def _degrees(question: PlaceQuestion) -> tuple[int, ...]:
-    """Returns the numbers of ranks that are worth a look; none where layouts are given, or ops are what it is about."""
-    source, options = question.source, question.options
-    is_asked = question.parallel in (None, AUTO) and options.placer == AUTO and not options.starts
-    has_rules = bool(question.constraints.pins or question.constraints.forbid)
-    if source is None or not is_asked or has_rules or question.shards != WHOLE or question.num_batches:
-        return ()
-    if source.is_file or source.is_timed or source.reading.op_costs is not None or source.reading.microbatches > 1:
-        return ()
-    return question.cluster.group_sizes()
-
-
-def _are_first(question: PlaceQuestion) -> bool:
-    """Returns whether copies of the model leave cards without work: in inference, and with few samples."""
-    num_cards = sum(not device.is_cpu for device in question.cluster.devices)
-    assert question.source is not None
-    return not question.source.reading.training or (question.source.batch_size or 1) < num_cards
-
-
-def _solved(question: PlaceQuestion, degrees: tuple[int, ...], clock: Clock, solve: Solve) -> Iterator[Solution]:
-    """Yields the answers for the degrees that the model and the cluster allow, the largest first."""
-    for degree in degrees[::-1]:
-        if clock.has(0.0):
-            with contextlib.suppress(InputError):  # such as heads that the degree does not divide
-                yield solve(question.sharded(Shards(degree)), clock.part(_SHARE))
 
 
 def _rank(solution: Solution) -> tuple[bool, float]:

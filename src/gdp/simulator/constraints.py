@@ -101,6 +101,18 @@ class Constraints:
         forbid = [(pattern, device) for pattern, device in self.forbid if device in known]
         return replace(self, max_memory_bytes=limits, forbid=forbid)
 
+    def on_groups(self, cluster: Cluster) -> "Constraints":
+        """On the groups of cards of `cluster`: each has the limits of its cards, the least memory."""
+        groups = {name: group.name for group in cluster.devices for name in group.group}
+        limits: dict[str, int] = {}
+        for name, limit in (self.max_memory_bytes or {}).items():
+            group = groups.get(name, name)
+            limits[group] = min(limit, limits.get(group, limit))
+        pins, forbid = (
+            tuple((pattern, groups.get(name, name)) for pattern, name in rules) for rules in (self.pins, self.forbid)
+        )
+        return replace(self, pins=pins, forbid=forbid, max_memory_bytes=limits or None)
+
     def also_for(self, device: str, like: str) -> "Constraints":
         """With the limit of the device `like` for a further `device`."""
         limits = dict(self.max_memory_bytes or {})

@@ -3,11 +3,15 @@
     ddp        torch.nn.parallel.DistributedDataParallel: a replica a device, buckets of 25 MB
     zero1      the same with the optimizer's state cut over the replicas (ZeroRedundancyOptimizer, DeepSpeed stage 1)
     fsdp       torch.distributed.fsdp: parameters cut over the replicas as well, gathered block by block
-    megatron   the best grid of data x pipeline with equal layers a stage, 1F1B, with or without full recomputation
+    megatron   the best grid of tensor x data x pipeline with equal layers a stage, 1F1B, with or without the optimizer's
+               state cut over replicas, and full recomputation
+    fsdp-tp    torchtitan: FSDP over groups of cards, whose ops are cut over the cards of each
 
 The first three accumulate gradients over the fewest micro-batches that fit in memory, as users raise that number; with
-several, all blocks are recomputed if that is faster. All give each replica as many micro-batches, on unequal devices
-too, and leave CPUs beside accelerators idle. R replicas, P stages, D devices, N ops of a micro-batch.
+several, all blocks are recomputed if that is faster. fsdp-tp does so for each size of groups. Where ops are cut, so are
+tokens between them (sequence parallelism), over cards that the fastest links of a host join. All give each replica as
+many micro-batches, on unequal devices too, and leave CPUs beside accelerators idle. R replicas, P stages, D devices, N
+ops of a micro-batch.
 """
 
 import contextlib
@@ -26,6 +30,8 @@ from gdp.graph import Graph
 from gdp.graph.copies import RECOMPUTED
 from gdp.graph.layers import LayerPaths
 from gdp.graph.microbatches import shared_ops
+from gdp.models.shards import WHOLE, Shards
+from gdp.parallel.held_state import HeldState
 from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.parallel.rings import rings_over
 from gdp.parallel.step import Step
@@ -43,6 +49,18 @@ def accelerators(question: BatchQuestion) -> list[int]:
     """Returns the accelerators, by number; all devices if there is none."""
     kinds = [device.kind.lower() for device in question.cluster.devices]
     return [number for number, kind in enumerate(kinds) if "cpu" not in kind] or list(range(len(kinds)))
+
+
+def _degrees(question: BatchQuestion) -> tuple[dict[Shards, BatchQuestion], str]:
+    """Returns the question about the step as it is and on groups of each size, and why the last of them is not there."""
+    degrees, reason = {WHOLE: question}, "no two equal cards are joined by links of a host"
+    for size in question.cluster.group_sizes():
+        try:
+            shards = Shards(size).settled(training=True)
+            degrees[shards] = question.on_groups(shards)
+        except InputError as error:  # such as heads that the size does not divide
+            reason = str(error)
+    return degrees, reason
 
 
 def _by_speed(question: BatchQuestion) -> I64:
@@ -160,10 +178,28 @@ def _impossible(layout: Layout, grid: I64, error: InputError) -> Candidate:
     return Candidate.refused(BatchCut(Arrangement(layout, tuple(map(tuple, grid.tolist())))), str(error))
 
 
+def _fsdp_over_groups(question: BatchQuestion) -> Solution:
+    """Returns the best step over all sizes of groups."""
+    degrees, reason = _degrees(question)
+    solutions = [
+        Solution(
+            None if found.best is None else found.best.on_groups(shards),
+            looked_at=tuple(each.on_groups(shards) for each in found.looked_at),
+        )
+        for shards, asked in degrees.items()
+        if shards != WHOLE
+        for found in [_accumulating(asked, zero=3)]
+    ]
+    best = min((each.best for each in solutions if each.best is not None), default=Candidate.refused(None, reason))
+    return Solution(best, looked_at=tuple(each for solution in solutions for each in solution.looked_at))
+
+
 @dataclass(frozen=True, eq=False)
 class _Grid:
-    """A grid of data x pipeline, with a bound on its step."""
+    """A grid of tensor x data x pipeline, with a bound on its step."""
 
+    question: BatchQuestion  # about the step that the cards of a group run
+    shards: Shards
     layout: Layout
     devices: I64  # [R, P]
     bound_ns: int  # no step of the grid is shorter: what its busiest device computes
@@ -172,12 +208,13 @@ class _Grid:
 
 
 def megatron(question: BatchQuestion) -> Solution:
-    """Returns the best step over all grids, micro-batches and both ways to map replicas to devices.
+    """Returns the best step over all degrees, grids, micro-batches and both ways to map replicas to devices.
 
     A grid is simulated with recomputation where it does not fit without: that only adds work. Grids whose busiest
     device computes for longer than the best step takes are left out.
     """
-    grids = sorted(_grids(question), key=lambda grid: (grid.excess_bytes > 0, grid.likely_ns, grid.excess_bytes))
+    grids = [grid for shards, asked in _degrees(question)[0].items() for grid in _grids(asked, shards)]
+    grids.sort(key=lambda grid: (grid.excess_bytes > 0, grid.likely_ns, grid.excess_bytes))
     tried: list[Candidate] = []
     refused = Candidate.refused(None, _uneven(question, len(accelerators(question))))
     for grid in grids:
@@ -187,12 +224,13 @@ def megatron(question: BatchQuestion) -> Solution:
         if grid.excess_bytes and any(not each.fits for each in tried):
             break  # the others hold more
         for recompute in (NONE, BLOCKS):
-            layout = replace(grid.layout, recompute=recompute)
+            asked, layout = grid.question, replace(grid.layout, recompute=recompute)
             try:
-                tried.append(_simulated(question, layout, _stages(question, layout, grid.devices), grid.devices))
+                candidate = _simulated(asked, layout, _stages(asked, layout, grid.devices), grid.devices)
             except InputError as error:
-                refused = _impossible(layout, grid.devices, error)
+                refused = _impossible(layout, grid.devices, error).on_groups(grid.shards)
                 continue
+            tried.append(candidate.on_groups(grid.shards))
             if tried[-1].fits:
                 break
     return Solution(min(tried, default=refused), looked_at=tuple(tried))
@@ -205,7 +243,7 @@ def _stages(question: BatchQuestion, layout: Layout, devices: I64) -> I64:
     return stage
 
 
-def _grids(question: BatchQuestion) -> Iterator[_Grid]:
+def _grids(question: BatchQuestion, shards: Shards) -> Iterator[_Grid]:
     num_devices = len(accelerators(question))
     for num_replicas in range(1, num_devices + 1):
         if num_devices % num_replicas:
@@ -215,29 +253,43 @@ def _grids(question: BatchQuestion) -> Iterator[_Grid]:
             layout = Layout((microbatches,) * num_replicas, stages=num_stages)
             with contextlib.suppress(InputError):  # a layer may fail with so few samples
                 problem = Problem.build(question.parts.rough(layout.num_parts), question.cluster)
+                state = HeldState.of(problem.graph)
                 stage = equal_stages(problem, num_stages)
                 if stage is None:
                     break
                 for devices in _device_grids(question, num_replicas, num_stages):
-                    yield _bounded(question, problem, layout, stage, devices)
+                    for zero in (0, 1)[:num_replicas]:
+                        cut = replace(layout, zero=zero)
+                        yield _bounded(question, shards, problem, state, cut, stage, devices)
 
 
-def _bounded(question: BatchQuestion, problem: Problem, layout: Layout, stage: I64, devices: I64) -> _Grid:
+def _bounded(
+    question: BatchQuestion,
+    shards: Shards,
+    problem: Problem,
+    state: HeldState,
+    layout: Layout,
+    stage: I64,
+    devices: I64,
+) -> _Grid:
     graph, count = problem.graph, layout.microbatches[0]
     is_source, is_update = shared_ops(graph)
     times = np.where(is_source | is_update, 1, count)[:, None] * np.maximum(problem.op_time_ns, 0)
-    num_stages = devices.shape[1]
+    num_stages, resident = devices.shape[1], graph.resident_bytes
+    if layout.zero:
+        times[is_update] //= layout.data
+        resident = state.cut_resident(graph, layout.data, with_parameters=False)
     busy_ns = np.zeros(devices.shape, np.int64)
     held = np.zeros(num_stages, np.int64)
     for number in range(num_stages):
         ops = stage == number
         busy_ns[:, number] = times[ops].sum(axis=0)[devices[:, number]]
-        held[number] = graph.resident_bytes[ops].sum()
+        held[number] = resident[ops].sum()
     bound_ns = int(busy_ns.max())
     limits = memory_limits(question.cluster, question.constraints)
     excess = int(np.maximum(held - limits[devices], 0).sum())
     bubble = (num_stages - 1) / count
-    return _Grid(layout, devices, bound_ns, bound_ns * (1 + bubble), excess)
+    return _Grid(question, shards, layout, devices, bound_ns, bound_ns * (1 + bubble), excess)
 
 
 def _device_grids(question: BatchQuestion, num_replicas: int, num_stages: int) -> list[I64]:
@@ -272,6 +324,7 @@ RIVALS: Mapping[str, Callable[[BatchQuestion], Solution]] = MappingProxyType(
         "zero1": partial(_accumulating, zero=1),
         "fsdp": partial(_accumulating, zero=3),
         "megatron": megatron,
+        "fsdp-tp": _fsdp_over_groups,
     }
 )
 
