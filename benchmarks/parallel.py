@@ -25,14 +25,15 @@ from gdp.bounds.layout_bound import layout_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.models.papers import PAPERS
-from gdp.models.source import ModelSource
+from gdp.models.shards import WHOLE
 from gdp.notebook import size
+from gdp.parallel.layout import AUTO as BEST_LAYOUT
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
 from gdp.planning.warm_up import warm_up
 from gdp.search.batch_parts import Parts
-from gdp.search.layouts.choose import choose_layout
-from gdp.search.place import place
+from gdp.search.place import answer, place
+from gdp.search.place_question import PlaceQuestion, SearchOptions
 from gdp.search.question import BatchQuestion, plan_of
 from gdp.search.rivals.rivals import RIVALS, accelerators
 from gdp.simulator.plan import Baseline, Plan
@@ -42,7 +43,7 @@ HF = "hf:"  # prefix of the published configs among the models
 AUTO, OPS = "auto", "op placement"
 BOUND = "bound of any layout"
 OTHERS = (OPS, *RIVALS)
-ALL = "all"
+ALL, OF_LARGE = "all", "large"
 FURTHER = (
     "moe",
     "resnet-101",
@@ -58,6 +59,26 @@ FURTHER = (
 # a decoder, an encoder, vision, a mixture of experts, an encoder with a decoder, a diffusion model
 CONFIGS = ("gpt2", "bert-base", "vit-base", "deepseek-v2-lite", "t5-base", "sd-1.5-unet")
 MODELS = (*PAPERS.names(), *FURTHER, *(f"{HF}{name}" for name in CONFIGS))
+# what is trained on groups of cards: with few samples, and with many
+LARGE = tuple(
+    f"{HF}{name}?batch={batch}{sizes}"
+    for name, sizes in (
+        ("llama-3.1-8b", "&sequence=4096"),
+        ("llama-70b", "&sequence=4096"),
+        ("mixtral-8x7b", "&sequence=4096"),
+        ("qwen3-30b-a3b", "&sequence=4096"),
+        ("vit-giant", ""),
+        ("dit-xl-2", ""),
+    )
+    for batch in (4, 64)
+)
+LARGE_DEVICES = (
+    "8xa100-sxm-80g",
+    "8xa100-pcie-80g",
+    "2x(8xa100-sxm-80g)@100gbit",
+    "2x(8xh100-sxm-80g)@8x400gbit",
+    "4x(8xh100-sxm-80g)@8x400gbit",
+)
 DEVICES = (
     "4xp100-pcie-16g",
     "8xp100-pcie-16g",
@@ -106,7 +127,11 @@ class ParallelRow(WorkloadRow):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelBenchmark(Benchmark):
-    """Each model on each set of devices, within `budget` for our choice and for op placement."""
+    """Each model on each set of devices, within `budget` for our choice and for op placement.
+
+    `large` are models that need groups of cards, and devices that have them; `all` models are on `all` devices, and
+    large ones on large devices.
+    """
 
     name = "parallel"
     budget: Budget = field(default_factory=lambda: Budget(seconds=30.0))
@@ -116,24 +141,26 @@ class ParallelBenchmark(Benchmark):
     def __post_init__(self) -> None:
         super().__post_init__()
         known = (*workloads.names(), *workloads.variant_names(), *(f"{HF}{name}" for name in model_configs.names()))
-        pick(self.name, "model", self.models, (ALL, *known))
-        for text in _all_or(self.devices, ()):
-            Cluster.parse(text)
+        pick(self.name, "model", [name.partition("?")[0] for name in self.models], (ALL, OF_LARGE, *known))
+        for text in self.devices:
+            if text not in (ALL, OF_LARGE):
+                Cluster.parse(text)
 
     def measure(self, rows: Rows, say: Say) -> dict[str, Any]:
         warm_up()
         placed = []
         with tempfile.TemporaryDirectory(prefix="gdp-configs-") as directory:
-            for model in _all_or(self.models, MODELS):
+            for model, names in self._asked():
                 name, is_config = model.removeprefix(HF), model.startswith(HF)
                 text = model_configs.write_model(name, Path(directory)) if is_config else model_of(name)
                 parts = Parts.of(text)
-                for devices in _all_or(self.devices, DEVICES):
-                    placed.append(self._row(model, devices, text, parts, rows))
+                for devices in names:
+                    placed.append(self._row(model, devices, parts, rows))
                     say(str(placed[-1]))
         kinds = {
-            "equal": [row for row in placed if row.is_equal],
+            "equal": [row for row in placed if row.is_equal and row.model not in LARGE],
             "unequal": [row for row in placed if not row.is_equal],
+            "large models": [row for row in placed if row.model in LARGE],
         }
         return {
             "rows": placed,
@@ -150,18 +177,26 @@ class ParallelBenchmark(Benchmark):
             "worst": max(ratio_dots(placed, AUTO, BEST_CLASSICAL), default=None),
         }
 
+    def _asked(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Returns each model with its devices."""
+        if self.models == self.devices == (ALL,):
+            return [(model, DEVICES) for model in MODELS] + [(model, LARGE_DEVICES) for model in LARGE]
+        models = {(ALL,): MODELS, (OF_LARGE,): LARGE}.get(self.models, self.models)
+        return [
+            (model, {(ALL,): DEVICES, (OF_LARGE,): LARGE_DEVICES}.get(self.devices, self.devices)) for model in models
+        ]
+
     def draw(self, measured: Mapping[str, Any]) -> bytes:
         dots = {name: ratio_dots(measured["rows"], AUTO, name) for name in (BEST_CLASSICAL, *OTHERS)}
         dots["best of all"] = dots.pop(BEST_CLASSICAL)
         return dot_plot("Parallel", "step time of auto over the other's; a dot for each row", dots, logarithmic=True)
 
-    def _row(self, model: str, devices: str, text: str, parts: Parts, rows: Rows) -> ParallelRow:
+    def _row(self, model: str, devices: str, parts: Parts, rows: Rows) -> ParallelRow:
         cluster, whole = Cluster.parse(devices), parts.exact(1)
         name = f"{model}-on-{devices}"
         question = BatchQuestion(parts, cluster)
         methods: dict[str, Callable[[], Attempt]] = {
-            # first, and from parts of its own: its budget pays for what it reads
-            AUTO: lambda: choose(replace(question, parts=Parts.of_source(ModelSource(text), whole)), self.budget),
+            AUTO: lambda: choose(question, self.budget),  # first, and from parts of its own: it pays for what it reads
             OPS: lambda: place_ops(question, self.budget),
             **{rival: partial(ask, rival, question) for rival in RIVALS},
         }
@@ -186,10 +221,6 @@ class ParallelBenchmark(Benchmark):
             layouts={key: row["layout"] for key, row in attempts.items()},
             reasons={key: row["reason"] for key, row in attempts.items()},
         )
-
-
-def _all_or(names: tuple[str, ...], everything: tuple[str, ...]) -> tuple[str, ...]:
-    return everything if names == (ALL,) else names
 
 
 def _settings(question: BatchQuestion, budget: str = "") -> dict[str, str]:
@@ -223,7 +254,11 @@ def made_row(make: Callable[[], Attempt], path: Path, question: BatchQuestion) -
 def _verify(row: Mapping[str, Any], path: Path, question: BatchQuestion) -> None:
     """Raises RuntimeError unless the plan in `path` gives the row's figures on the graph of MODEL and its layout."""
     document = Plan.load(path).layout
-    graph = question.parts.exact(1) if document is None else Step.of_document(question.parts.exact, document).graph
+    layout = Layout() if document is None else Layout.of_document(document)
+    if layout.shards != WHOLE:
+        question = question.on_groups(layout.shards)
+    is_whole = document is None or layout.of_groups.is_whole
+    graph = question.parts.exact(1) if is_whole else Step.of_document(question.parts.exact, document).graph
     require_verified(path, Problem.build(graph, question.cluster), row["step_time_ns"])
 
 
@@ -235,10 +270,11 @@ def place_ops(question: BatchQuestion, budget: Budget) -> Attempt:
 
 def choose(question: BatchQuestion, budget: Budget) -> Attempt:
     """Chooses a layout and its placement: our answer."""
-    began = time.monotonic()
-    question.parts.exact(1)
-    question.parts.read_ahead(question.cluster.num_devices)
-    solution = choose_layout(question, Clock(budget))
+    began, source = time.monotonic(), question.parts.source
+    assert source is not None, "it is a MODEL"
+    asked = PlaceQuestion.of(source, question.cluster, question.constraints, BEST_LAYOUT, None, SearchOptions())
+    asked.prepare()
+    solution = answer(asked, Clock(budget))
     assert solution.best is not None, "it was looked for"
     assert solution.plan is not None, "it is of the best"
     return _attempt(solution.plan, str(solution.best.layout), began)

@@ -9,8 +9,9 @@ from benchmarks.layout_memory import METHODS, LayoutMemoryBenchmark
 from benchmarks.parallel import AUTO, OPS, OTHERS, ParallelBenchmark
 from gdp.budget import Budget, Clock
 from gdp.errors import InputError
-from gdp.search.layouts.choose import choose_layout
-from gdp.search.question import BatchQuestion, Solution
+from gdp.search.place import answer
+from gdp.search.place_question import PlaceQuestion
+from gdp.search.question import Solution
 
 
 def test_our_choice_stands_beside_what_users_run(tmp_path: Path) -> None:
@@ -35,11 +36,11 @@ def test_our_choice_stands_beside_what_users_run(tmp_path: Path) -> None:
 def test_an_interrupted_search_ends_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C during a search, which answers with its best so far, leaves no row of it."""
 
-    def interrupted(question: BatchQuestion, clock: Clock) -> Solution:
+    def interrupted(question: PlaceQuestion, clock: Clock) -> Solution:
         clock.stop.set()
-        return choose_layout(question, clock)
+        return answer(question, clock)
 
-    monkeypatch.setattr(benchmarks.parallel, "choose_layout", interrupted)
+    monkeypatch.setattr(benchmarks.parallel, "answer", interrupted)
     rows = tmp_path / "rows"
     with pytest.raises(KeyboardInterrupt):
         ParallelBenchmark(models=("wavenet/s1-lps10-s8192-b128",), devices=("2xa100-sxm-40g",)).run(rows=rows)

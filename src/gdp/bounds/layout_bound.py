@@ -10,9 +10,9 @@ where time[op, d] is the larger of flops and bytes at the device's rates: pieces
 of a class, which are alike, have equal weights.
 
 The same holds of ops that are cut over the ranks of groups: pieces of a product have its flops, and all ranks together
-read its weights at least once. Ranks repeat ops or run pieces of them, but for a few whose place others take: copies are
-views where a rank has one head, and the loss is summed over parts of a vocabulary. They are not counted where cards form
-groups. N ops, C classes.
+read its weights at least once. Ranks repeat ops or run pieces of them, but for a few whose place others take: copies
+are views where a rank has one head, and the loss is summed over parts of a vocabulary. They are not counted where cards
+form groups. N ops, C classes.
 """
 
 import math

@@ -40,7 +40,8 @@ class Parts:
         `is_fixed`: `batch_size` counts micro-batches, which stay as they are: K is 1 or as many. `seconds`: what it
         took to capture `whole`. `is_kept(K)` tells whether the step of 1/K is in a cache, and is read in no time.
         `source` is the MODEL, if its ops may be cut."""
-        self._source, self._sharded = source, dict[Shards, Parts]()
+        self.source = source
+        self._sharded: dict[Shards, Parts] = {}
         self.batch_size, self.is_fixed = batch_size, is_fixed
         self._read_part = read
         self._exact: dict[int, Graph] = {} if whole is None else {1: whole}
@@ -113,11 +114,11 @@ class Parts:
 
         InputError where there is no MODEL whose ops can be cut so.
         """
-        if self._source is None:
+        if self.source is None:
             raise InputError(f"--parallel: {shards} cuts the ops of a MODEL; a step as it is has no shards")
-        shards = shards.settled(training=self._source.reading.training)
+        shards = shards.settled(training=self.source.reading.training)
         if shards not in self._sharded:
-            self._sharded[shards] = Parts.of_source(self._source.sharded(shards))
+            self._sharded[shards] = Parts.of_source(self.source.sharded(shards))
         return self._sharded[shards]
 
     def within(self, clock: Clock) -> "Parts":

@@ -3,8 +3,8 @@
     ddp        torch.nn.parallel.DistributedDataParallel: a replica a device, buckets of 25 MB
     zero1      the same with the optimizer's state cut over the replicas (ZeroRedundancyOptimizer, DeepSpeed stage 1)
     fsdp       torch.distributed.fsdp: parameters cut over the replicas as well, gathered block by block
-    megatron   the best grid of tensor x data x pipeline with equal layers a stage, 1F1B, with or without the optimizer's
-               state cut over replicas, and full recomputation
+    megatron   the best grid of tensor x data x pipeline with equal layers a stage, 1F1B, with or without full
+               recomputation and the optimizer's state cut over replicas
     fsdp-tp    torchtitan: FSDP over groups of cards, whose ops are cut over the cards of each
 
 The first three accumulate gradients over the fewest micro-batches that fit in memory, as users raise that number; with
@@ -52,7 +52,7 @@ def accelerators(question: BatchQuestion) -> list[int]:
 
 
 def _degrees(question: BatchQuestion) -> tuple[dict[Shards, BatchQuestion], str]:
-    """Returns the question about the step as it is and on groups of each size, and why the last of them is not there."""
+    """Returns the question about the step as it is and on groups of each size; and why the last is not there."""
     degrees, reason = {WHOLE: question}, "no two equal cards are joined by links of a host"
     for size in question.cluster.group_sizes():
         try:
