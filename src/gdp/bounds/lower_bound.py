@@ -173,10 +173,8 @@ def _offsets(ops: I64, num_ops: int) -> I64:
 
 def _transfers(problem: Problem, device_class: I64, num_classes: int) -> tuple[I64, I64, I64]:
     """(source op [E], target op [E], ns [E, C, C] from the source's end until all that the target consumes is there).
-
-    Times are those of the fastest route from a device of one class to another device of the other. Tensors on one
-    route follow each other if the route has a channel.
-    """
+    Times are those of the fastest route from a device of one class to another device of the other. Tensors on one route
+    follow each other if the route has a channel."""
     graph, cluster = problem.graph, problem.cluster
     pairs, edge = np.unique(graph.producers[graph.edge_tensors] * graph.num_ops + graph.consumers, return_inverse=True)
     transfer = np.full((len(pairs), num_classes, num_classes), _NEVER)
@@ -221,8 +219,7 @@ def earliest_starts(times, edges, max_delayed, scratch, heads):
                 - that candidate's results from elsewhere, after what was taken before has run here (`_delayed`)
                 - everything taken so far, one after the other on v's device
             its predecessors are candidates too
-            end when what was taken takes longer than the best start known
-    """
+            end when what was taken takes longer than the best start known"""
     num_ops, num_classes = times.shape
     offsets, predecessors, transfer = edges
     listed, gone, reach, below = scratch.listed, scratch.gone, scratch.reach, scratch.below
@@ -405,11 +402,10 @@ def _interval_bound(times: I64, multiplicity: I64, heads: I64, tails: I64) -> in
 
 
 def device_weights(times: I64, multiplicity: I64, scale: int) -> I64:
-    """[C] integer weights, at most `scale` in all over the devices, that nearly maximise the work of `times` [N, C].
-
-    J. E. Kelley, "The cutting-plane method for solving convex programs", SIAM Journal 8(4), 1960: each round adds the
-    linear function that is exact at the last weights, and takes the weights that maximise the least of these functions.
-    """
+    """[C] integer weights, at most `scale` in all over the devices, that nearly maximise the work of `times` [N, C]. J.
+    E. Kelley, "The cutting-plane method for solving convex programs", SIAM Journal 8(4), 1960: each round adds the
+    linear function that is exact at the last weights, and takes the weights that maximise the least of these
+    functions."""
     num_classes = len(multiplicity)
     if num_classes == 1:
         return np.ones(1, np.int64)
@@ -444,11 +440,9 @@ def _loads(times: I64, weights: F64) -> F64:
 
 @kernel
 def best_interval(work, heads, tails, by_head, by_tail, scale, scratch):
-    """Returns (the largest scale * (a + b) + work of the ops with head >= a and tail >= b, a, b), over all a and b.
-
-    Ops enter by falling head; a tree over the ops by tail holds, for each b, the value without a: an op adds its work
-    to every b up to its own tail. O(N log N).
-    """
+    """Returns (the largest scale * (a + b) + work of the ops with head >= a and tail >= b, a, b), over all a and b. Ops
+    enter by falling head; a tree over the ops by tail holds, for each b, the value without a: an op adds its work to
+    every b up to its own tail. O(N log N)."""
     inactive = np.int64(1) << 62
     num_ops = len(work)
     highest, added, place = scratch

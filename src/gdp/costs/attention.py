@@ -1,9 +1,7 @@
-"""Fused attention as cards run it: blocks of queries, each of which goes through the keys that it sees.
-
-FlashAttention (T. Dao, "FlashAttention-2", ICLR 2024): a multiprocessor takes a block of queries of a head after the
-other, and of causal attention only the keys up to the block's last query. One token to a cache (decoding) has a block
-for the queries of all heads that share keys, and the keys are split where there are few blocks.
-"""
+"""Fused attention as cards run it: blocks of queries, each of which goes through the keys that it sees. FlashAttention
+(T. Dao, "FlashAttention-2", ICLR 2024): a multiprocessor takes a block of queries of a head after the other, and of
+causal attention only the keys up to the block's last query. One token to a cache (decoding) has a block for the queries
+of all heads that share keys, and the keys are split where there are few blocks."""
 
 import numpy as np
 
@@ -29,8 +27,7 @@ _CAUSAL = {  # where calls say whether they are causal
     "efficient_attention_backward": 11,
     "cudnn_attention_backward": 14,
 }
-ATTENTION = tuple(_PREFIX + name for name in _CAUSAL)
-"""Kinds of PyTorch's calls that are fused attention."""
+ATTENTION = tuple(_PREFIX + name for name in _CAUSAL)  # kinds of PyTorch's calls that are fused attention
 
 
 def attention(op: PricedOp) -> list[Kernel]:
@@ -54,10 +51,8 @@ def attention(op: PricedOp) -> list[Kernel]:
 
 
 def attention_ns(size: F64, flops: F64, processors: Multiprocessors) -> F64:
-    """Returns the ns [K] of attention of `size` [K, 6], if memory is quick enough, without its floor.
-
-    A size has sequences x heads of keys, heads of queries for each of them, queries, keys, width and 1 if causal.
-    """
+    """Returns the ns [K] of attention of `size` [K, 6], if memory is quick enough, without its floor. A size has
+    sequences x heads of keys, heads of queries for each of them, queries, keys, width and 1 if causal."""
     parts, group, queries, keys, _, _ = size.T
     is_decode = queries == 1
     pairs = parts * group * queries * _keys_seen(size, 1)

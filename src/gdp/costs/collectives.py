@@ -15,8 +15,7 @@ NVLink SHARP inside a host and trees between hosts. Of B bytes and R cards (H ho
 `gdp.cluster.catalogue.EXCHANGES` has the figures of kinds of links. All costs are lines in B: a time is a few numbers.
 
 Ranks of a group exchange in ops of kinds `collective.all_reduce` and so on. Over links without figures these take the
-hops of a ring: the latency of a route for each step, the bytes at its rate.
-"""
+hops of a ring: the latency of a route for each step, the bytes at its rate."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -39,8 +38,7 @@ _TREE_SHARE, _TREE_LL_SHARE = 0.92, 1 / 3.8  # of the rate: tuning.cc
 
 _Number = TypeVar("_Number", int, float)
 
-Line = tuple[int, float]
-"""ns to begin, and ns for each byte of the buffer."""
+Line = tuple[int, float]  # ns to begin, and ns for each byte of the buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +109,9 @@ bytes per second of the route; 0 of these: by a message from that one when it is
 
 @dataclass(frozen=True, slots=True)
 class ExchangeTimes:
-    """The exchanges of R replicas, each as one transfer to every replica.
-
-    A transfer has the bytes with which it takes the exchange's time over its route: it keeps its channels as busy as
-    the exchange does, and the next exchange waits for it. Between hosts a network card has one such transfer, and tells
-    other replicas beside it.
-    """
+    """The exchanges of R replicas, each as one transfer to every replica. A transfer has the bytes with which it takes
+    the exchange's time over its route: it keeps its channels as busy as the exchange does, and the next exchange waits
+    for it. Between hosts a network card has one such transfer, and tells other replicas beside it."""
 
     lines: Mapping[str, tuple[Line, ...]]  # by exchange
     legs: tuple[Leg, ...]  # [R] in the order of the ring
@@ -162,11 +157,9 @@ def _within(number: _Number, end: int = 2**53) -> _Number:
 def exchange_times(
     cluster: Cluster, devices: Sequence[Sequence[int]] | I64
 ) -> tuple[tuple[int, ...], ExchangeTimes] | None:
-    """Returns the order [R] of replicas on `devices` [R, P] in rings, host by host, and what their exchanges take.
-
-    Of replicas on groups, corresponding cards exchange: as many times at once as a group has cards. None where the
-    links tell nothing of exchanges, or differ between the replicas or their places.
-    """
+    """Returns the order [R] of replicas on `devices` [R, P] in rings, host by host, and what their exchanges take. Of
+    replicas on groups, corresponding cards exchange: as many times at once as a group has cards. None where the links
+    tell nothing of exchanges, or differ between the replicas or their places."""
     grid = np.array(devices, np.int64)
     if len(grid) < 2 or not cluster.exchanges.size:
         return None
@@ -181,10 +174,8 @@ def exchange_times(
 def _of_place(
     cluster: Cluster, devices: I64, num_used: int
 ) -> tuple[tuple[int, ...], tuple[Leg, ...], AlikeCards] | None:
-    """Returns the order, the legs and the cards of one place of all replicas; `num_used` cards exchange at once.
-
-    None where they are not alike.
-    """
+    """Returns the order, the legs and the cards of one place of all replicas; `num_used` cards exchange at once. None
+    where they are not alike."""
     square, is_other = np.ix_(devices, devices), ~np.eye(len(devices), dtype=np.bool_)
     names, latency_ns, rates = (
         array[square] for array in (cluster.exchanges, cluster.latency_ns, cluster.bytes_per_second)

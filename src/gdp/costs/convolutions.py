@@ -16,8 +16,7 @@ from gdp.costs.passes import array_bytes, is_channels_last
 from gdp.graph.shapes import Array
 
 _HALVES = ("float16", "bfloat16")
-_WIDTH = 8
-"""Channels that tensor cores take together in half precision, 16 bytes: fewer are padded."""
+_WIDTH = 8  # channels that tensor cores take together in half precision, 16 bytes: fewer are padded
 _NARROW = 3
 """Height and width of windows up to which libraries have depthwise kernels of their own for the weights' gradient."""
 _COPIED_SHARE = 0.36

@@ -9,8 +9,7 @@ An op of one element after the other that one op alone reads is computed there, 
 kernel that scales a large array by it.
 
 An op is charged for what it reads from outside of its kernel, and for what it makes that others read; the last op of a
-kernel launches it. So times of ops still add up, wherever each op is placed. N ops, E (tensor, consumer) pairs.
-"""
+kernel launches it. So times of ops still add up, wherever each op is placed. N ops, E (tensor, consumer) pairs."""
 
 from dataclasses import dataclass
 

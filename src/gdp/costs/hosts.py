@@ -1,9 +1,7 @@
 """Hosts: what each op takes of the host that issues its kernels to a device, one after the other.
-
 docs/machine-model.md, section 3a, is the definition: kernels times the device's `issue`, and the op's `host_ns`. A host
 that a device does not tell of, with `issue` 0, takes nothing but `host_ns`; so rules say in kernels what Python takes.
-N ops, D devices.
-"""
+N ops, D devices."""
 
 import numpy as np
 
@@ -23,8 +21,7 @@ CHECKPOINT_KERNELS = 130
 Fitted on the 24 set rows of vTrain, of Megatron's layers, whose host takes 3 ms a layer where 66 kernels at 11 us are
 0.7 ms. On one core, with tensors of a few numbers, such a layer takes 4.3 times as long with reentrant checkpoints,
 autograd functions in Python, a generator of its own for dropout and hooks for gradients as one of `torch.nn` alone;
-checkpoints by themselves make that one 2 (reentrant) to 3 times as long.
-"""
+checkpoints by themselves make that one 2 (reentrant) to 3 times as long."""
 
 
 def host_times(graph: Graph, cluster: Cluster, op_time_ns: I64) -> I64:

@@ -1,8 +1,5 @@
-"""Kernels: what an op is made of when a device runs it.
-
-An op with shapes becomes the kernels that its rule names; the rules are in `gdp.costs.table`. Any other op is one
-kernel of its FLOPs and bytes. N ops, K kernels.
-"""
+"""Kernels: what an op is made of when a device runs it. An op with shapes becomes the kernels that its rule names; the
+rules are in `gdp.costs.table`. Any other op is one kernel of its FLOPs and bytes. N ops, K kernels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +19,7 @@ if TYPE_CHECKING:
     from gdp.costs.fusion import Fusion
 
 CLASSES = (*OF_FLOPS, *OF_BYTES, COLLECTIVE)
-SIZES = 6
-"""Sizes that a kernel may have."""
+SIZES = 6  # sizes that a kernel may have
 
 
 class Kernel(NamedTuple):
@@ -86,10 +82,8 @@ class Kernels:
 def kernels_of(
     graph: Graph, rule_of: Callable[[PricedOp], tuple[str, Rule]], fusion: "Fusion | None" = None
 ) -> Kernels:
-    """Returns the kernels of all ops; `rule_of` returns the rule of an op with its name.
-
-    `fusion` tells those of a compiled step.
-    """
+    """Returns the kernels of all ops; `rule_of` returns the rule of an op with its name. `fusion` tells those of a
+    compiled step."""
     columns = [numbered(texts) for texts in (graph.shapes, graph.kinds, graph.dtypes, graph.phases)]
     codes = [code for _, code in columns]
     is_trained = "backward" in columns[3][0]

@@ -9,8 +9,7 @@ An op's time on a device is its `time_ns` for the device's name, else for the de
 
 with the device's peak rate for the op's dtype. If it has none, float8 types run at the bfloat16 rate, else at that of
 float16: without units for them, kernels unpack such weights and multiply halves. All others run at the float32 rate. An
-op without flops and bytes launches nothing and takes 0.
-"""
+op without flops and bytes launches nothing and takes 0."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -39,17 +38,14 @@ NS_PER_SECOND = 10**9
 _PLAIN_DTYPES = {"bool", "complex32", "complex64", "complex128"} | {
     f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
-ANY_RANKS = -1
-"""Of a collective whose shapes are not known: it runs on groups of any size."""
+ANY_RANKS = -1  # of a collective whose shapes are not known: it runs on groups of any size
 _MAX = 2**63 - 1
 _MOST_TIMES = 2**28  # of ops on unlike devices, 2 GB
 
 
 def op_times(graph: Graph, cluster: Cluster) -> I64:
-    """int64[N, D]: ns of each op on each device, -1 where it cannot run. InputError names an op that overflows.
-
-    The table of devices that are all alike is broadcast from one column; that of many unlike ones takes some GB.
-    """
+    """int64[N, D]: ns of each op on each device, -1 where it cannot run. InputError names an op that overflows. The
+    table of devices that are all alike is broadcast from one column; that of many unlike ones takes some GB."""
     times_ns, device_class = op_time_classes(graph, cluster)
     if times_ns.shape[1] == 1:
         return wide(times_ns, cluster.num_devices)
@@ -89,9 +85,7 @@ def op_time_classes(graph: Graph, cluster: Cluster) -> tuple[I64, I64]:
 
 def ranks_of(graph: Graph) -> I64:
     """Returns the ranks [N] that each op exchanges between: 0 for other ops, ANY_RANKS where its shapes tell nothing.
-
-    InputError names an op of an unknown kind.
-    """
+    InputError names an op of an unknown kind."""
     num_ranks = np.zeros(graph.num_ops, np.int64)
     if kinds := {kind for kind in set(graph.kinds) if class_of(kind) == COLLECTIVE}:
         known: dict[tuple[str, str], int] = {}

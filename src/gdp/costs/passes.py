@@ -77,10 +77,8 @@ def pointwise(op: PricedOp) -> list[Kernel]:
 
 
 def _kind(call: ShapedCall) -> str:
-    """Returns the class of a pointwise call: elements of one type are moved four or eight at a time.
-
-    A mask is of a type of its own, but nothing is converted to or from it, unless the call is a copy.
-    """
+    """Returns the class of a pointwise call: elements of one type are moved four or eight at a time. A mask is of a
+    type of its own, but nothing is converted to or from it, unless the call is a copy."""
     if transposes(call):
         return "transpose"
     large = max((array.num_elements for array in (*call.arrays, *call.results)), default=0)

@@ -1,10 +1,8 @@
-"""Products of matrices as cards run them: cut into tiles, which go to multiprocessors in waves.
-
-A product of `parts` pairs [m, k] x [k, n] is cut into ceil(m / rows) * ceil(n / columns) tiles a part, and, where these
-are few, each tile into splits of its k. A multiprocessor runs one tile after the other; a last wave that is not full
-takes as long as a full one. In each step of k a tile multiplies, and reads a column and a row of operands from the
-cache; the longer of both counts. Libraries choose among tiles by heuristics that are mostly right: the quickest counts.
-"""
+"""Products of matrices as cards run them: cut into tiles, which go to multiprocessors in waves. A product of `parts`
+pairs [m, k] x [k, n] is cut into ceil(m / rows) * ceil(n / columns) tiles a part, and, where these are few, each tile
+into splits of its k. A multiprocessor runs one tile after the other; a last wave that is not full takes as long as a
+full one. In each step of k a tile multiplies, and reads a column and a row of operands from the cache; the longer of
+both counts. Libraries choose among tiles by heuristics that are mostly right: the quickest counts."""
 
 import math
 import re
@@ -38,8 +36,7 @@ _weight_int4pack_mm_for_cpu _grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2
 _sparse_semi_structured_addmm _sparse_semi_structured_linear _cslt_sparse_mm _foreach_mm"""
 PRODUCTS = *_ADDED, *_OTHERS.split(), "transformers.grouped_mm_fallback"
 """Kinds of PyTorch's calls that are one product of matrices."""
-RECURRENT = "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"
-"""Kinds of calls that are a layer of a recurrent net."""
+RECURRENT = "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"  # kinds of calls that are a layer of a recurrent net
 
 
 def product(op: PricedOp) -> list[Kernel]:
@@ -56,12 +53,10 @@ def product(op: PricedOp) -> list[Kernel]:
 
 
 def recurrent(op: PricedOp) -> list[Kernel]:
-    """Products of all steps at once with the weights of inputs, and one product a step with those of the state.
-
-    A step waits for the one before, and reads the weights again: its state and gates are computed in the same kernel
-    (J. Appleyard et al., "Optimizing Performance of Recurrent Neural Networks on GPUs", 2016, as cuDNN does). Gradients
-    of the weights are products of all steps at once.
-    """
+    """Products of all steps at once with the weights of inputs, and one product a step with those of the state. A step
+    waits for the one before, and reads the weights again: its state and gates are computed in the same kernel (J.
+    Appleyard et al., "Optimizing Performance of Recurrent Neural Networks on GPUs", 2016, as cuDNN does). Gradients of
+    the weights are products of all steps at once."""
     call = op.calls[0]
     (steps, batch, width), (gates, hidden) = call.arrays[0].size, call.arrays[2].size
     held, rows = item_bytes(call.arrays[0].dtype), steps * batch
@@ -77,9 +72,8 @@ def recurrent(op: PricedOp) -> list[Kernel]:
 
 def product_size(call: ShapedCall, flops: int) -> tuple[int, int, int, int]:
     """Returns parts, m, n and k of a product: those of its result, and the k that its FLOPs tell in any packing.
-
-    Operands of three dimensions are of parts: matrices of a batch, or experts, whose rows are taken to be equally many.
-    """
+    Operands of three dimensions are of parts: matrices of a batch, or experts, whose rows are taken to be equally
+    many."""
     result = call.results[0].size if call.results else ()
     m, n = (*result, 1, 1)[:2] if len(result) < 2 else result[-2:]
     rows = math.prod(result[:-2]) * m

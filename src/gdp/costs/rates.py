@@ -1,8 +1,5 @@
-"""Achieved rates: the time of kernels on a device, from its sheet and from what it reaches of it.
-
-A kernel takes the longer of its FLOPs at the achieved rate and its bytes at the achieved bandwidth, and the device's
-launch. K kernels.
-"""
+"""Achieved rates: the time of kernels on a device, from its sheet and from what it reaches of it. A kernel takes the
+longer of its FLOPs at the achieved rate and its bytes at the achieved bandwidth, and the device's launch. K kernels."""
 
 from collections.abc import Mapping
 
@@ -71,11 +68,8 @@ def gap_ns(device: Device) -> float:
 
 
 def memory_times(kernels: Kernels, device: Device) -> F64:
-    """Returns the ns [K] that kernels take to read and write memory alone.
-
-    Those that multiply nothing read half of their bytes, of which the cache still has what the kernel before wrote
-    last.
-    """
+    """Returns the ns [K] that kernels take to read and write memory alone. Those that multiply nothing read half of
+    their bytes, of which the cache still has what the kernel before wrote last."""
     shares = np.array([share(device.achieved, name if name in OF_BYTES else "product_bytes") for name in CLASSES])
     held = _HELD * device.achieved.get("cache_bytes", 0) * ~np.isin(kernels.kinds, _OF_OTHERS)
     moved = kernels.bytes - np.minimum(kernels.bytes / 2, held)

@@ -1,8 +1,6 @@
-"""The table of kernels: which rule says what kernels an op is, by its kind. Each rule has its reason.
-
-Kinds of PyTorch begin with `aten.`; those of JAX and ONNX have names of their own, but the shapes of their products are
-those of PyTorch's calls. All other ops of theirs are one kernel each, of the class that their name tells.
-"""
+"""The table of kernels: which rule says what kernels an op is, by its kind. Each rule has its reason. Kinds of PyTorch
+begin with `aten.`; those of JAX and ONNX have names of their own, but the shapes of their products are those of
+PyTorch's calls. All other ops of theirs are one kernel each, of the class that their name tells."""
 
 import re
 from collections.abc import Mapping

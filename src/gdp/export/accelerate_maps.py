@@ -1,9 +1,7 @@
-"""Device maps of Hugging Face's accelerate, asked of the library itself, as placements.
-
-`device_map="auto"` (or `"balanced"`), `"balanced_low_0"` and `"sequential"` fill GPUs by the size of weights alone,
-then the CPU. A module on the CPU keeps its weights there and computes on the main GPU: the parameter op is on the CPU,
-its consumers are on the GPU, and the weights are transferred in each step. N ops, D devices.
-"""
+"""Device maps of Hugging Face's accelerate, asked of the library itself, as placements. `device_map="auto"` (or
+`"balanced"`), `"balanced_low_0"` and `"sequential"` fill GPUs by the size of weights alone, then the CPU. A module on
+the CPU keeps its weights there and computes on the main GPU: the parameter op is on the CPU, its consumers are on the
+GPU, and the weights are transferred in each step. N ops, D devices."""
 
 import contextlib
 import logging
@@ -29,8 +27,7 @@ from gdp.simulator.simulate import Simulation, simulate
 if TYPE_CHECKING:
     from torch import nn
 
-DeviceMap = Mapping[str, int | str]
-"""From paths of modules or parameters to GPU numbers, "cpu" or "disk"."""
+DeviceMap = Mapping[str, int | str]  # from paths of modules or parameters to GPU numbers, "cpu" or "disk"
 
 MODES = ("auto", "balanced", "balanced_low_0", "sequential")
 PREFIX = "accelerate-"
@@ -39,10 +36,8 @@ SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # of GPUs' memory t
 
 
 def module_of(source: ModelSource) -> "nn.Module":
-    """Builds the module of MODEL with fake tensors, so nothing is allocated.
-
-    InputError for a MODEL that is no PyTorch model, and if accelerate is not installed.
-    """
+    """Builds the module of MODEL with fake tensors, so nothing is allocated. InputError for a MODEL that is no PyTorch
+    model, and if accelerate is not installed."""
     if find_spec("accelerate") is None:
         raise InputError(
             "accelerate is not installed, so its device maps are not known; pip install 'gdp-placement[hf]'"
@@ -58,10 +53,8 @@ def module_of(source: ModelSource) -> "nn.Module":
 
 
 def device_map(module: "nn.Module", problem: Problem, mode: str, share: float = 1.0) -> dict[str, int | str] | None:
-    """Asks accelerate for the map of `module` within the problem's memory limits, of which GPUs give a `share`.
-
-    None if it has no answer.
-    """
+    """Asks accelerate for the map of `module` within the problem's memory limits, of which GPUs give a `share`. None if
+    it has no answer."""
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
@@ -104,12 +97,10 @@ def _stored_dtypes(module: "nn.Module") -> dict[str, Any]:
 
 
 def placement_of(problem: Problem, entries: DeviceMap) -> Placement | None:
-    """[N] Returns the devices on which ops run under a device map.
-
-    A module runs on the device of its entry or of the entry around it; if that is the CPU, on the first GPU of the map.
-    An op of a module without an entry runs where its latest input was made. None if the map needs a CPU that is not
-    there, or trains weights that are not where they are used.
-    """
+    """[N] Returns the devices on which ops run under a device map. A module runs on the device of its entry or of the
+    entry around it; if that is the CPU, on the first GPU of the map. An op of a module without an entry runs where its
+    latest input was made. None if the map needs a CPU that is not there, or trains weights that are not where they are
+    used."""
     graph = problem.graph
     cpus = is_cpu(problem)
     gpus = np.flatnonzero(~cpus).tolist()
@@ -146,11 +137,9 @@ def placement_of(problem: Problem, entries: DeviceMap) -> Placement | None:
 
 
 def best_step(module: "nn.Module", problem: Problem, mode: str) -> Simulation | None:
-    """Returns the fastest step that fits of a mode's maps, whose user tries several limits (`SHARES`).
-
-    If no step fits, the one nearest to fitting; None if there is none. Weights on the CPU are fetched in the better of
-    two ways: at once, or late (`fetching_late`), as accelerate does.
-    """
+    """Returns the fastest step that fits of a mode's maps, whose user tries several limits (`SHARES`). If no step fits,
+    the one nearest to fitting; None if there is none. Weights on the CPU are fetched in the better of two ways: at
+    once, or late (`fetching_late`), as accelerate does."""
     steps: list[Simulation] = []
     maps: list[dict[str, int | str]] = []
     for share in SHARES:
@@ -168,11 +157,9 @@ def best_step(module: "nn.Module", problem: Problem, mode: str) -> Simulation | 
 
 
 def fetching_late(problem: Problem, placement: Placement) -> tuple[Problem, Placement] | None:
-    """Returns a step that sends each weight on the CPU when the op before its first use elsewhere has ended.
-
-    So do accelerate's hooks. It is the same step with its ops in another order and zero-byte tensors from those ops to
-    the weights. None if no weight on the CPU is used elsewhere.
-    """
+    """Returns a step that sends each weight on the CPU when the op before its first use elsewhere has ended. So do
+    accelerate's hooks. It is the same step with its ops in another order and zero-byte tensors from those ops to the
+    weights. None if no weight on the CPU is used elsewhere."""
     graph = problem.graph
     cpus = is_cpu(problem)
     is_state = np.isin(graph.kinds, ("parameter",))

@@ -98,9 +98,7 @@ class AdaptedPlan:
     @cached_property
     def program_order_ns(self) -> int | None:
         """Step time if each device starts its ops in the order of the program, as tools do that launch ops in sequence.
-
-        None with micro-batches, whose order is the tool's own.
-        """
+        None with micro-batches, whose order is the tool's own."""
         problem, placement = self.simulation.problem, self.simulation.placement
         if problem.microbatch.max() > 0:
             return None
@@ -109,12 +107,10 @@ class AdaptedPlan:
 
 
 def adapt(problem: Problem, plan: Plan, target: ExportTarget, *, may_offload: bool = True) -> AdaptedPlan:
-    """Returns `plan`, of the problem's graph and cluster, as `target` runs it; it may not fit in memory.
-
-    Each unit goes to the device that has most of its time, and a chain is cut where most of the time stays. Repair and
-    search then change units that do not fit, and stages where that is faster. If the step still does not fit, units are
-    offloaded, if the target can and may. InputError where the target cannot run the graph.
-    """
+    """Returns `plan`, of the problem's graph and cluster, as `target` runs it; it may not fit in memory. Each unit goes
+    to the device that has most of its time, and a chain is cut where most of the time stays. Repair and search then
+    change units that do not fit, and stages where that is faster. If the step still does not fit, units are offloaded,
+    if the target can and may. InputError where the target cannot run the graph."""
     plan.check_belongs(problem.graph, problem.cluster)
     units = target.read_units(problem)
     return adapt_within(target.with_room(problem), plan, target, units, graph=problem.graph, may_offload=may_offload)
@@ -158,10 +154,8 @@ def arranged(
     simulation: Simulation,
     plan: Plan | None = None,
 ) -> tuple[I64, Simulation]:
-    """Returns the devices [U] that the target's `arrange` makes of these, if they fit as well, and their step.
-
-    Devices of one kind then hold as much of its layers, where that takes as long.
-    """
+    """Returns the devices [U] that the target's `arrange` makes of these, if they fit as well, and their step. Devices
+    of one kind then hold as much of its layers, where that takes as long."""
     if target.arrange is not None:
         better = target.arrange(problem, units, devices)
         if not np.array_equal(better, devices) and can_run(units, better):
@@ -207,10 +201,8 @@ def _kinds(problem: Problem) -> list[tuple[str, int]]:
 
 
 def simulated(problem: Problem, placement: Placement, plan: Plan | None = None) -> Simulation:
-    """Returns the step of `placement`: the plan's own one in its order, any other in the best order known.
-
-    The orders are those of `Problem.orders`, and that in which the plan starts its ops.
-    """
+    """Returns the step of `placement`: the plan's own one in its order, any other in the best order known. The orders
+    are those of `Problem.orders`, and that in which the plan starts its ops."""
     if plan is not None and np.array_equal(placement, plan.placement):
         return simulate(problem, placement, order=plan.order)
     simulations = [simulate(problem.in_order(order), placement) for order in problem.orders]
@@ -222,9 +214,7 @@ def simulated(problem: Problem, placement: Placement, plan: Plan | None = None) 
 
 def in_same_places(target: ExportTarget, problem: Problem, placement: Placement, other: Problem) -> Simulation:
     """Returns the step of `other`, such as the prefill of a decoder, its units where `placement` [N] has those.
-
-    InputError where they are not those of `problem`.
-    """
+    InputError where they are not those of `problem`."""
     units, others = target.read_units(problem), target.read_units(other)
     devices = units.devices_of(placement)
     if devices is None or units.members != others.members:

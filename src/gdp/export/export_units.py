@@ -1,8 +1,6 @@
-"""Export units: the smallest parts that a target can place, and the same problem with units in place of ops.
-
-A target (a tool that a plan is exported for) is coarser than a plan: it knows modules, layers or stages, not ops.
-N ops, U units, D devices.
-"""
+"""Export units: the smallest parts that a target can place, and the same problem with units in place of ops. A target
+(a tool that a plan is exported for) is coarser than a plan: it knows modules, layers or stages, not ops. N ops, U
+units, D devices."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -19,10 +17,8 @@ from gdp.units.units import Units
 
 @dataclass(frozen=True, eq=False)
 class ExportUnits(Units):
-    """The units of a target in a graph: each op is in one unit, and so is each group.
-
-    Their problem allows the devices of the target alone.
-    """
+    """The units of a target in a graph: each op is in one unit, and so is each group. Their problem allows the devices
+    of the target alone."""
 
     members: tuple[tuple[str, ...], ...]  # [U] paths of modules, names of layers or ops
     is_chain: bool = False  # in the order of execution; a device takes one contiguous run of them, a stage
@@ -38,10 +34,8 @@ class ExportUnits(Units):
         devices: Bool | None = None,
     ) -> "ExportUnits":
         """Builds units from `labels` [N], numbers into `names`; a unit's number is that of its first op in order.
-
         Labels of one group become one unit, and so do the labels of one tree of `joined` [len(names)], a forest that
-        `join` makes. `devices` [D] are the devices that the target has.
-        """
+        `join` makes. `devices` [D] are the devices that the target has."""
         parent = list(joined) or list(range(len(names)))
         label_of = np.asarray(labels, np.int64)
         for ops in grouped_ops(problem):
@@ -57,10 +51,8 @@ class ExportUnits(Units):
     def chain(
         cls, problem: Problem, positions: I64, names: Sequence[str], *, devices: Bool | None = None
     ) -> "ExportUnits":
-        """Builds a chain from the `positions` [N] of ops along it, numbers into `names`.
-
-        All positions between the members of a group become one unit. Positions without ops are left out.
-        """
+        """Builds a chain from the `positions` [N] of ops along it, numbers into `names`. All positions between the
+        members of a group become one unit. Positions without ops are left out."""
         is_cut = np.ones(len(names), np.bool_)  # before each position
         for ops in grouped_ops(problem):
             is_cut[positions[ops].min() + 1 : positions[ops].max() + 1] = False

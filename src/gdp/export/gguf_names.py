@@ -1,8 +1,6 @@
-"""Names of the GGUF tensors that the parameters of Transformers models become, asked of llama.cpp's package `gguf`.
-
-The package has a table of names for each tensor, and the tensors of each architecture. A graph has the names of its
-parameters, not its architecture, so the architecture is the smallest one that has a tensor for each parameter.
-"""
+"""Names of the GGUF tensors that the parameters of Transformers models become, asked of llama.cpp's package `gguf`. The
+package has a table of names for each tensor, and the tensors of each architecture. A graph has the names of its
+parameters, not its architecture, so the architecture is the smallest one that has a tensor for each parameter."""
 
 import re
 from collections import defaultdict
@@ -31,11 +29,9 @@ FEED_FORWARD = "(ffn_|post_ffw_|exp_probs_b|channel_mix_)"  # tensors of a layer
 
 
 def gguf_tensors(parameters: Sequence[str]) -> dict[str, str]:
-    """Returns the GGUF tensor of each parameter, without `.weight`: `blk.3.attn_q`, `output_norm`.
-
-    A parameter that is no tensor in GGUF is left out. InputError for parameters that no architecture of llama.cpp has,
-    and if `gguf` is not installed.
-    """
+    """Returns the GGUF tensor of each parameter, without `.weight`: `blk.3.attn_q`, `output_norm`. A parameter that is
+    no tensor in GGUF is left out. InputError for parameters that no architecture of llama.cpp has, and if `gguf` is not
+    installed."""
     table = _NameTable()
     patterns = {path: _pattern(path) for path in parameters if not _METADATA.search(path)}
     options = {pattern: table.find(pattern) for pattern in patterns.values()}
@@ -100,10 +96,8 @@ class _NameTable:
         return []
 
     def of_architecture(self, options: dict[str, list[Any]]) -> dict[str, str]:
-        """Chooses one of `options` for each name, by the architecture with the fewest tensors left over.
-
-        InputError, with what the nearest architecture lacks, if none has a tensor for each name.
-        """
+        """Chooses one of `options` for each name, by the architecture with the fewest tensors left over. InputError,
+        with what the nearest architecture lacks, if none has a tensor for each name."""
         best: tuple[tuple[bool, int], dict[str, str]] | None = None
         nearest, lacking = "", list(options)
         for architecture, tensors in self._architectures.items():

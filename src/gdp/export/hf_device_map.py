@@ -1,10 +1,8 @@
 """`hf-device-map`: the `device_map` of Transformers and accelerate, JSON from module paths to GPU numbers or "cpu".
-
 `accelerate.dispatch_model` hooks every module that has an entry: its parameters go to the entry's device, its inputs
 are moved there, and all inside it runs there. The first entry is the device that takes the model's inputs
 (`main_device`). Next to GPUs accelerate computes nothing on a CPU: it only keeps weights there, of modules that do not
-fit (`offload`). A CPU alone is used like a GPU.
-"""
+fit (`offload`). A CPU alone is used like a GPU."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -27,21 +25,16 @@ NAME = "hf-device-map"
 
 
 def read_units(problem: Problem) -> ExportUnits:
-    """Makes the units of `module_units` on the GPUs, or on the first CPU where there are no GPUs.
-
-    InputError for micro-batches.
-    """
+    """Makes the units of `module_units` on the GPUs, or on the first CPU where there are no GPUs. InputError for
+    micro-batches."""
     check_one_batch(problem, NAME)
     cpus = is_cpu(problem)
     return module_units(problem, devices=np.arange(problem.num_devices) == 0 if cpus.all() else ~cpus)
 
 
 def device_map(problem: Problem, units: ExportUnits, devices: I64) -> dict[str, int | str]:
-    """Returns the smallest device map with these devices [U].
-
-    A module has an entry if all in it is on one device and no module around it is, and so has a container's own tensor.
-    The device of the inputs is first.
-    """
+    """Returns the smallest device map with these devices [U]. A module has an entry if all in it is on one device and
+    no module around it is, and so has a container's own tensor. The device of the inputs is first."""
     graph, placement = problem.graph, units.place(devices)
     members = set(chain.from_iterable(units.members))
     devices_in: dict[str, set[int]] = {"": set()}
@@ -97,8 +90,7 @@ def notes(problem: Problem, units: ExportUnits, devices: I64) -> list[str]:
 
 _MAX_STEPS = 9  # of a bisection
 
-Offloaded = tuple[I64, Simulation]
-"""The devices [U] of units, and the step as accelerate runs it."""
+Offloaded = tuple[I64, Simulation]  # the devices [U] of units, and the step as accelerate runs it
 
 
 def offload(problem: Problem, units: ExportUnits, devices: I64) -> Offloaded | None:
@@ -108,8 +100,7 @@ def offload(problem: Problem, units: ExportUnits, devices: I64) -> Offloaded | N
     and if even that does not fit.
 
     The unit that takes the step's inputs is on a GPU, on which offloaded modules compute: its own, or any other if the
-    step does not fit so.
-    """
+    step does not fit so."""
     cpus = is_cpu(problem)
     if cpus.all() or not cpus.any() or "update" in problem.graph.phases:
         return None

@@ -5,8 +5,7 @@
 
 llama.cpp computes an op where its weights are, and attention where the cache is. It has the cache of a layer where
 `-ts` puts the layer, so each GPU has one stretch of layers, and the CPU the first. Units are whole layers, or with
-`--split-layers` their attention and their feed-forward part; and the embedding, the last norm and the head.
-"""
+`--split-layers` their attention and their feed-forward part; and the embedding, the last norm and the head."""
 
 import re
 from collections import defaultdict
@@ -60,10 +59,8 @@ class LlamaCpp:
         )
 
     def read_units(self, problem: Problem) -> ExportUnits:
-        """Makes the units of a graph with the module names of a decoder in Transformers.
-
-        InputError for other names, a training step and micro-batches.
-        """
+        """Makes the units of a graph with the module names of a decoder in Transformers. InputError for other names, a
+        training step and micro-batches."""
         check_inference(problem, NAME)
         check_one_batch(problem, NAME)
         layers = find_layers(problem)
@@ -142,10 +139,8 @@ class LlamaCpp:
 
 
 def in_stretches(problem: Problem, units: ExportUnits, devices: I64) -> I64:
-    """[U] Gives each device as many layers as in `devices` [U], in one stretch: CPUs first, then GPUs as they come.
-
-    A layer in parts is where its attention is; all of it moves.
-    """
+    """[U] Gives each device as many layers as in `devices` [U], in one stretch: CPUs first, then GPUs as they come. A
+    layer in parts is where its attention is; all of it moves."""
     layers = _layer_parts(units)
     if not layers or len({len(parts) for parts in layers}) > 1:
         return devices  # layers that share weights, or lack a part
@@ -224,11 +219,9 @@ def _layer_devices(place: dict[str, int]) -> list[int]:
 
 
 def _cache_options(problem: Problem, layer_devices: list[int]) -> list[str] | None:
-    """Returns the options that put the cache beside its layers, None where there are none.
-
-    llama.cpp gives the first layers to the CPU, the last `-ngl` (and the head, which counts as a layer) to the GPUs of
-    `-dev`, in stretches of the sizes of `-ts` (llama-model.cpp, load_tensors).
-    """
+    """Returns the options that put the cache beside its layers, None where there are none. llama.cpp gives the first
+    layers to the CPU, the last `-ngl` (and the head, which counts as a layer) to the GPUs of `-dev`, in stretches of
+    the sizes of `-ts` (llama-model.cpp, load_tensors)."""
     numbers = gpu_numbers(problem)
     runs = [(numbers[device], len(list(layers))) for device, layers in groupby(layer_devices)]
     gpus = [number for number, _ in runs if number >= 0]

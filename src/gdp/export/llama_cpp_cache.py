@@ -1,10 +1,8 @@
-"""Memory of llama.cpp's cache of keys and values, read from a graph.
-
-llama.cpp allocates the cache at its start, for a fixed number of tokens, beside the layers that use it. For each token
-a layer keeps a key and a value of all its key-value heads, in float16 by default; DeepSeek's latent attention keeps the
-compressed latent alone (llama-kv-cache.cpp). Layers with a sliding window are counted in full, so the figure is the
-most that they need; states of state-space layers, whose size does not depend on the context, are not counted. N ops.
-"""
+"""Memory of llama.cpp's cache of keys and values, read from a graph. llama.cpp allocates the cache at its start, for a
+fixed number of tokens, beside the layers that use it. For each token a layer keeps a key and a value of all its
+key-value heads, in float16 by default; DeepSeek's latent attention keeps the compressed latent alone
+(llama-kv-cache.cpp). Layers with a sliding window are counted in full, so the figure is the most that they need; states
+of state-space layers, whose size does not depend on the context, are not counted. N ops."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -47,11 +45,9 @@ class Cache:
 
 
 def find_cache(graph: Graph, tensors: Mapping[str, str], tokens: int | None) -> Cache:
-    """Reads the cache for `tokens` (default: DEFAULT_TOKENS) from the ops of `graph`.
-
-    `tensors` are the GGUF tensors by parameter. InputError if `tokens` are asked for and the graph has a cache already,
-    or one whose size cannot be read.
-    """
+    """Reads the cache for `tokens` (default: DEFAULT_TOKENS) from the ops of `graph`. `tensors` are the GGUF tensors by
+    parameter. InputError if `tokens` are asked for and the graph has a cache already, or one whose size cannot be
+    read."""
     op_bytes = np.zeros(graph.num_ops, np.int64)
     if is_cache(graph).any():
         if tokens is not None:

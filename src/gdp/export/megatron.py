@@ -1,8 +1,6 @@
-"""`megatron`: the layout of Megatron-LM's pipeline stages, `--pipeline-model-parallel-layout`.
-
-`Et*3|t*4|t*3L` has a stage between bars: E is the embedding, t a decoder layer, L the head with the loss
-(megatron/core/transformer/pipeline_parallel_layer_layout.py).
-"""
+"""`megatron`: the layout of Megatron-LM's pipeline stages, `--pipeline-model-parallel-layout`. `Et*3|t*4|t*3L` has a
+stage between bars: E is the embedding, t a decoder layer, L the head with the loss
+(megatron/core/transformer/pipeline_parallel_layer_layout.py)."""
 
 import re
 from collections.abc import Iterable, Sequence

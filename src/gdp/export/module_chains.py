@@ -1,8 +1,6 @@
-"""Modules and layers as chains that pipelines are cut from, in the order in which the forward pass runs.
-
-A cut can be where a module begins that is called once; all ops traced before it belong to the stages before. Backward
-ops, parameters and updates go with their forward ops. N ops, P places of the chain.
-"""
+"""Modules and layers as chains that pipelines are cut from, in the order in which the forward pass runs. A cut can be
+where a module begins that is called once; all ops traced before it belong to the stages before. Backward ops,
+parameters and updates go with their forward ops. N ops, P places of the chain."""
 
 import re
 from collections import Counter, defaultdict
@@ -30,11 +28,9 @@ class Layers:
 
 
 def begins(problem: Problem) -> tuple[I64, list[str]]:
-    """Returns (position of each op [N], module that begins at each position [P]) of a chain of modules.
-
-    The chain may be cut where any module begins that has parameters and is called once. The first position begins with
-    no module ("").
-    """
+    """Returns (position of each op [N], module that begins at each position [P]) of a chain of modules. The chain may
+    be cut where any module begins that has parameters and is called once. The first position begins with no module
+    ("")."""
     graph = problem.graph
     check_modules(graph, "modules")
     executed = _executed(problem)
@@ -55,11 +51,9 @@ def begins(problem: Problem) -> tuple[I64, list[str]]:
 
 
 def find_layers(problem: Problem) -> Layers:
-    """Finds the list of layers with the most work.
-
-    InputError if there is none, or if its layers are not run one after the other. InputError also if another list has a
-    large part of the work or of the ops (an encoder beside a decoder, a transformer behind convolutions).
-    """
+    """Finds the list of layers with the most work. InputError if there is none, or if its layers are not run one after
+    the other. InputError also if another list has a large part of the work or of the ops (an encoder beside a decoder,
+    a transformer behind convolutions)."""
     graph = problem.graph
     check_modules(graph, "layers")
     executed = _executed(problem)
@@ -135,11 +129,9 @@ def _called_again(problem: Problem) -> set[str]:
 
 
 def _spread(problem: Problem, executed: Sequence[int], position: I64) -> I64:
-    """[N] Extends the positions of executed ops to all ops.
-
-    A replica has the position of the first replica, a source that of its first user, and a backward op that of its
-    module if all of it has one. All ops of a group have one position; other ops take that of their inputs.
-    """
+    """[N] Extends the positions of executed ops to all ops. A replica has the position of the first replica, a source
+    that of its first user, and a backward op that of its module if all of it has one. All ops of a group have one
+    position; other ops take that of their inputs."""
     graph = problem.graph
     labels = np.full(graph.num_ops, -1, np.int64)
     labels[executed] = position

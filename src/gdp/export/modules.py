@@ -12,8 +12,7 @@ its inputs would travel for the sake of a few sums.
 
 A parameter or buffer of a container itself (a scale, a class token) has an entry of its own, as in accelerate's maps:
 it is where the container's ops that read it have their other inputs. Those of the model are with the step's inputs,
-where accelerate moves them. N ops.
-"""
+where accelerate moves them. N ops."""
 
 import re
 from collections import defaultdict
@@ -38,11 +37,8 @@ _CONSTANT = re.compile(r"constant_\d+")  # made by the model's code, and in the 
 
 
 def module_units(problem: Problem, *, devices: Bool | None = None) -> ExportUnits:
-    """Makes the finest units that run on any assignment of devices.
-
-    They are modules that hold parameters, or compute from several places, named by their paths. A unit has several
-    paths where modules must share a device.
-    """
+    """Makes the finest units that run on any assignment of devices. They are modules that hold parameters, or compute
+    from several places, named by their paths. A unit has several paths where modules must share a device."""
     check_modules(problem.graph, "modules")
     finder = _UnitFinder(problem)
     labels = finder.run()
@@ -138,10 +134,8 @@ class _UnitFinder:
         return inherit(self.problem, labels)
 
     def _follow_readers(self, labels: list[int]) -> None:
-        """Labels forward ops that nothing feeds, such as positions and masks.
-
-        They go with the one unit that reads them, or else are made where the step's inputs are.
-        """
+        """Labels forward ops that nothing feeds, such as positions and masks. They go with the one unit that reads
+        them, or else are made where the step's inputs are."""
         readers: list[set[int]] = [set() for _ in labels]
         for op in reversed(self.forward_ops):
             if labels[op] == _NOTHING and readers[op] and not self.is_source[op]:
@@ -167,10 +161,8 @@ class _UnitFinder:
             join(self.parent, self.number[root], fed_by.get(root, _INPUT))
 
     def _is_shifted(self, op: int) -> bool:
-        """Returns whether `op` makes the shifted labels of a causal language model.
-
-        Transformers' `ForCausalLMLoss` pads them and moves them to the logits; other losses read labels where they are.
-        """
+        """Returns whether `op` makes the shifted labels of a causal language model. Transformers' `ForCausalLMLoss`
+        pads them and moves them to the logits; other losses read labels where they are."""
         while self.graph.kinds[op] in ("aten.clone", "aten._to_copy") and len(self.inputs_of[op]) == 1:
             op = self.inputs_of[op][0]
         return self.graph.kinds[op] == _PAD and all(self.graph.kinds[item] == "input" for item in self.inputs_of[op])
@@ -185,9 +177,7 @@ class _UnitFinder:
 
     def _containers(self) -> set[str]:
         """Returns the modules that hold several others with parameters, and but a small part of the bytes themselves.
-
-        Those of most of the work may hold more.
-        """
+        Those of most of the work may hold more."""
         graph, own_bytes = self.graph, dict[str, int]()
         state = [op for op in self.forward_ops if _is_state(graph, op)]
         for op in state:
@@ -205,10 +195,8 @@ class _UnitFinder:
         }
 
     def _uses_source_outside(self, op: int) -> bool:
-        """Returns whether `op` reads a source of another module.
-
-        A module that uses a tied weight has it in its own state, too, and needs an entry.
-        """
+        """Returns whether `op` reads a source of another module. A module that uses a tied weight has it in its own
+        state, too, and needs an entry."""
         owners = (self.graph.modules[producer] for producer in self.inputs_of[op] if self.is_source[producer])
         return any(owner and not is_inside(owner, self.graph.modules[op]) for owner in owners)
 

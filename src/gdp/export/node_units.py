@@ -15,10 +15,8 @@ from gdp.simulator.problem import Problem
 
 
 def node_units(problem: Problem, target: str) -> ExportUnits:
-    """Makes a unit of each node, named after it.
-
-    InputError for a graph that is no ONNX file's, a training step, and micro-batches.
-    """
+    """Makes a unit of each node, named after it. InputError for a graph that is no ONNX file's, a training step, and
+    micro-batches."""
     graph = problem.graph
     check_nodes(graph, target)
     check_inference(problem, target)
@@ -42,10 +40,8 @@ def device_names(problem: Problem, units: ExportUnits, devices: I64, name_of: Ca
 
 
 def complete(nodes: Iterable[tuple[str, Sequence[str], str | None]]) -> dict[str, str]:
-    """Returns a device for every node of (name, names of its inputs, device or None), in the order of execution.
-
-    A node without a device goes with the first of its inputs, or else with the first node that reads it.
-    """
+    """Returns a device for every node of (name, names of its inputs, device or None), in the order of execution. A node
+    without a device goes with the first of its inputs, or else with the first node that reads it."""
     rows = list(nodes)
     devices = {name: device for name, _, device in rows if device is not None}
     if not devices:

@@ -5,8 +5,7 @@ Each node has an annotation (`layer_ann` among its metadata), and the session's 
 asks for the annotation itself rather than for all that begin with it. `annotate` writes them into a model:
 
     settings = annotate(model, json.load(open("layers.json")))
-    options.add_session_config_entry("session.layer_assignment_settings", settings)
-"""
+    options.add_session_config_entry("session.layer_assignment_settings", settings)"""
 
 import json
 from collections.abc import Mapping
@@ -35,11 +34,9 @@ def write(problem: Problem, units: ExportUnits, devices: I64) -> str:
 
 
 def annotate(model: "ModelProto", exported: Mapping[str, Any]) -> str:
-    """Annotates all nodes of `model` with the content of an `exported` file, and returns the session's option.
-
-    A node that the plan does not name (it has no name, or was folded) goes with its inputs, a DequantizeLinear with the
-    node that reads it, whose kernel it is part of. InputError if no node has a name of the plan.
-    """
+    """Annotates all nodes of `model` with the content of an `exported` file, and returns the session's option. A node
+    that the plan does not name (it has no name, or was folded) goes with its inputs, a DequantizeLinear with the node
+    that reads it, whose kernel it is part of. InputError if no node has a name of the plan."""
     annotations = exported["annotations"]
     producers = {output: str(number) for number, node in enumerate(model.graph.node) for output in node.output}
     placed = complete(

@@ -1,8 +1,5 @@
 """`openvino`: affinities for OpenVINO's HETERO plugin, JSON from the names of nodes to devices such as `GPU.0`.
-
-apply_affinities(model, json.load(open("affinities.json")))
-compiled = core.compile_model(model, "HETERO:GPU.0,CPU")
-"""
+apply_affinities(model, json.load(open("affinities.json"))) compiled = core.compile_model(model, "HETERO:GPU.0,CPU")"""
 
 import json
 from collections.abc import Mapping
@@ -28,11 +25,9 @@ def write(problem: Problem, units: ExportUnits, devices: I64) -> str:
 
 
 def apply_affinities(model: "Model", affinities: Mapping[str, str]) -> dict[str, str]:
-    """Gives every node of `model` an affinity, since HETERO asks for all, and returns them by friendly name.
-
-    A node that the plan does not name (weights, results, nodes that OpenVINO's reader added or renamed) goes with its
-    inputs. InputError if no node has a name of the plan.
-    """
+    """Gives every node of `model` an affinity, since HETERO asks for all, and returns them by friendly name. A node
+    that the plan does not name (weights, results, nodes that OpenVINO's reader added or renamed) goes with its inputs.
+    InputError if no node has a name of the plan."""
     nodes = [(node.get_friendly_name(), node) for node in model.get_ordered_ops()]
     placed = complete(
         (name, [item.get_node().get_friendly_name() for item in node.input_values()], affinities.get(name))

@@ -1,7 +1,5 @@
-"""Contiguous stages of a chain of units: the nearest to a plan, and the fastest that a search finds.
-
-U units in the order of execution, D devices; stages are devices [U], each device in at most one run.
-"""
+"""Contiguous stages of a chain of units: the nearest to a plan, and the fastest that a search finds. U units in the
+order of execution, D devices; stages are devices [U], each device in at most one run."""
 
 from itertools import pairwise
 
@@ -24,11 +22,9 @@ _BATCH = 64  # moves simulated at once
 
 
 def nearest_stages(weight: F64, order: I64 | None = None) -> I64:
-    """[U] Returns the stages that agree most with `weight` [U, D], the share of each unit on each device.
-
-    Dynamic programming over (unit, device). Devices come in the given order, or in that of the mean position of their
-    shares.
-    """
+    """[U] Returns the stages that agree most with `weight` [U, D], the share of each unit on each device. Dynamic
+    programming over (unit, device). Devices come in the given order, or in that of the mean position of their
+    shares."""
     num_units = len(weight)
     if order is None:
         order = _order_by_position(weight)
@@ -60,10 +56,8 @@ def _order_by_position(weight: F64) -> I64:
 
 def allowed_stages(weight: F64, allowed: Bool) -> list[I64]:
     """Returns stages [U] near to `weight` [U, D] on `allowed` devices [U, D] only, in a list of one, or an empty list.
-
     Each device goes as far as it may, since the rest after a longer stage needs no more devices than the rest after a
-    shorter one. On more than _MANY devices the search is incomplete.
-    """
+    shorter one. On more than _MANY devices the search is incomplete."""
     num_units, num_devices = allowed.shape
     beyond = np.full((num_units + 1, num_devices), num_units)  # the first unit from each on that is not allowed
     for unit in reversed(range(num_units)):

@@ -4,8 +4,7 @@
     pipe = pipeline(module, mb_args, split_spec=split_spec)
 
 gives as many stages as the file has devices, and stage k goes to `devices[k]`. A stage begins where the forward pass
-calls a module, so stages are contiguous in the order of execution.
-"""
+calls a module, so stages are contiguous in the order of execution."""
 
 import json
 

@@ -11,8 +11,7 @@ step. Of the ops not yet run take the first in an order that the plan was simula
 been sent, and its worker posts them, window or not; so they come, and the op runs.
 
 Messages have the numbers of their tensors as tags. NCCL has no tags: between two ranks it has a group for each way, in
-which messages go in the order of the sender's script.
-"""
+which messages go in the order of the sender's script."""
 
 import contextlib
 import time
@@ -118,10 +117,8 @@ class Messages:
         return [orjson.loads(contents[rank].numpy().tobytes()) for rank in range(len(contents))]
 
     def collect(self, own: Mapping[Any, Tensor], *, everywhere: bool) -> dict[Any, Tensor]:
-        """Returns on the first rank, or `everywhere`, copies on the CPU of the tensors of all ranks, which have met.
-
-        By key, each of which is on one rank.
-        """
+        """Returns on the first rank, or `everywhere`, copies on the CPU of the tensors of all ranks, which have met. By
+        key, each of which is on one rank."""
         held: dict[Any, Tensor] = {}
         works: list[tuple[int, Any]] = []
         forms = self.gather([(key, tuple(item.shape), item.stride(), str(item.dtype)) for key, item in own.items()])
@@ -163,10 +160,8 @@ class Messages:
 
 
 class RankTransport:
-    """The transport of a rank's worker, whose step is `script`.
-
-    `window_bytes` is the size of tensors received ahead of their use.
-    """
+    """The transport of a rank's worker, whose step is `script`. `window_bytes` is the size of tensors received ahead of
+    their use."""
 
     def __init__(
         self,

@@ -1,9 +1,7 @@
-"""ProcessExecutor: a plan on the devices of one host or many, a process for each, started by torchrun.
-
-Rank r runs the script of device r; `messages.py` moves the tensors. The end of one rank ends all: the rank that fails,
-or first notices that another is gone, writes the cause into the store, where all find it. A process that dies is
-noticed by its closed connections; one that hangs, or a host that is lost, by its missing heartbeats.
-"""
+"""ProcessExecutor: a plan on the devices of one host or many, a process for each, started by torchrun. Rank r runs the
+script of device r; `messages.py` moves the tensors. The end of one rank ends all: the rank that fails, or first notices
+that another is gone, writes the cause into the store, where all find it. A process that dies is noticed by its closed
+connections; one that hangs, or a host that is lost, by its missing heartbeats."""
 
 import contextlib
 import hashlib
@@ -37,8 +35,7 @@ class ProcessExecutor(PlanExecutor):
     RankError on all if one fails, dies, is silent, or keeps another waiting for `timeout_seconds`; the executor is
     closed then.
 
-    window_bytes: of tensors received ahead of their use, except those before an awaited one of the same rank.
-    """
+    window_bytes: of tensors received ahead of their use, except those before an awaited one of the same rank."""
 
     def __init__(
         self,
@@ -85,11 +82,9 @@ class ProcessExecutor(PlanExecutor):
                     raise Stopped
 
     def _step(self, inputs: Mapping[int, Tensor], *, is_timed: bool, retain: bool, seed: int) -> StepRecord:
-        """Runs one step, which all ranks begin at once.
-
-        Times are on the first rank's clock: the same on one host; across hosts they are set by messages sent back
-        and forth before each timed step, and right to half of the shortest such trip.
-        """
+        """Runs one step, which all ranks begin at once. Times are on the first rank's clock: the same on one host;
+        across hosts they are set by messages sent back and forth before each timed step, and right to half of the
+        shortest such trip."""
         request = StepRequest(inputs, seed, self._chosen_scripts(retain=retain)[self._rank], is_timed)
         kind = STEP + is_timed + 2 * retain
         record: StepRecord = self._together(kind, partial(self._measured, kind, request), "running a step")

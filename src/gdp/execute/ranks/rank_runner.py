@@ -1,8 +1,6 @@
-"""RankRunner: this process's part in a training that torchrun started, and the messages at its end.
-
-An error that ends the script on one rank ends it on all, and one rank prints it in one line. An error that is none of
-gdp's has its traceback before that line.
-"""
+"""RankRunner: this process's part in a training that torchrun started, and the messages at its end. An error that ends
+the script on one rank ends it on all, and one rank prints it in one line. An error that is none of gdp's has its
+traceback before that line."""
 
 import atexit
 import contextlib

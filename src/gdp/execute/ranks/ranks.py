@@ -73,11 +73,9 @@ class RankError(ExecutionError):
 
 
 class Ranks:
-    """The processes of a run, one rank for each device, as `join` makes them; a context manager.
-
-    torchrun ends all processes by SIGTERM as soon as one is dead: meanwhile that raises KeyboardInterrupt, so that
-    executors can say why. `group` connects them; None: the default group, which is theirs alone.
-    """
+    """The processes of a run, one rank for each device, as `join` makes them; a context manager. torchrun ends all
+    processes by SIGTERM as soon as one is dead: meanwhile that raises KeyboardInterrupt, so that executors can say why.
+    `group` connects them; None: the default group, which is theirs alone."""
 
     def __init__(
         self,
@@ -150,10 +148,8 @@ class Ranks:
         return bool(within(SILENT_SECONDS, partial(self.store.add, key, 1)) == 1)
 
     def share(self, text: str) -> list[str]:
-        """[D] Returns the texts of all ranks, which make this call together.
-
-        RankError where a rank, or the store, is gone, ExecutionError if one does not come.
-        """
+        """[D] Returns the texts of all ranks, which make this call together. RankError where a rank, or the store, is
+        gone, ExecutionError if one does not come."""
         self._num_shared += 1
         keys = [f"shared/{self._num_shared}/{rank}" for rank in range(len(self.targets))]
         try:
@@ -173,10 +169,8 @@ class Ranks:
                 raise InputError(f"device {name!r}: {what}")
 
     def act_once(self, act: Callable[[], None]) -> None:
-        """Acts on the first rank, while the others wait; an InputError of the act is raised on all.
-
-        With an executor use `ProcessExecutor.act_once`.
-        """
+        """Acts on the first rank, while the others wait; an InputError of the act is raised on all. With an executor
+        use `ProcessExecutor.act_once`."""
         text, *_ = self.share(message_of(act) if self.is_first else "")
         if text:
             self._await_readers()
@@ -281,13 +275,11 @@ def join(
     timeout_seconds: float = 60.0,
     in_script: bool = False,
 ) -> Ranks:
-    """Joins the processes that torchrun started, one for each device of the plan, in the order of its `names`.
-
-    `on` says for each device where it runs, as in `find_targets`, on the host of its rank. NCCL connects ranks if each
-    has a GPU of its own; otherwise gloo does, through the hosts' memory. `in_script` the default group stays when these
-    ranks are closed, since others may join, and the script may use it. InputError for a wrong number of processes,
-    before anything else, and for a device that is not there.
-    """
+    """Joins the processes that torchrun started, one for each device of the plan, in the order of its `names`. `on`
+    says for each device where it runs, as in `find_targets`, on the host of its rank. NCCL connects ranks if each has a
+    GPU of its own; otherwise gloo does, through the hosts' memory. `in_script` the default group stays when these ranks
+    are closed, since others may join, and the script may use it. InputError for a wrong number of processes, before
+    anything else, and for a device that is not there."""
     count, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "-1"))
     if count != len(names) or rank < 0:
         devices = "1 device" if len(names) == 1 else f"{len(names)} devices"

@@ -9,8 +9,7 @@ Bytes of an element, with Adam:
 
 torchtitan/config/configs.py: `dtype`, `mixed_precision_param`, `mixed_precision_reduce` (float32 by default);
 torch.distributed.fsdp.MixedPrecisionPolicy; megatron/training/arguments.py: `--bf16` accumulates and sums gradients in
-float32, in a buffer that stays, unless `--grad-reduce-in-bf16` is given.
-"""
+float32, in a buffer that stays, unless `--grad-reduce-in-bf16` is given."""
 
 from dataclasses import dataclass, replace
 
@@ -77,9 +76,7 @@ def precision_of(graph: Graph) -> str:
 
 def as_fsdp(graph: Graph, layout: Layout, tool: str) -> Held:
     """Returns what FSDP2 holds: float32 weights that are gathered in half precision, gradients summed in float32.
-
-    Without ZeRO 3 the gathered weights stay, as the casts of autocast do.
-    """
+    Without ZeRO 3 the gathered weights stay, as the casts of autocast do."""
     if precision_of(graph) != MIXED:
         return Held()
     gathered = 0 if layout.zero == 3 else 2
