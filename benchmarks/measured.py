@@ -13,18 +13,18 @@ import numpy as np
 from benchmarks.benchmark import Benchmark, Say, pick
 from benchmarks.measured_sources.ablation import TERMS, without
 from benchmarks.measured_sources.exchanges import ExchangeTable
-from benchmarks.measured_sources.gpt import GPTSteps
+from benchmarks.measured_sources.gpt import GPTSteps, GPTTensorSteps
 from benchmarks.measured_sources.image_models import ImageInference, ImageTraining
 from benchmarks.measured_sources.mpt import MPTSteps
 from benchmarks.measured_sources.op_tables import AttentionTable, ProductTable
 from benchmarks.measured_sources.ranges import coverage, table_of, text_of
 from benchmarks.measured_sources.source import CapturedGraphs, MeasuredRow, MeasuredSource, PredictedRow
-from benchmarks.measured_sources.statistics import by_factor, by_part
+from benchmarks.measured_sources.statistics import by_factor, by_part, figures
 from benchmarks.rows import Rows
 from gdp import files
 from gdp.errors import InputError
 
-_KINDS = ProductTable, AttentionTable, ExchangeTable, GPTSteps, MPTSteps, ImageTraining, ImageInference
+_KINDS = ProductTable, AttentionTable, ExchangeTable, GPTSteps, GPTTensorSteps, MPTSteps, ImageTraining, ImageInference
 _ABLATED = ProductTable.name, GPTSteps.name, ImageTraining.name, ImageInference.name
 SOURCES = tuple(kind.name for kind in _KINDS)
 
@@ -45,15 +45,16 @@ class MeasuredBenchmark(Benchmark):
     def measure(self, rows: Rows, say: Say) -> dict[str, Any]:
         graphs, steps = CapturedGraphs(rows), dict[str, list[PredictedRow]]()
         tables = [_table(source, graphs, say, steps) for source in self._chosen()]
+        degrees = _by_degree([*steps.get(GPTSteps.name, ()), *steps.get(GPTTensorSteps.name, ())])
         steps = {name: kept for name, of in steps.items() if (kept := [row for row in of if row.step_kind is not None])}
         terms = self._terms(graphs, say) if self.ablation else {}
         if self.ranges is None:
-            return {"tables": tables, "coverage": coverage(steps), "terms": terms}
+            return {"tables": tables, "degrees": degrees, "coverage": coverage(steps), "terms": terms}
         if not any(not row.is_set for of in steps.values() for row in of):
             raise InputError("measured: ranges are made from judged steps; no source of --sources has them")
         table = table_of(steps)
         files.write_bytes(self.ranges, text_of(table, self.command).encode())
-        return {"tables": tables, "coverage": coverage(steps, table), "terms": terms}
+        return {"tables": tables, "degrees": degrees, "coverage": coverage(steps, table), "terms": terms}
 
     def _terms(self, graphs: CapturedGraphs, say: Say) -> dict[str, dict[str, float]]:
         """Returns the median errors of judged rows, and of tables, without each term, by source."""
@@ -72,16 +73,31 @@ class MeasuredBenchmark(Benchmark):
         if self.runs is not None:
             return [UserSteps(self.runs, self.card)]
         most = None if self.all else self.sample
-        known: list[MeasuredSource] = [ProductTable(), AttentionTable(), ExchangeTable(), GPTSteps(), MPTSteps()]
-        known += [ImageTraining(most), ImageInference(most)]
+        known: list[MeasuredSource] = [ProductTable(), AttentionTable(), ExchangeTable(), GPTSteps(), GPTTensorSteps()]
+        known += [MPTSteps(), ImageTraining(most), ImageInference(most)]
         chosen = pick(self.name, "source", self.sources, SOURCES)
         return [source for source in known if source.name in chosen]
 
 
+@dataclass(frozen=True)
 class UserSteps(GPTSteps):
     """The rows of a user's file."""
 
-    name, about = "runs", "your steps of GPT, without tensor parallelism"
+    name, about = "runs", "your steps of GPT"
+
+    degrees: tuple[int, ...] = ()
+
+
+def _by_degree(predictions: Sequence[PredictedRow]) -> dict[str, dict[str, Any]]:
+    """Returns figures of steps by their degree of tensor parallelism, and of all; {} where they have one degree."""
+    degrees = sorted({each.row.case.tensor_parallel for each in predictions})
+    if len(degrees) < 2:
+        return {}
+    of_degree = {
+        str(degree): figures([each for each in predictions if each.row.case.tensor_parallel == degree])
+        for degree in degrees
+    }
+    return of_degree | {"any": figures(predictions)}
 
 
 def _table(

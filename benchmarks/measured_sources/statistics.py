@@ -31,6 +31,7 @@ def figures(predictions: Sequence[PredictedRow]) -> dict[str, Any]:
         "num_rows": len(predictions),
         "median_error": float(np.median(errors)),
         "ninetieth_error": float(np.percentile(errors, 90)),
+        "mean_error": float(ratios.mean() - 1),  # with its sign
         "median_ratio": float(np.median(ratios)),
         "low_ratio": float(np.percentile(ratios, 10)),
         "high_ratio": float(np.percentile(ratios, 90)),

@@ -61,6 +61,7 @@ def test_kind_of_a_step(step: Graph) -> None:
     cards = Cluster.parse("2xa100-sxm-80g:compile")
     assert StepKind.of(step, cards, one) == (True, "compile", False, True, True)
     assert StepKind.of(step, cards, two) == (True, "compile", True, True, True)
+    assert StepKind.of(step, cards.grouped(2), one) == (True, "compile", True, True, True)  # the ranks exchange
     assert (
         str(StepKind.of(step, cards, two))
         == "compile training on several devices, mostly products, many grouped convolutions"

@@ -45,7 +45,7 @@ class StepKind(NamedTuple):
 
     is_trained: bool
     runtime: str
-    has_exchanges: bool  # several devices are in use
+    has_exchanges: bool  # several devices are in use, or a group of cards
     is_of_products: bool  # most of the time is in products, attention and convolutions
     is_thin: bool  # much of the time is in convolutions of groups or of single channels
 
@@ -63,10 +63,8 @@ class StepKind(NamedTuple):
             times_ns[chosen].sum() / times_ns.sum()
             for chosen in (np.isin(kernels.kinds, _THIN), kernels.kinds < len(OF_FLOPS))
         )
-        is_trained = bool(graph.is_in_phase("backward").any())
-        return cls(
-            is_trained, cards[0].runtime, len(devices) > 1, bool(products > _MOST_PRODUCTS), bool(thin > _MANY_THIN)
-        )
+        is_trained, is_alone = bool(graph.is_in_phase("backward").any()), len(devices) == 1 and not cards[0].group
+        return cls(is_trained, cards[0].runtime, not is_alone, bool(products > _MOST_PRODUCTS), bool(thin > _MANY_THIN))
 
     def __str__(self) -> str:
         """Returns `eager training on several devices, mostly products`."""

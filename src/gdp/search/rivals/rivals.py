@@ -103,6 +103,7 @@ def simulate_layout(
     *,
     hosts: Sequence[int] | None = None,
     in_program_order: bool = False,
+    bucket_bytes: int | None = None,
 ) -> tuple[Step, Simulation]:
     """Returns the step of `layout` with stage p of replica r on device `grid` [R, P], in the 1F1B schedule.
 
@@ -110,7 +111,8 @@ def simulate_layout(
     links. Within a pass ops start in the best of several orders, or `in_program_order` alone. InputError where the
     layout does not suit the graph.
     """
-    step = Step.of(graph, layout, places=stage, **rings_over(cluster, grid, layout, hosts))
+    rings = rings_over(cluster, grid, layout, hosts)
+    step = Step.of(graph, layout, places=stage, bucket_bytes=bucket_bytes, **rings)
     _check_modelled(step)
     problem = Problem.build(step.graph, cluster, constraints)
     placement = step.placement(stage, grid)
