@@ -28,6 +28,21 @@ _T5 = {"decoder_start_token_id": 0, "pad_token_id": 0, "feed_forward_proj": "gat
 _EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "grouped_mm"}
 
 
+_LATENT = {
+    "num_key_value_heads": HEADS,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+
+
 class Stack(nn.Module):
     """Runs layers and a head, and returns the loss."""
 
@@ -55,25 +70,56 @@ class Block(nn.Module):
 class Modulated(nn.Module):
     """A block of a diffusion transformer: norms are scaled and shifted by a linear layer of a condition."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, inner: int = INNER, heads: int = HEADS) -> None:
         super().__init__()
-        self.modulation = nn.Linear(WIDTH, 6 * WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH))
-        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
+        self.heads = heads
+        self.modulation = nn.Linear(width, 6 * width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
 
     def forward(self, x: Tensor) -> Tensor:
         shift, scale, gate, shift2, scale2, gate2 = self.modulation(x.mean(1)).unsqueeze(1).chunk(6, dim=-1)
         batch, tokens, width = x.shape
         y = self.qkv(self.norm(x) * (1 + scale) + shift)
-        q, k, v = y.reshape(batch, tokens, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = y.reshape(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
         y = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, width)
         x = x + gate * self.out(y)
         return x + gate2 * self.mlp(self.norm(x) * (1 + scale2) + shift2)
 
 
+class Balanced(nn.Module):
+    """A router that sends each two neighbouring tokens to all four experts, with weights that it learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, WIDTH))
+        self.register_buffer("choice", 100.0 * nn.functional.one_hot(torch.arange(2).repeat(TOKENS), 2))
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = nn.functional.linear(hidden.reshape(-1, WIDTH), self.weight) + self.choice.repeat_interleave(2, 1)
+        weights, index = torch.topk(torch.softmax(logits, -1), 2)
+        return logits, weights, index
+
+
+def _routed() -> nn.Module:
+    options = _DECODER | {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+    model = tf.MixtralForCausalLM(_config("Mixtral", **options))
+    for layer in model.model.layers:
+        layer.mlp.gate = Balanced()
+    return model
+
+
 def _layer() -> nn.Module:
     return nn.TransformerEncoderLayer(WIDTH, HEADS, INNER, dropout=0.0, batch_first=True)
+
+
+def _checkpointed(*, use_reentrant: bool) -> nn.Module:
+    model = tf.LlamaForCausalLM(_config("Llama", **_DECODER)).train()
+    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    if use_reentrant:
+        model.enable_input_require_grads()
+    return model
 
 
 def _config(kind: str, **options: Any) -> Any:
@@ -101,6 +147,10 @@ _MODELS: dict[str, Any] = {
     "qwen3moe": lambda: tf.Qwen3MoeForCausalLM(
         _config("Qwen3Moe", **_DECODER, head_dim=16, num_experts=4, moe_intermediate_size=32, **_EXPERTS)
     ).bfloat16(),
+    "deepseek": lambda: tf.DeepseekV3ForCausalLM(_config("DeepseekV3", **_DECODER | _LATENT | _EXPERTS)).bfloat16(),
+    "routed": _routed,
+    "checkpointed": lambda: _checkpointed(use_reentrant=False),
+    "reentrant": lambda: _checkpointed(use_reentrant=True),
     "encoder": lambda: Stack(nn.TransformerEncoder(_layer(), 2)),
     "blocks": lambda: Stack(Block(), Block()),
     "diffusion": lambda: Stack(Modulated(), Modulated()),

@@ -1,6 +1,7 @@
-"""Executes local programs: `python -m tests.models.shard_ranks RANKS off|on NAME...`, a process a rank, over gloo.
+"""Executes local programs: `python -m tests.models.shard_ranks RANKS off|on EXPERT NAME...`, over gloo.
 
-Prints NAME, the largest difference of losses, and that of gradients, for each model. `on`: tokens are cut, too.
+Prints NAME, the largest difference of losses, and that of gradients, for each model. `on`: tokens are cut, too; EXPERT:
+the number of ranks that have whole experts.
 """
 
 import os
@@ -18,7 +19,7 @@ from gdp.models.pytorch.shards.plan import planned
 from tests.models.shard_cases import case
 
 
-def differences(name: str, rank: int, num_ranks: int, *, by_tokens: bool) -> tuple[float, float]:
+def differences(name: str, rank: int, num_ranks: int, *, by_tokens: bool, expert: int) -> tuple[float, float]:
     """Returns the differences of a rank's loss, and of its gradients as parts of the largest, from the whole one."""
     model, inputs = case(name)
     loss = model(**inputs)["loss"]
@@ -29,7 +30,7 @@ def differences(name: str, rank: int, num_ranks: int, *, by_tokens: bool) -> tup
         mode = FakeTensorMode()
         fake, _, fake_inputs = _fake_copies(model, (), inputs, mode)
         with mode:
-            plan = planned(fake, (), fake_inputs, num_ranks, by_tokens=by_tokens)
+            plan = planned(fake, (), fake_inputs, num_ranks, by_tokens=by_tokens, num_expert_parts=expert)
     cut_weights(model, plan, num_ranks, rank=rank, by_tokens=by_tokens)
     with run_over(torch.distributed.group.WORLD):
         local = model(**inputs)["loss"]
@@ -47,11 +48,11 @@ def differences(name: str, rank: int, num_ranks: int, *, by_tokens: bool) -> tup
     return float((local - loss).abs()), worst
 
 
-def _rank(rank: int, num_ranks: int, by_tokens: bool, names: list[str], path: str) -> None:
+def _rank(rank: int, num_ranks: int, by_tokens: bool, expert: int, names: list[str], path: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=num_ranks)
     for name in names:
-        result = torch.tensor(differences(name, rank, num_ranks, by_tokens=by_tokens))
+        result = torch.tensor(differences(name, rank, num_ranks, by_tokens=by_tokens, expert=expert))
         torch.distributed.all_reduce(result, torch.distributed.ReduceOp.MAX)
         if rank == 0:
             print(name, *result.tolist(), flush=True)
@@ -59,9 +60,9 @@ def _rank(rank: int, num_ranks: int, by_tokens: bool, names: list[str], path: st
 
 def main() -> int:
     """Runs one process a rank; returns 1 if one of them fails."""
-    num_ranks, by_tokens, names = int(sys.argv[1]), sys.argv[2] == "on", sys.argv[3:]
+    num_ranks, by_tokens, expert, names = int(sys.argv[1]), sys.argv[2] == "on", int(sys.argv[3]), sys.argv[4:]
     with tempfile.TemporaryDirectory() as directory:
-        arguments = num_ranks, by_tokens, names, os.path.join(directory, "meeting")
+        arguments = num_ranks, by_tokens, expert, names, os.path.join(directory, "meeting")
         context = torch.multiprocessing.get_context("fork")
         ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(num_ranks)]
         for process in ranks:

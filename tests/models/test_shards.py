@@ -22,17 +22,18 @@ from tests.models.shard_cases import BATCH, TOKENS, VOCABULARY, WIDTH, case
 
 PAIRED = ("llama", "tied", "qwen3", "phi3", "olmo2", "neox", "gpt2", "bert", "vit", "t5", "encoder", "blocks")
 NAMES = (*PAIRED, "diffusion")
+MIXTURES = ("mixtral", "qwen3moe", "deepseek")
 PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward")
 ACTIVATION = 4 * BATCH * TOKENS * WIDTH  # bytes of float32 between blocks
 
 
 @cache
-def captured(name: str, tensor: int = 1, training: bool = True, sequence: bool = False) -> Model:
+def captured(name: str, tensor: int = 1, training: bool = True, sequence: bool = False, expert: int = 1) -> Model:
     model, inputs = case(name)
     if not training:
         del inputs["labels"]
     source = ModelSource.of_example((model, (), inputs), Reading(training=training))
-    return (source if tensor == 1 else source.sharded(Shards(tensor, sequence))).part(1)
+    return (source if tensor == 1 else source.sharded(Shards(tensor, sequence, expert))).part(1)
 
 
 def product_flops(graph: Graph) -> int:
@@ -49,7 +50,7 @@ def exchanges(graph: Graph, least_bytes: int = 0) -> Counter[tuple[str, str]]:
     )
 
 
-@pytest.mark.parametrize("name", [*NAMES, "mixtral", "qwen3moe"])
+@pytest.mark.parametrize("name", [*NAMES, *MIXTURES, "checkpointed"])
 def test_products_are_shared(name: str) -> None:
     """Two ranks together compute the products of the whole model, but for small weights that stay whole."""
     whole, local = captured(name), captured(name, 2)
@@ -77,6 +78,37 @@ def test_tokens_are_cut_between_blocks() -> None:
     assert exchanges(graph, ACTIVATION) == pairs
 
 
+def test_rows_go_to_their_experts() -> None:
+    """With whole experts each rank sends its tokens' rows to the ranks of their experts, and gets as many back."""
+    local = captured("qwen3moe", 2, sequence=True, expert=2)
+    rows = BATCH * TOKENS * 2 // 2  # two experts of each token, half of the tokens: 16
+    num_bytes = 2 * rows * WIDTH  # of bfloat16, there and back in two layers
+    assert exchanges(local.graph, num_bytes)["forward", "all_to_all"] == 4
+    assert exchanges(local.graph, num_bytes)["backward", "all_to_all"] == 4
+    calls = [call for shapes in local.graph.shapes for call in parsed_calls(shapes) if call.kind == "aten._grouped_mm"]
+    assert [array.size for array in calls[0].arrays][:2] == [(rows, WIDTH), (2, WIDTH, 64)]
+    assert "expert=2: each rank gets equally many rows (balanced routing is assumed)" in local.notes
+    repeated = 2 * product_flops(local.graph) / product_flops(captured("qwen3moe").graph) - 1
+    assert abs(repeated) < 0.001
+
+
+@pytest.mark.parametrize("expert", [1, 2])
+def test_experts_of_whole_tokens(expert: int) -> None:
+    """Without cut tokens a mixture of experts takes one sum of tokens in each direction, as a dense layer does."""
+    graph = captured("mixtral", 2, expert=expert).graph
+    num_bytes = ACTIVATION // 2  # in bfloat16; not those of the rows, twice as many
+    assert exchanges(graph, num_bytes) == {("forward", "all_reduce"): 5, ("backward", "all_reduce"): 5}
+    assert exchanges(graph, num_bytes + 1) == {}
+
+
+def test_experts_that_ranks_do_not_divide() -> None:
+    """Whole experts need a number of them that the ranks divide."""
+    for name, text in (("mixtral", "has 4 experts in a layer, and expert=8"), ("llama", "has no experts")):
+        model, inputs = case(name)
+        with pytest.raises(InputError, match=text):
+            ModelSource.of_example((model, (), inputs)).sharded(Shards(8, expert=8)).part(1)
+
+
 def test_inference_gathers_logits() -> None:
     """Without a loss the logits are a result, which is whole."""
     graph = captured("llama", 2, training=False).graph
@@ -101,12 +133,13 @@ def test_weights_are_shared(tensor: int) -> None:
 @pytest.mark.parametrize("sequence", ["off", "on"])
 def test_ranks_agree_with_whole_model(sequence: str) -> None:
     """Two processes with a part of the weights each get the loss and the gradients of the whole models."""
-    command = [sys.executable, "-m", "tests.models.shard_ranks", "2", sequence, *NAMES]
+    names = [*NAMES, "routed", "checkpointed", "reentrant"]
+    command = [sys.executable, "-m", "tests.models.shard_ranks", "2", sequence, "2", *names]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
     lines = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
-    assert set(lines) == set(NAMES)
+    assert set(lines) == set(names)
     for name, figures in lines.items():
         loss, gradient = map(float, figures.split())
         assert loss < 1e-5, name

@@ -12,7 +12,7 @@ MAX_RANKS = 64  # of a group: as many cards as one island of fast links has toda
 @dataclass(frozen=True, slots=True)
 class Shards:
     """The degrees of a local program: that of one of `num_ranks` ranks. InputError for numbers that make no sense.
-    Experts lie whole on `expert` of the tensor ranks each; 1: every rank has columns of all experts."""
+    With `expert` = `tensor` each expert lies whole on one of the ranks; 1: every rank has columns of all experts."""
 
     tensor: int = 1
     sequence: bool | None = None  # tokens are cut over the tensor ranks between cut ops; None: in training
@@ -25,8 +25,10 @@ class Shards:
                 raise InputError(f"{key} is {getattr(self, key)}; 1 to {MAX_RANKS} ranks are expected")
         if self.sequence and self.tensor == 1:
             raise InputError("sequence cuts tokens over tensor ranks, and there is one; add tensor=2 or more")
-        if self.tensor % self.expert:
-            raise InputError(f"expert={self.expert} places experts on tensor ranks; let it divide tensor={self.tensor}")
+        if self.expert not in (1, self.tensor):
+            raise InputError(
+                f"expert={self.expert} places experts on tensor ranks; let it be tensor={self.tensor} or 1"
+            )
 
     def settled(self, *, training: bool) -> "Shards":
         """Returns the same shards, which say whether tokens are cut between cut ops: by default in training."""

@@ -99,11 +99,13 @@ def product_dtype(operand: Tensor) -> str:
 
 def experts_per_token(values: list[ValueRecord], record: OpRecord) -> int | None:
     """Returns the number of experts that a token of a grouped product is sent to. It is the `k` of the nearest `topk`
-    that the groups' sizes are computed from; None if there is none."""
+    that the groups' sizes are computed from; None if there is none, or if rows have come from other ranks."""
     waiting, seen = deque([record]), {record}
     while waiting:
         one = waiting.popleft()
         for call in one.calls:
+            if call.func.namespace == "collective":  # rows of several ranks, each of them on its own
+                return None
             if call.func is torch.ops.aten.topk.default:
                 return int(call.args[1])
         for value in one.reads:

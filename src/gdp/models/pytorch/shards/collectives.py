@@ -5,6 +5,7 @@
     own      forward: one's part                backward: all-gather      a whole tensor becomes cut
     gather   forward: all-gather                backward: one's part, or reduce-scatter where cut work reads the result
     scatter  forward: reduce-scatter            backward: all-gather      partial sums become cut
+    exchange forward: all-to-all                backward: all-to-all      rows go to their experts' ranks
 
 Fake tensors need no process group. Real ones are exchanged over the group of `run_over`.
 """
@@ -180,6 +181,20 @@ class Scatter(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ops.all_gather(gradient, *context.cut), None, None
+
+
+class Exchange(torch.autograd.Function):
+    """Sends an equal part of the rows to each rank, and gets as many from each."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, num_ranks: int) -> Tensor:
+        context.num_ranks = num_ranks
+        result: Tensor = ops.all_to_all(x, num_ranks)
+        return result
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ops.all_to_all(gradient, context.num_ranks), None
 
 
 class Repeated(torch.autograd.Function):

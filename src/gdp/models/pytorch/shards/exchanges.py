@@ -2,7 +2,8 @@
 
 # mypy: disable-error-code="no-any-return,no-untyped-call"
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +13,13 @@ from torch.overrides import TorchFunctionMode
 from gdp.models.pytorch.shards.collectives import Enter, Gather, Leave, Own, Scatter
 from gdp.models.pytorch.shards.cuts import SEQUENCE, AxisCut, cut_of, mapped, mark, part
 
+_RUNS: list["Exchanges"] = []  # the innermost last
+
+
+def current_run() -> "Exchanges | None":
+    """Returns the rank whose forward pass runs; None outside of one."""
+    return _RUNS[-1] if _RUNS else None
+
 
 class Exchanges(TorchFunctionMode):
     """A rank of `num_ranks`; `plan` decides on weights, and is None once they are cut."""
@@ -20,7 +28,17 @@ class Exchanges(TorchFunctionMode):
         super().__init__()
         self.num_ranks, self.rank, self.by_tokens = num_ranks, rank, by_tokens
         self.gathered, self.plan = gathered, plan
+        self.is_off = False
         self._once: dict[tuple[Any, ...], tuple[Tensor, Any]] = {}
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Runs code on the parts of this rank inside, as if they were whole."""
+        self.is_off = True
+        try:
+            yield
+        finally:
+            self.is_off = False
 
     def kept(self, key: tuple[Any, ...], tensor: Tensor, make: Callable[[], Any]) -> Any:
         """Returns what `make` returned the first time for this tensor."""
@@ -38,6 +56,16 @@ class Exchanges(TorchFunctionMode):
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
         return self.kept(("enter",), x, lambda: Enter.apply(x, self.num_ranks))
+
+    def is_entered(self, x: Tensor) -> bool:
+        """Returns whether a tensor is one for cut work already."""
+        return ("enter", id(x), x._version) in self._once
+
+    def for_cut_work(self, x: Tensor) -> Tensor:
+        """Returns the whole of a tensor for cut work; views and rows that are taken from it are for cut work, too."""
+        x = self.summed(x)
+        result = self.entered(x) if cut_of(x) is None else self.whole(x, is_summed=True)
+        return self.kept(("enter",), result, lambda: result)
 
     def summed(self, x: Tensor, *, is_whole: bool = False) -> Tensor:
         """Returns the sum of the partial results of all ranks, with tokens cut; others stay as they are."""

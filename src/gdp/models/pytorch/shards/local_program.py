@@ -2,6 +2,8 @@
 
 # mypy: disable-error-code="no-any-return,no-untyped-call"
 
+import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gdp.errors import InputError
 from gdp.models.pytorch.flops import FORMULA, classify, count_flops, product_operand
 from gdp.models.pytorch.routine import leaves
+from gdp.models.pytorch.shards.alike_layers import AlikeLayers
 from gdp.models.pytorch.shards.cuts import mark, part
+from gdp.models.pytorch.shards.experts import experts_in, run_experts_locally
 from gdp.models.pytorch.shards.local_run import LocalRun
 from gdp.models.pytorch.shards.plan import CutPlan, Role, planned
 from gdp.models.shards import Shards
@@ -32,14 +36,20 @@ def localise(
     InputError, with `name`, where more than a quarter of the work would be repeated by each rank.
     """
     num_ranks = shards.tensor
-    if shards.context > 1 or shards.expert > 1:
-        raise InputError(f"{name}: context and expert shards are not built in this version; leave them at 1")
+    if shards.context > 1:
+        raise InputError(f"{name}: context shards are not built in this version; leave context at 1")
+    counts = {int(module.num_experts) for module in experts_in(model).values()}  # type: ignore[arg-type]
+    if shards.expert > 1 and (not counts or any(count % shards.expert for count in counts)):
+        has = f"has {' and '.join(map(str, sorted(counts)))} experts in a layer" if counts else "has no experts"
+        raise InputError(f"{name}: {has}, and expert={shards.expert} places as many on each rank; leave it out")
     by_tokens = bool(shards.settled(training=training).sequence)
     with torch.set_grad_enabled(training):
-        whole = _product_flops(model, args, kwargs)
-        plan = planned(model, args, kwargs, num_ranks, by_tokens=by_tokens)
+        layers = AlikeLayers.of(model, args, kwargs)
+        whole = _product_flops(model, args, kwargs, layers)
+        options = {"by_tokens": by_tokens, "num_expert_parts": shards.expert, "layers": layers}
+        plan = planned(model, args, kwargs, num_ranks, **options)
         cut_weights(model, plan, num_ranks, by_tokens=by_tokens)
-        local = _product_flops(model, args, kwargs)
+        local = _product_flops(model, args, kwargs, layers)
     share = (local * num_ranks / max(whole, 1) - 1) / (num_ranks - 1)
     return _notes(plan, num_ranks, share, name)
 
@@ -54,6 +64,8 @@ def _notes(plan: CutPlan, num_ranks: int, share: float, name: str) -> list[str]:
             f"{f' ({text})' if text else ': no linear layers to cut'}; take a smaller number or tensor=1"
         )
     notes = []
+    if plan.num_expert_parts > 1:
+        notes.append(f"expert={plan.num_expert_parts}: each rank gets equally many rows (balanced routing is assumed)")
     if share > 1e-6:
         notes.append(
             f"tensor={num_ranks} leaves {share:.1%} of the FLOPs whole on each card: {text or 'no linear layers'}"
@@ -78,14 +90,16 @@ def cut_weights(model: nn.Module, plan: CutPlan, num_ranks: int, *, rank: int = 
         for key, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in changed:
                 module._parameters[key] = changed[id(parameter)]
+    run_experts_locally(model, plan.num_expert_parts)
+    for module in experts_in(model).values():
+        module.num_experts //= plan.num_expert_parts  # type: ignore[operator,assignment]
     _run_locally(model, num_ranks, rank, by_tokens, plan.gathered)
 
 
 def _cut_parameter(parameter: Tensor, path: str, role: Role, own: int) -> nn.Parameter:
     local = part(parameter.detach(), role.dim, role.num_parts, own, 1, role.segments)
     copy = nn.Parameter(local.clone(memory_format=torch.contiguous_format), parameter.requires_grad)
-    mark(copy, role.cut_of(parameter, path))
-    return copy
+    return mark(copy, None if role.is_experts else role.cut_of(parameter, path))
 
 
 def _run_locally(model: nn.Module, num_ranks: int, rank: int, by_tokens: bool, gathered: frozenset[str]) -> None:
@@ -106,7 +120,9 @@ def _run_locally(model: nn.Module, num_ranks: int, rank: int, by_tokens: bool, g
 class _ProductFlops(TorchDispatchMode):
     """Counts the FLOPs of products, attention and convolutions."""
 
-    total = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.factors = 0, [1]
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -114,12 +130,18 @@ class _ProductFlops(TorchDispatchMode):
         is_product = product_operand(func, args) is not None or "attention" in name or "convolution" in name
         if is_product and classify(func)[0] == FORMULA:
             outputs = [tensor for tensor in leaves(result) if tensor is not None]
-            self.total += count_flops(func, args, kwargs or {}, outputs)[0]
+            self.total += count_flops(func, args, kwargs or {}, outputs)[0] * math.prod(self.factors)
         return result
 
 
-def _product_flops(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def _product_flops(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], layers: AlikeLayers) -> int:
     counter = _ProductFlops()
-    with counter, torch.overrides.BaseTorchFunctionMode():
-        model(*args, **kwargs)
+    with contextlib.ExitStack() as stack:
+        for layer, count in layers.counts.items():
+            begun = layer.register_forward_pre_hook(lambda *_, count=count: counter.factors.append(count))
+            ended = layer.register_forward_hook(lambda *_: counter.factors.pop() and None)
+            stack.callback(begun.remove)
+            stack.callback(ended.remove)
+        with layers.shortened(), counter, torch.overrides.BaseTorchFunctionMode():
+            model(*args, **kwargs)
     return counter.total

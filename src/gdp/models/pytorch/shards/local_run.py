@@ -10,17 +10,18 @@ of the part.
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from gdp.models.names import names
 from gdp.models.pytorch.shards import parts, products, weights
 from gdp.models.pytorch.shards.cuts import PARTIAL, AxisCut, cut_of, cuts_in, mapped, mark, tensors_in
-from gdp.models.pytorch.shards.exchanges import Exchanges
+from gdp.models.pytorch.shards.exchanges import _RUNS, Exchanges, current_run
 
 _SIZES = names("shape size numel nelement __len__")
 _FACTS = names(  # of a tensor, which its part has too
@@ -35,8 +36,10 @@ _KEEP_SUMS = names(  # linear in a partial sum
     chunk sum mean neg to movedim swapaxes expand clone select
     """
 )
+_ROWS = names("view reshape flatten unsqueeze to type contiguous __getitem__ index_select repeat_interleave")
 _FACTORS = names("mul __mul__ __rmul__ div __truediv__")
 _TERMS = names("add __add__ __radd__ sub __sub__ __iadd__ add_")
+_GENERATOR, _OPTIONS = "_checkpoint_without_reentrant_generator", 5  # and its arguments between function and inputs
 _RULES = {**parts.RULES, **weights.RULES}
 
 
@@ -50,11 +53,51 @@ class LocalRun(Exchanges):
         with contextlib.ExitStack() as stack:
             for name in checks:
                 stack.enter_context(patch.object(nn.functional, name, lambda *tensors: False))
+            stack.enter_context(patch.object(checkpoint, _GENERATOR, self._checkpoint(getattr(checkpoint, _GENERATOR))))
+            apply = checkpoint.CheckpointFunction.apply
+            stack.enter_context(patch.object(checkpoint.CheckpointFunction, "apply", self._reentrant(apply)))
+            _RUNS.append(self)
+            stack.callback(_RUNS.pop)
             with self:
                 yield
 
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Shares no tensors inside with the code outside: what runs again makes its own."""
+        outer, self._once = self._once, {}
+        try:
+            yield
+        finally:
+            self._once = outer
+
+    def _again(self, func: Any, args: Sequence[Any]) -> Any:
+        """Returns a function of `args` that may run in a backward pass, with copies of them."""
+        cuts = [cut_of(each) for each in args]
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            for each, cut in zip(args, cuts, strict=True):
+                if cut is not None:
+                    mark(each, cut)
+            with contextlib.nullcontext() if current_run() is self else self.running(), self._apart():
+                return func(*args, **kwargs)
+
+        return again
+
+    def _checkpoint(self, original: Any) -> Any:
+        def generator(func: Any, *options: Any, **kwargs: Any) -> Any:
+            again = self._again(func, options[_OPTIONS:])
+            with self._apart():
+                yield from original(again, *options, **kwargs)
+
+        return generator
+
+    def _reentrant(self, original: Any) -> Any:
+        return lambda func, is_random, *args: original(self._again(func, args), is_random, *args)
+
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.is_off:
+            return func(*args, **kwargs)
         name = _name_of(func)
         if name in _SIZES:
             cut = cut_of(args[0])
@@ -67,7 +110,10 @@ class LocalRun(Exchanges):
             args, kwargs = mapped((args, kwargs), self.summed)
             cuts = cuts_in((args, kwargs))
         if name in _FACTS or not (cuts or (self.plan is not None and (is_product or name == "embedding"))):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if name in _ROWS and self.is_entered(args[0]):
+                self.kept(("enter",), result, lambda: result)
+            return result
         return _RULES.get(name, parts.by_broadcast)(self, name, func, args, kwargs)
 
     def finished(self, output: Any, *, keeps_cuts: bool) -> Any:

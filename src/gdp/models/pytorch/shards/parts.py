@@ -249,6 +249,8 @@ def _along(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
     is_index = name in ("gather", "scatter", "scatter_add", "index_add", "index_copy")
     ndim = args[0].dim()
+    if is_index and len({(c.dim, c.outer) for c in map(cut_of, tensors_in((args, kwargs))) if c}) == 1:
+        is_index = any(cut_of(tensor) is None for tensor in tensors_in((args, kwargs)))
     if cut is None or is_index or None in dims or cut.dim in [place % ndim for place in dims if type(place) is int]:
         return run.on_wholes(f"is read along the cut by {name}", func, args, kwargs)
     return on_parts(run, name, func, args, kwargs, args[0])

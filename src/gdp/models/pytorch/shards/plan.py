@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gdp.models.pytorch.shards.alike_layers import AlikeLayers
 from gdp.models.pytorch.shards.cuts import SEQUENCE, AxisCut, cut_of, mark, part
 from gdp.models.pytorch.shards.exchanges import Exchanges
+from gdp.models.pytorch.shards.experts import expert_weights, run_experts_locally
 from gdp.models.pytorch.shards.local_run import LocalRun
 from gdp.models.pytorch.shards.products import Product
 
@@ -33,6 +35,7 @@ class Role:
     num_parts: int
     size: int
     pieces: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    is_experts: bool = False  # each of them is whole on its rank, which runs with its own ones alone
 
     @property
     def segments(self) -> tuple[int, ...]:
@@ -53,8 +56,9 @@ class Role:
 class CutPlan:
     """The roles of weights in a forward pass on parts, and what it has learned for the next one."""
 
-    def __init__(self, model: nn.Module, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
+    def __init__(self, model: nn.Module, num_ranks: int, num_expert_parts: int = 1) -> None:
+        self.num_ranks, self.num_expert_parts = num_ranks, num_expert_parts
+        self._experts = {} if num_expert_parts == 1 else expert_weights(model)
         named = dict(model.named_parameters())
         self.num_parameters = sum(parameter.numel() for parameter in named.values())
         self._parameters: dict[int, tuple[str, Tensor] | None] = {}
@@ -72,7 +76,8 @@ class CutPlan:
 
     def begin(self) -> None:
         """Forgets the roles, before another pass."""
-        self.roles: dict[str, Role] = {}
+        parts = self.num_expert_parts
+        self.roles = {path: Role(0, parts, len(weight), is_experts=True) for path, weight in self._experts.items()}
         self.has_changed = False
         self._is_new: set[str] = set()  # patterns that have learned in this pass
         self._rows: dict[int, tuple[Tensor, str]] = {}
@@ -92,6 +97,12 @@ class CutPlan:
         """Returns whether weights have a small part of all parameters."""
         patterns = {_pattern(path) for path in paths}
         return sum(self._numels.get(pattern, 0) for pattern in patterns) < _SMALL * self.num_parameters
+
+    def extend(self, layers: AlikeLayers) -> None:
+        """Gives the weights of all layers the roles of the one that stands for them."""
+        for path in self._paths:
+            if (role := self.roles.get(layers.representative(path))) is not None:
+                self.roles[path] = role
 
     # What a pass tells
 
@@ -236,15 +247,31 @@ def _pattern(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
-def planned(model: nn.Module, args: Sequence[Any], kwargs: Any, num_ranks: int, *, by_tokens: bool) -> CutPlan:
-    """Returns the plan of a module on fake tensors."""
-    plan = CutPlan(model, num_ranks)
-    for _ in range(_MOST_PASSES):
-        plan.begin()
-        run = LocalRun(num_ranks, by_tokens=by_tokens, gathered=plan.gathered, plan=plan)
-        with torch.no_grad(), run.running():
-            output = model(*args, **kwargs)
-        run.finished(output, keeps_cuts=False)
-        if not plan.has_changed:
-            break
+def planned(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Any,
+    num_ranks: int,
+    *,
+    by_tokens: bool,
+    num_expert_parts: int = 1,
+    layers: AlikeLayers | None = None,
+) -> CutPlan:
+    """Returns the plan of a module on fake tensors, found with one of alike layers; the others follow it.
+
+    num_expert_parts: ranks with whole experts; 1: each has columns of all experts.
+    """
+    plan = CutPlan(model, num_ranks, num_expert_parts)
+    run_experts_locally(model, num_expert_parts)
+    layers = layers or AlikeLayers.of(model, args, kwargs)
+    with layers.shortened():
+        for _ in range(_MOST_PASSES):
+            plan.begin()
+            run = LocalRun(num_ranks, by_tokens=by_tokens, gathered=plan.gathered, plan=plan)
+            with torch.no_grad(), run.running():
+                output = model(*args, **kwargs)
+            run.finished(output, keeps_cuts=False)
+            if not plan.has_changed:
+                break
+    plan.extend(layers)
     return plan

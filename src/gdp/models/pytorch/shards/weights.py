@@ -26,8 +26,7 @@ def _product(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> An
         cut = cut_of(tensor)
         others = [other for place, other in enumerate(map(cut_of, operands)) if other is not None and place != at]
         if cut is not None and SEQUENCE in cut.sources and others:
-            operands[at] = gathered = run.whole(tensor, is_summed=True)
-            run.kept(("enter",), gathered, lambda gathered=gathered: gathered)  # type: ignore[misc]
+            operands[at] = run.for_cut_work(tensor)
     cuts = [cut for cut in map(cut_of, operands) if cut is not None]
     if not cuts:
         return product.call(func, operands)

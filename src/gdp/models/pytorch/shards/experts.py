@@ -1,0 +1,101 @@
+"""Mixtures of experts on the ranks of a group: each token goes to a few of many matrices.
+
+    columns of all experts on each rank    each rank computes with the rows of all tokens; partial sums
+    whole experts, some on each rank
+      tokens are cut                       rows go to the ranks of their experts, and their results back: all-to-all
+      tokens are whole                     each rank computes with the rows of its experts; partial sums
+
+Captures know no content. Each rank is taken to have as many rows as the others: balanced routing.
+"""
+
+# mypy: disable-error-code="no-any-return,no-untyped-call"
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gdp.models.pytorch.shards.collectives import Exchange
+from gdp.models.pytorch.shards.cuts import PARTIAL, SEQUENCE, AxisCut, cut_of, mark
+from gdp.models.pytorch.shards.exchanges import Exchanges, current_run
+
+
+def experts_in(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the modules with weights [experts, .., ..] that take tokens, the experts of each, and scales."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if any(weight.dim() == 3 for weight in module.parameters(recurse=False))
+        and hasattr(module, "num_experts")
+        and len(inspect.signature(type(module).forward).parameters) == 4  # with self
+    }
+
+
+def expert_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the weights whose first dimension is experts, by path."""
+    return {
+        f"{path}.{key}": weight
+        for path, module in experts_in(model).items()
+        for key, weight in module.named_parameters(recurse=False)
+        if len(weight) == module.num_experts
+    }
+
+
+def run_experts_locally(model: nn.Module, num_parts: int) -> None:
+    """Has experts, of which each rank has one of `num_parts` parts, compute with the rows of a rank, in place."""
+    for module in experts_in(model).values():
+        if not hasattr(module, "num_expert_parts"):
+            module.num_expert_parts = num_parts  # type: ignore[assignment]
+            kind: Any = type(module)
+            names = {"forward": _forward_of(kind), "__module__": kind.__module__}
+            module.__class__ = type(kind.__name__, (kind,), names)
+
+
+def _forward_of(kind: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        run = current_run()
+        if run is None:
+            return kind.forward(self, *args, **kwargs)
+        hidden, index, weights = (*args, *kwargs.values())
+        if self.num_expert_parts == 1:
+            with run.off():
+                hidden, weights, index = run.for_cut_work(hidden), run.for_cut_work(weights), run.whole(index)
+            return kind.forward(self, hidden, index, weights)
+        return _whole_experts(run, self, kind.forward, hidden, index, weights)
+
+    forward.__wrapped__ = kind.forward  # type: ignore[attr-defined]
+    return forward
+
+
+def _whole_experts(run: Exchanges, module: Any, compute: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Computes with rows [row, width], each of which goes to one expert, as if there were one choice for each token."""
+    cuts = [cut_of(each) for each in (hidden, index, weights)]
+    lead, count = cuts[0], run.num_ranks
+    by_tokens = lead is not None and all(
+        cut is not None and SEQUENCE in cut.sources and (cut.dim, cut.outer) == (0, lead.outer) for cut in cuts
+    )
+    with run.off():
+        by_tokens = by_tokens and index.numel() % count == 0
+        if not by_tokens:
+            hidden, weights, index = run.for_cut_work(hidden), run.for_cut_work(weights), run.whole(index)
+        per_token, first = index.shape[1], run.rank * module.num_experts
+        experts, order = index.reshape(-1).sort()
+        if not by_tokens:  # those of this rank's experts
+            width = -(-experts.shape[0] // count)
+            own = slice(run.rank * width, (run.rank + 1) * width)
+            experts, order = experts[own], order[own]
+        rows, scales = hidden[order // per_token], weights.reshape(-1)[order]
+        if by_tokens:
+            experts, rows, scales = (Exchange.apply(each, count) for each in (experts, rows, scales))
+        if run.plan is None:
+            rows = compute(module, rows, (experts - first).unsqueeze(1), scales.unsqueeze(1))
+        if by_tokens:
+            back = torch.empty_like(order)
+            back[order] = torch.arange(order.shape[0], device=order.device)
+            rows = Exchange.apply(rows, count)[back]
+            assert lead is not None
+            result = rows.view(*index.shape, -1).sum(1)
+            return mark(result, AxisCut((*lead.shape[:1], *result.shape[1:]), 0, count, lead.outer, (), lead.sources))
+        result = torch.zeros_like(hidden).index_add(0, order // per_token, rows)
+        return mark(result, AxisCut(tuple(result.shape), PARTIAL, count))
