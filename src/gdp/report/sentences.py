@@ -140,7 +140,7 @@ def of_held_memory(graph: Graph) -> Iterator[str]:
     held = HeldMemory.of(graph)
     if held.optimizer_state_bytes:
         parameters, state = format_gib(held.parameter_bytes), format_gib(held.optimizer_state_bytes)
-        where = "on each card of a group" if ranks_of(graph).any() else "on all devices together"
+        where = "on one card of every group together" if ranks_of(graph).any() else "on all devices together"
         yield f"Held for the whole step, {where}: parameters {parameters}, optimizer state {state}."
     if (each := ParameterBytes.of(graph)) is not None:
         yield f"{each}."
