@@ -181,10 +181,8 @@ class ParallelBenchmark(Benchmark):
         """Returns each model with its devices."""
         if self.models == self.devices == (ALL,):
             return [(model, DEVICES) for model in MODELS] + [(model, LARGE_DEVICES) for model in LARGE]
-        models = {(ALL,): MODELS, (OF_LARGE,): LARGE}.get(self.models, self.models)
-        return [
-            (model, {(ALL,): DEVICES, (OF_LARGE,): LARGE_DEVICES}.get(self.devices, self.devices)) for model in models
-        ]
+        models = _named(self.models, MODELS, LARGE)
+        return [(model, _named(self.devices, DEVICES, LARGE_DEVICES)) for model in models]
 
     def draw(self, measured: Mapping[str, Any]) -> bytes:
         dots = {name: ratio_dots(measured["rows"], AUTO, name) for name in (BEST_CLASSICAL, *OTHERS)}
@@ -223,6 +221,10 @@ class ParallelBenchmark(Benchmark):
         )
 
 
+def _named(names: tuple[str, ...], everything: tuple[str, ...], large: tuple[str, ...]) -> tuple[str, ...]:
+    return everything if names == (ALL,) else large if names == (OF_LARGE,) else names
+
+
 def _settings(question: BatchQuestion, budget: str = "") -> dict[str, str]:
     return {
         "graph": question.parts.exact(1).fingerprint,
@@ -257,8 +259,10 @@ def _verify(row: Mapping[str, Any], path: Path, question: BatchQuestion) -> None
     layout = Layout() if document is None else Layout.of_document(document)
     if layout.shards != WHOLE:
         question = question.on_groups(layout.shards)
-    is_whole = document is None or layout.of_groups.is_whole
-    graph = question.parts.exact(1) if is_whole else Step.of_document(question.parts.exact, document).graph
+    if document is None or layout.of_groups.is_whole:
+        graph = question.parts.exact(1)
+    else:
+        graph = Step.of_document(question.parts.exact, document).graph
     require_verified(path, Problem.build(graph, question.cluster), row["step_time_ns"])
 
 

@@ -113,7 +113,7 @@ def check_rivals(names: Sequence[str], source: ModelSource) -> None:
 def _parallel_steps(
     names: Sequence[str], source: ModelSource, cluster: Cluster, constraints: Constraints
 ) -> dict[str, Rival]:
-    parts = Parts(lambda num_parts: source.part(num_parts).graph, source.batch_size or 1)
+    parts = Parts(lambda num_parts: source.part(num_parts).graph, source.batch_size or 1, source=source)
     question = BatchQuestion(parts, cluster, constraints)
     return {name: partial(lambda rival, problem: rival(question), RIVALS[name]) for name in names}
 

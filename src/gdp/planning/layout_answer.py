@@ -64,7 +64,13 @@ class LayoutAnswer:
         others = [each for each in solution.looked_at if each is not best]
         if parts.misread:  # of all layouts that cut the batch, which the note says once
             others = [each for each in others if each.layout.num_parts == 1]
-        others.sort(key=lambda each: (each.status == NOT_ALLOWED or each.missing_bytes > 0, each.status == ESTIMATED))
+        others.sort(  # of several degrees
+            key=lambda each: (
+                each.status == NOT_ALLOWED or each.missing_bytes > 0,
+                each.status == ESTIMATED,
+                each.figures,
+            )
+        )
         rows = tuple(map(LayoutRow.of, (best, *others)))
         shards = best.layout.shards
         own = parts if shards == WHOLE else parts.sharded(shards)

@@ -7,6 +7,7 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.cluster import Cluster
+from gdp.costs.collectives import COLLECTIVE
 from gdp.costs.op_times import ranks_of
 from gdp.costs.ranges import StepRange
 from gdp.graph import Graph
@@ -21,6 +22,7 @@ from gdp.simulator.plan import Baseline, Plan, Search
 from gdp.simulator.simulate import Simulation
 
 _MOST_NAMED, _NAMED_OF_MANY = 64, 8  # devices: of more the first are named
+_MUCH_EXCHANGED = 0.25  # of a step; a choice: groups on NVLink exchange for 5 to 20 %
 _NEARLY_FULL = 0.95  # of a memory limit; a choice: allocators lose some per cent to fragmentation
 
 
@@ -132,6 +134,21 @@ def of_groups(cluster: Cluster) -> Iterator[str]:
         yield (
             f"{names} {what} of {groups[0].num_cards} cards, which all run the same local program; ops, times and "
             "memory are those of each card."
+        )
+
+
+def of_exchanges(simulation: Simulation) -> Iterator[str]:
+    """Yields a sentence on what the cards of groups exchange, where that takes much of the step."""
+    problem = simulation.problem
+    is_exchange = np.array([kind.startswith(f"{COLLECTIVE}.") for kind in problem.graph.kinds], np.bool_)
+    times_ns = problem.op_time_ns[np.arange(problem.num_ops), simulation.placement] * is_exchange
+    busiest = int(np.argmax(busy_ns := np.bincount(simulation.placement, times_ns, problem.num_devices)))
+    share, link = busy_ns[busiest] / max(simulation.step_time_ns, 1), problem.cluster.devices[busiest].link
+    if share > _MUCH_EXCHANGED and link is not None:
+        yield (
+            f"the cards of {problem.cluster.devices[busiest].name} exchange for {share:.0%} of the step, "
+            f"{format_ms(int(busy_ns[busiest]))}, at {link.bytes_per_second / 1e9:.3g} GB/s; faster links or a smaller "
+            "group would take less"
         )
 
 

@@ -27,7 +27,7 @@ from gdp.search.ops.good_order import in_program_order
 from gdp.search.question import BatchQuestion, OnProgress, Question
 from gdp.search.settings import DEFAULTS, Settings
 from gdp.search.solvers import solver_of
-from gdp.simulator.constraints import Constraints
+from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
 from gdp.units.reduction import Reduction
@@ -190,9 +190,10 @@ class PlaceQuestion:
     def needs_groups(self) -> bool:
         """True where copies of the model use cards badly: a forward pass, few samples, a copy too large for a card."""
         assert self.source is not None
-        memories = [device.memory_bytes for device in self.cluster.devices if not device.is_cpu]
-        is_small = (self.source.batch_size or 1) < len(memories)
-        is_large = int(self.graph.resident_bytes.sum()) > max(memories, default=0)
+        is_card = [not device.is_cpu for device in self.cluster.devices]
+        limits = memory_limits(self.cluster, self.constraints)[is_card]
+        is_small = (self.source.batch_size or 1) < len(limits)
+        is_large = int(self.graph.resident_bytes.sum()) > limits.max(initial=0)
         return not self.source.reading.training or is_small or is_large
 
     @cached_property

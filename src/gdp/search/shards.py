@@ -104,7 +104,10 @@ class _Contest:
         if failed:
             reason = shorten(str([*failed.values()][-1]), _MOST_REASON)
             notes += (f"ops were not cut over groups of {', '.join(map(str, failed))} cards: {reason}",)
-        bound_ns = best.bound_ns if self.question.parts is None else self.question.bound_ns
+        bound_ns, plan = best.bound_ns if self.question.parts is None else self.question.bound_ns, best.plan
+        if plan is not None and plan.search is not None:
+            search = replace(plan.search, seconds=self.clock.seconds, simulations=self.clock.simulations)
+            best = best._replace(plan=replace(plan, search=search))
         return best._replace(looked_at=(*best.looked_at, *others), bound_ns=bound_ns, notes=notes)
 
 
