@@ -62,7 +62,6 @@ def run(
     planned = open_plan(path, given, None if plan is None else plan_or_model, devices)
     read = planned.plan
     with prefixed(path):
-        read.check_runnable("run")
         source = planned.model
     source.check_runnable("executed")
     cluster, graph = _cluster(planned, path, devices), planned.placed
@@ -106,10 +105,11 @@ def run(
         from gdp.models.pytorch.signature import LIBRARY
 
         stored = MeasuredTimes(times, create=True)
-        for kind, times_ns in op_times(executable, result, [device.kind for device in cluster.devices]).items():
+        kinds = [device.kind for device in cluster.devices for _ in range(read.num_ranks)]
+        for kind, times_ns in op_times(executable, result, kinds).items():
             stored.store(kind, LIBRARY, times_ns)
         if (samples := source.batch_size) is not None:
-            cut = executable.cut
+            cut = executable.parts
             stored.note_samples(source.text, samples if cut is None or cut.is_stream else samples // cut.num_parts)
         log(f"gdp: measured op times are in {times}; use them with gdp place --times {times}")
     if not result.is_equal:
@@ -137,7 +137,7 @@ def _execute(
         from gdp.report.progress import stop_on_interrupt
 
         try:
-            targets = find_targets(plan.devices, on, option="--on")
+            targets = find_targets(plan.cards, on, option="--on")
         except InputError:
             _check_kind(source)  # a JAX function has no use for the devices
             raise
@@ -151,9 +151,9 @@ def _execute(
         return executable, result
     from gdp.execute.ranks.ranks import join_or_leave
 
-    with join_or_leave(plan.devices, on, option="--on") as ranks, ranks.reporting_once():
+    with join_or_leave(plan.cards, on, option="--on") as ranks, ranks.reporting_once():
         executable = build()
-        with _live(f"running on {len(plan.devices)} processes"):
+        with _live(f"running on {len(plan.cards)} processes"):
             return executable, run_on_ranks(executable, plan, ranks, **measured)
 
 

@@ -131,7 +131,8 @@ class Cluster:
 
         InputError where there is no such group. One whose cards are in such groups is returned as it is.
         """
-        if all(device.num_cards == num_ranks for device in self.devices if not device.is_cpu):
+        cards = [device for device in self.devices if not device.is_cpu] or self.devices
+        if all(device.num_cards == num_ranks for device in cards):
             return self
         return Cluster.build(self.name, *groups.grouped(self, num_ranks))
 

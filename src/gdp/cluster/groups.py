@@ -33,14 +33,15 @@ _HOST = re.compile(r"(.*host\d+)[.-]")  # of a device's name, in presets and as 
 _Members = tuple[int, ...]
 
 
-def islands(cluster: "Cluster", least: int = 2) -> list[_Members]:
+def islands(cluster: "Cluster", least: int = 2, *, of_cpus: bool = False) -> list[_Members]:
     """Returns the cards of one kind and one host that its fastest links join: of the links that join `least` of them.
 
-    Links that are slower are left out unless it takes them to join as many; those between hosts always are.
+    Links that are slower are left out unless it takes them to join as many; those between hosts always are. `of_cpus`:
+    the CPUs in place of cards.
     """
     alike: dict[object, list[int]] = {}
     for number, device in enumerate(cluster.devices):
-        if not device.is_cpu and not device.group:
+        if device.is_cpu == of_cpus and not device.group:
             host = found[1] if (found := _HOST.match(device.name)) else ""
             alike.setdefault((host, device.kind, device.runtime, *sorted(device.achieved.items())), []).append(number)
     return sorted(island for cards in alike.values() for island in _joined(cluster, np.array(cards), least))
@@ -75,9 +76,11 @@ def divisors(count: int) -> tuple[int, ...]:
 def grouped(cluster: "Cluster", num_ranks: int) -> tuple[list[Device], dict[tuple[int, int], Route]]:
     """Returns the devices of `cluster` in groups of `num_ranks` cards, CPUs beside them, and the routes of all pairs.
 
-    Islands are cut in the order of devices; cards that are left over are left out. InputError where there is no group.
+    Islands are cut in the order of devices; cards that are left over are left out. Without cards CPUs are in groups.
+    InputError where there is no group.
     """
-    joined = islands(cluster, num_ranks)
+    of_cpus = all(device.is_cpu for device in cluster.devices)
+    joined = islands(cluster, num_ranks, of_cpus=of_cpus)
     cut = [[island[n : n + num_ranks] for n in range(0, len(island) - num_ranks + 1, num_ranks)] for island in joined]
     if not cut:
         sizes = ", ".join(map(str, group_sizes(cluster)))
@@ -89,7 +92,7 @@ def grouped(cluster: "Cluster", num_ranks: int) -> tuple[list[Device], dict[tupl
         num_used = sum(map(len, groups))
         devices |= {members: _device(cluster, members, uses, num_used) for members in groups}
     for number, device in enumerate(cluster.devices):
-        if device.is_cpu:
+        if device.is_cpu and not of_cpus:
             devices[(number,) * num_ranks] = _share(device, num_ranks)
     parts = sorted(devices)
     names = {cluster.devices[card].name: devices[members].name for members in parts for card in members}
@@ -169,6 +172,14 @@ def _rate(cluster: "Cluster", pair: tuple[int, int], uses: Mapping[int, int]) ->
 def _common(names: Sequence[str]) -> str:
     """Returns the name that all have; "" where they differ."""
     return names[0] if len(set(names)) == 1 else ""
+
+
+def members_of(name: str, num_ranks: int) -> tuple[str, ...]:
+    """Returns the cards of the group of that name, see `group_name`; a device that is none works for all ranks."""
+    if (found := re.fullmatch(r"(.*?)(\d+)-(\d+)", name)) and int(found[3]) - int(found[2]) + 1 == num_ranks:
+        return tuple(f"{found[1]}{number}" for number in range(int(found[2]), int(found[3]) + 1))
+    members = tuple(name.split("+"))
+    return members if len(members) == num_ranks else (name,) * num_ranks
 
 
 def group_name(names: Sequence[str]) -> str:

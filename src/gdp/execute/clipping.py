@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map
 
 from gdp.arrays import Bool
 from gdp.errors import InputError
+from gdp.execute.layouts.sharded_program import ShardedProgram
 from gdp.execute.layouts.step_program import StepProgram, gradient_spans, micro_batch_of
 from gdp.execute.layouts.updates import UpdateOfPiece, refs
 from gdp.execute.plan_executor import PlanExecutor
@@ -361,6 +362,8 @@ class LossScaler:
         self, program: Program, order: Sequence[npt.ArrayLike], clip_norm: float | None
     ) -> tuple[Program, Sequence[npt.ArrayLike]]:
         """Returns the program and its order with the loss scaled and gradients clipped, if they are to be."""
+        if isinstance(program, ShardedProgram) and (self._scaler is not None or clip_norm is not None):
+            raise InputError("clip_norm and scaler read whole gradients, and ranks have parts; place without tensor")
         if self._scaler is not None:
             self._scaled = with_loss_scale(program, order, self._scaler.get_scale(), clip_norm)
             return self._scaled.program, self._scaled.order

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.execute.layouts.batch import Sizes, first_part, part_sizes
+from gdp.execute.layouts.sharded_program import ShardedProgram, is_among_ranks
 from gdp.execute.layouts.step_program import StepProgram, step_program, stream_program
 from gdp.execute.measurement import Order
 from gdp.execute.worker import ExecutionError
@@ -25,6 +26,7 @@ from gdp.models.pytorch.loss import Loss
 from gdp.models.pytorch.program import named_inputs
 from gdp.models.pytorch.recorded_calls import Call
 from gdp.models.pytorch.signature import signatures
+from gdp.models.shards import WHOLE
 from gdp.models.source import ModelSource
 from gdp.models.user_function import printing_to_stderr
 from gdp.parallel.batches import BatchStream, in_flight
@@ -51,12 +53,18 @@ class Executable:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     loss: Loss | None = None  # as `capture` takes it
-    cut: StepProgram | None = None
+    cut: Program | None = None
 
     @property
     def program(self) -> Program:
         """The program of the step as it is run."""
         return self.cut or self.capture.program
+
+    @property
+    def parts(self) -> StepProgram | None:
+        """The program of a step that is cut into parts of the batch, of the first rank."""
+        program = of_first_rank(self.program)
+        return program if isinstance(program, StepProgram) else None
 
     def content(self, program: Program | None = None) -> dict[int, Tensor]:
         """Copies parameters, buffers and inputs, by tensor number. ExecutionError if there is no memory for them.
@@ -68,14 +76,16 @@ class Executable:
 
     def inputs_of_parts(self) -> list[tuple[tuple[Any, ...], Mapping[str, Any]]]:
         """Returns the inputs of each part of the batch, in order; the whole ones of a step that is not cut."""
-        return [(self.args, self.kwargs)] if self.cut is None else [*self.cut.split(self.args, self.kwargs)]
+        return [(self.args, self.kwargs)] if self.parts is None else [*self.parts.split(self.args, self.kwargs)]
 
     def signatures(self) -> Sequence[str]:
         """Returns the signatures of ops; "" for those that a layout makes or changes."""
-        if self.cut is None:
-            return signatures(self.capture.program)
-        of_part = signatures(self.cut.part)
-        return ["" if op in self.cut.made else of_part[origin] for op, origin in enumerate(self.cut.origin)]
+        cut, num_ranks, program = self.parts, num_ranks_of(self.program), of_first_rank(self.program)
+        found = signatures(program if cut is None else cut.part)
+        if cut is not None:
+            found = ["" if op in cut.made else found[origin] for op, origin in enumerate(cut.origin)]
+        is_exchange = is_among_ranks(program.graph).tolist()
+        return ["" if is_exchange[op] else name for op, name in enumerate(found) for _ in range(num_ranks)]
 
 
 def read_executable(
@@ -86,7 +96,7 @@ def read_executable(
     text, reading = source.text, source.reading
     source.check_runnable("executed")
 
-    def captured(args: Any, kwargs: Any) -> Capture:
+    def captured(args: Any, kwargs: Any, **of_rank: Any) -> Capture:
         return capture(
             model,
             args,
@@ -95,6 +105,7 @@ def read_executable(
             training=reading.training,
             optimizer=reading.optimizer,
             precision=reading.precision,
+            **of_rank,
         )
 
     with printing_to_stderr():
@@ -113,13 +124,14 @@ def read_executable(
 def as_planned(
     executable: Executable,
     plan: Plan,
-    captured: Callable[[Any, Any], Capture],
+    captured: Callable[..., Capture],
     sizes: Callable[[int], Sizes | None] | None = None,
     placed: Graph | None = None,
 ) -> Executable:
     """Returns `executable`, of the whole batch, cut as the layout of `plan` says, or as a stream of batches.
-    `captured(args, kwargs)` captures a part, and `sizes(K)` are those of its inputs for K parts, by default found by
-    the batch size in the plan. `placed` is the graph of the plan, where it is known."""
+    `captured(args, kwargs)` captures a part, with `shards` and `rank` that of a rank; `sizes(K)` are those of its
+    inputs for K parts, by default found by the batch size in the plan. `placed` is the graph of the plan, where it is
+    known."""
     whole, args, kwargs = executable.capture, executable.args, executable.kwargs
     cut = PlannedCut.of(plan, placed)
     if cut is None:
@@ -148,19 +160,22 @@ class PlannedCut:
 
     def program(
         self,
-        captured: Callable[[Any, Any], Capture],
+        captured: Callable[..., Capture],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         sizes: Callable[[int], Sizes | None] | None = None,
-    ) -> StepProgram:
-        """Captures the first part of the batch, and returns the program of the step that is made of it. `captured` and
-        `sizes` are those of `as_planned`. InputError for a batch of another size, and for a layout that is not
-        executed."""
-        num_parts, batch = Layout.of_document(self.layout).num_parts, self.layout.get("batch")
+    ) -> Program:
+        """Captures the first part of the batch, for each rank, and returns the program of the step that is made of it.
+        `captured` and `sizes` are those of `as_planned`. InputError for a batch of another size, and for a layout that
+        is not executed."""
+        layout, batch = Layout.of_document(self.layout), self.layout.get("batch")
+        if layout.of_groups.is_whole:
+            return self._of_ranks(captured, args, kwargs)
+        num_parts = layout.num_parts
         shape = next((list(tensor.shape) for _, tensor in named_inputs(args, kwargs) if tensor.dim()), [])
         found = part_sizes(args, kwargs, num_parts, batch) if sizes is None else sizes(num_parts)
         try:
-            part = captured(*first_part(args, kwargs, num_parts, found))
+            return self._of_ranks(captured, *first_part(args, kwargs, num_parts, found))
         except InputError as error:
             if sizes is not None or batch not in shape[1:] or batch == shape[0]:
                 raise
@@ -168,6 +183,18 @@ class PlannedCut:
                 f"the plan is of batches of {batch} samples, and the first input is {shape}; give a whole batch "
                 f"(drop_last=True with a DataLoader). Cut along another dimension than the first: {error}"
             ) from error
+
+    def _of_ranks(self, captured: Callable[..., Capture], *inputs: Any) -> Program:
+        """Returns the program of a part of the batch, or of the whole one, of all ranks."""
+        layout = Layout.of_document(self.layout)
+        shards = layout.shards
+        if shards == WHOLE:
+            return self._step(captured(*inputs))
+        ranks = [captured(*inputs, shards=shards, rank=rank) for rank in range(shards.num_ranks)]
+        programs = [part.program if layout.of_groups.is_whole else self._step(part) for part in ranks]
+        return ShardedProgram.of(programs, ranks[0].cuts)
+
+    def _step(self, part: Capture) -> StepProgram:
         step = Step.of_document(lambda _parts: part.graph, self.layout, in_hops=True)
         program = step_program(part.program, step)
         if step.times is None:
@@ -175,14 +202,28 @@ class PlannedCut:
         return replace(program, placed=Step.of_document(lambda _parts: part.graph, self.layout).graph)
 
 
+def of_first_rank(program: Program) -> Program:
+    """Returns the program of the first rank; where ops are not cut, the program itself."""
+    return program.ranks[0] if isinstance(program, ShardedProgram) else program
+
+
+def num_ranks_of(program: Program) -> int:
+    """Returns the number of ranks that a device of a plan stands for."""
+    return len(program.ranks) if isinstance(program, ShardedProgram) else 1
+
+
 def graph_in_plans(program: Program) -> Graph:
     """Returns the graph that a plan of `program` is of."""
+    program = of_first_rank(program)
     placed = program.placed if isinstance(program, StepProgram) else None
     return program.graph if placed is None else placed
 
 
 def order_of(program: Program, plan: Plan) -> Order:
     """Returns the ops of `program` on each device in the order of `plan`; hops come when all replicas are ready."""
+    if isinstance(program, ShardedProgram):
+        count = len(program.ranks)
+        return [np.asarray(ops) * count + rank for ops in order_of(program.ranks[0], plan) for rank in range(count)]
     placed, step = graph_in_plans(program), program.graph
     if placed is step:
         return plan.order
@@ -261,8 +302,8 @@ def placed_program(
     if in_flight(plan.layout):
         raise InputError("the plan serves batches in flight, and gdp.placed runs one; place without --batches")
 
-    def captured(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Capture:
-        part = capture(model, args, kwargs, name=type(model).__name__, **options)
+    def captured(args: Sequence[Any], kwargs: Mapping[str, Any], **of_rank: Any) -> Capture:
+        part = capture(model, args, kwargs, name=type(model).__name__, **options, **of_rank)
         check_executable(part.program)
         program = part.program
         return part if learning_rate is None else replace(part, program=_with_learning_rate(program, learning_rate))

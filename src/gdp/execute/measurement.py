@@ -32,6 +32,20 @@ class Measurement:
         devices = tuple(replace(device, held={}) for device in record.devices)
         self.records.append(replace(record, devices=devices))
 
+    def of_first_rank(self, num_ranks: int) -> "Measurement":
+        """Returns the times of the first rank of each device of a plan; see `ShardedProgram` for its numbers."""
+        order = [np.asarray(ops) // num_ranks for ops in self.order[::num_ranks]]
+        records = [
+            replace(
+                record,
+                devices=tuple(
+                    replace(each, ops=tuple(op // num_ranks for op in each.ops)) for each in record.devices[::num_ranks]
+                ),
+            )
+            for record in self.records
+        ]
+        return Measurement(order, self.num_ops // num_ranks, records)
+
     @property
     def step_ns(self) -> list[int]:
         """[S] Time of each step."""

@@ -219,7 +219,7 @@ class Placed:
             options=self._options,
         )
         program, order = self._scaler.built(program, order_of(program, self.plan), self._training.clip_norm)
-        optimizer_state = OptimizerState(program)
+        optimizer_state = OptimizerState.of(program)
         hyperparameters = self._current_hyperparameters()
         state = {**dict(named_state(self.model)), **loaded.state}
         content = program.bind_state(state)
@@ -325,7 +325,7 @@ def placed(
     )
 
     def runner() -> Runner:
-        return RankRunner(plan.devices, on) if is_rank() else HostRunner(plan.devices, on)
+        return RankRunner(plan.cards, on) if is_rank() else HostRunner(plan.cards, on)
 
     return Placed(model, plan, options, training, graph=graph, runner=runner)
 

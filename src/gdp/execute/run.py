@@ -35,10 +35,11 @@ from gdp.execute.executable import (
     check_belongs,
     check_executable,
     graph_in_plans,
+    num_ranks_of,
+    of_first_rank,
     order_of,
 )
 from gdp.execute.host_executor import host_executor
-from gdp.execute.layouts.step_program import StepProgram
 from gdp.execute.measurement import Measurement, Order, PlacedProgram, measure_programs, one_device_order
 from gdp.execute.prediction import Prediction, predict
 from gdp.execute.ranks.rank_executor import ProcessExecutor
@@ -140,11 +141,10 @@ def run(
     executable = as_planned(
         executable,
         plan,
-        lambda args, kwargs: capture(model, args, kwargs, name=captured.graph.name, **options),
+        lambda args, kwargs, **rank: capture(model, args, kwargs, name=captured.graph.name, **options, **rank),
         placed=graph,
     )
-    plan.check_runnable("run")
-    return run_on_host(executable, plan, find_targets(plan.devices, on), graph=graph, cluster=cluster, steps=steps)
+    return run_on_host(executable, plan, find_targets(plan.cards, on), graph=graph, cluster=cluster, steps=steps)
 
 
 def run_on_host(
@@ -169,7 +169,7 @@ def run_on_host(
     program, simulation = executable.program, _simulation(executable, plan, graph, cluster)
     notes = tuple(machine_notes(targets, cluster))
     content = executable.content()
-    fastest = _fastest_device(simulation)
+    fastest = _fastest_device(simulation) * num_ranks_of(program)
     whole = executable.capture.program
     alone = one_device_order(whole.graph.num_ops, fastest, len(targets))
     order = order_of(program, plan)
@@ -262,11 +262,11 @@ def check_results(
     """
     program, devices = executable.program, [*targets, Target("host", CPU)]
     alone = drawing_alike(program, order, targets)
-    is_alike = add_alike(targets) and sums_alike(program)
+    is_alike = add_alike(targets) and program.adds_in_order
     noisy = None if is_alike else first_step(program, alone, devices, noisy_inputs(content))
     if not program.num_draws:
         parts = executable.inputs_of_parts()
-        num_first = 1 if executable.cut is None else executable.cut.num_first_parts
+        num_first = 1 if executable.parts is None else executable.parts.num_first_parts
         expected = eager_parts(program, executable.model, parts, executable.loss, num_first=num_first)
         of_parts = f" on {len(parts)} parts of the batch, one after the other" if len(parts) > 1 else ""
         ends = ["", *(f"@{part}" for part in range(len(parts)))]
@@ -276,11 +276,6 @@ def check_results(
     if noisy is not None:
         results, expected = without_parameters(results, program), without_parameters(expected, program)
     return compare(results, expected, (), noisy), "the same step on one core (the model draws random numbers)"
-
-
-def sums_alike(program: Program) -> bool:
-    """Returns whether gradients of parts of the batch are added up in the order of the parts."""
-    return not isinstance(program, StepProgram) or program.adds_in_order
 
 
 def _result(
@@ -293,12 +288,14 @@ def _result(
     placed: Measurement,
 ) -> RunResult:
     """Returns the result of measured steps, with what there is to tell of a step that is cut, or of a stream."""
-    program, cut, (equality, reference) = executable.program, executable.cut, check
+    whole, cut, (equality, reference) = executable.program, executable.parts, check
+    program, measured = of_first_rank(whole), placed.of_first_rank(num_ranks_of(whole))
     is_as_placed = simulation is not None and simulation.problem.num_ops == program.graph.num_ops
-    prediction = predict(program, simulation, placed) if simulation is not None and is_as_placed else None
+    prediction = predict(program, simulation, measured) if simulation is not None and is_as_placed else None
     result = RunResult(plan, program.graph.name, tuple(targets), placed, equality, reference, prediction)
     if cut is None:
-        return result
+        layout = "" if plan.layout is None else str(Layout.of_document(plan.layout))
+        return replace(result, layout=layout, sums_alike=whole.adds_in_order)
     how = PlannedCut.of(plan, cut.graph)
     assert how is not None
     if cut.is_stream:
@@ -306,7 +303,7 @@ def _result(
         words = f"{layout.num_parts} batches in flight, replicas of the model: {layout.data}"
         served = None if simulation is None else Served.of(simulation, layout, placed)
         return replace(result, layout=words, served=served)
-    result = replace(result, layout=str(Layout.of_document(how.layout)), sums_alike=sums_alike(cut))
+    result = replace(result, layout=str(Layout.of_document(how.layout)), sums_alike=whole.adds_in_order)
     if cut.num_draws or results.loss is None:
         return result
     expected = eager_step(
@@ -362,7 +359,9 @@ def machine_notes(targets: Sequence[Target], cluster: Cluster | None) -> Iterato
             )
         elif first.device == second.device and first.device.type == "cuda":
             yield f"{first.name} and {second.name} share {first.place}, so times are not those of two devices."
-    for target, device in zip(targets, () if cluster is None else cluster.devices, strict=False):
+    devices = () if cluster is None else cluster.devices
+    num_ranks = len(targets) // max(len(devices), 1)
+    for target, device in zip(targets, (each for each in devices for _ in range(num_ranks)), strict=False):
         here = host.cpu_kind(target.num_threads)
         if target.device.type == "cpu" and device.kind in KINDS and device.kind != here:
             yield (

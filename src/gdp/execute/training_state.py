@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gdp import files
 from gdp.errors import InputError
+from gdp.execute.layouts.sharded_program import ShardedProgram
 from gdp.execute.layouts.step_program import gradient_spans, micro_batch_of
 from gdp.execute.plan_executor import PlanExecutor
 from gdp.models.pytorch import Program
@@ -43,6 +44,11 @@ class ParameterUpdate:
 
 class OptimizerState:
     """The optimizer state of `program`, whose workers keep it by update and value."""
+
+    @classmethod
+    def of(cls, program: Program) -> "OptimizerState":
+        """Returns the state of a program of one rank, or of all."""
+        return StateOfRanks(program) if isinstance(program, ShardedProgram) else cls(program)
 
     def __init__(self, program: Program) -> None:
         part, origins = micro_batch_of(program)
@@ -117,6 +123,47 @@ class OptimizerState:
         spans.sort(key=lambda piece: piece[0])
         row = torch.cat([content.detach().to("cpu").reshape(-1) for _, content in spans])
         return row.as_strided(layout.size, layout.stride)
+
+
+class StateOfRanks(OptimizerState):
+    """The optimizer state of all ranks, each of which keeps that of its parts."""
+
+    def __init__(self, program: ShardedProgram) -> None:
+        super().__init__(program.ranks[0])
+        self._program, self._of_ranks = program, [OptimizerState(rank) for rank in program.ranks]
+        for name, update in self.updates.items():
+            ops = program.numbered([of_rank.updates[name].ops for of_rank in self._of_ranks])
+            self.updates[name] = ParameterUpdate(ops, update.state)
+
+    def joined(self, private: Mapping[int, Mapping[int, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Returns copies on the CPU of the whole state, from that of each update."""
+        own = zip(self._of_ranks, self._program.of_ranks(private), strict=True)
+        states = [of_rank.joined(held) for of_rank, held in own]
+        return {
+            name: {key: self._program.whole_of(name, [state[name][key] for state in states]) for key in by_key}
+            for name, by_key in states[0].items()
+        }
+
+    def cut(self, state: StateByName) -> dict[int, dict[int, Tensor]]:
+        """Returns the state of each update by value. InputError for other names, keys or shapes than `joined` has."""
+        part_of = self._program.part_of
+        return self._program.numbered(
+            [
+                of_rank.cut(
+                    {n: {key: part_of(n, item, rank) for key, item in by_key.items()} for n, by_key in state.items()}
+                )
+                for rank, of_rank in enumerate(self._of_ranks)
+            ]
+        )
+
+    def cut_copies(self, parameters: Mapping[str, Tensor]) -> dict[int, dict[int, Tensor]]:
+        """Returns the state of each update that is a copy of its parameter, by value."""
+        parts = [
+            {name: self._program.part_of(name, whole, rank) for name, whole in parameters.items()}
+            for rank in range(len(self._of_ranks))
+        ]
+        own = zip(self._of_ranks, parts, strict=True)
+        return self._program.numbered([of_rank.cut_copies(part) for of_rank, part in own])
 
 
 def _piece(whole: Tensor, layout: StridedLayout, span: Span) -> Tensor:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from gdp import files, notebook
 from gdp.arrays import I64
 from gdp.cluster import Cluster
+from gdp.cluster.groups import members_of
 from gdp.costs.ranges import StepRange, range_of
 from gdp.errors import InputError, prefixed, suggest
 from gdp.graph import Graph, GraphSource
@@ -287,6 +288,11 @@ class Plan:
     def num_ranks(self) -> int:
         """The number of cards that each device of the plan stands for."""
         return 1 if self.layout is None else Shards.of_document(self.layout).num_ranks
+
+    @property
+    def cards(self) -> tuple[str, ...]:
+        """The cards of all devices, each with as many as there are ranks."""
+        return tuple(card for name in self.devices for card in members_of(name, self.num_ranks))
 
     def check_runnable(self, verb: str) -> None:
         """Raises InputError, with the remedy, for a plan on groups of cards: its ops are cut."""

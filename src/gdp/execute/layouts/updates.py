@@ -46,11 +46,15 @@ class Update:
     def check_alone(self, program: Program, zero: int) -> None:
         """Raises InputError unless a piece of the parameter can be updated without the others."""
         check_whole(program, self.weight, self.name, zero)
+        self.check_elementwise(program, f"zero={zero}", "replica", "with zero=0")
+
+    def check_elementwise(self, program: Program, layout: str, owner: str, remedy: str) -> None:
+        """Raises InputError unless it treats each element of the parameter alone."""
         odd = next((call.func for call in program.calls[self.op] if call.func not in _ALONE), None)
         if odd is not None:
             raise InputError(
-                f"zero={zero}: an optimizer with {odd} needs whole parameters, and each replica updates a piece; place "
-                "with zero=0, or with --optimizer adam, adamw, sgd or sgd-momentum"
+                f"{layout}: an optimizer with {odd} needs whole parameters, and each {owner} updates a piece; place "
+                f"{remedy}, or with --optimizer adam, adamw, sgd or sgd-momentum"
             )
 
 

@@ -34,6 +34,7 @@ from gdp.models.pytorch.own_step import Step, has_own_step, record_own_step
 from gdp.models.pytorch.program import Program, named_inputs, named_state, named_tensors
 from gdp.models.pytorch.recorded_calls import Ref
 from gdp.models.pytorch.recorder import Recorder
+from gdp.models.pytorch.shards.cuts import AxisCut, cut_of
 from gdp.models.pytorch.shards.local_program import localise
 from gdp.models.pytorch.step_calls import building
 from gdp.models.shards import WHOLE, Shards
@@ -56,6 +57,7 @@ class StepOptions:
     precision: str = ""
     lora: Lora | None = None
     shards: Shards = WHOLE
+    rank: int = 0
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
@@ -74,7 +76,7 @@ class StepOptions:
             )
         if self.shards.num_ranks > 1:
             with explained(name):
-                notes += localise(model, args, kwargs, self.shards, name, training=self.training)
+                notes += localise(model, args, kwargs, self.shards, name, training=self.training, rank=self.rank)
         return model if self.lora is None else adapted(model, self.lora, name)
 
 
@@ -102,6 +104,7 @@ class Capture:
     coverage: Coverage
     notes: tuple[str, ...] = ()  # what is left out, estimated or taken for granted, a sentence each
     seconds: float = 0.0  # that recording the step took, once PyTorch and the model were there
+    cuts: Mapping[str, AxisCut] = field(default_factory=dict)  # of a rank: of parameters, and of output.NAME
 
     def __repr__(self) -> str:
         """Returns the graph's `repr`, and the number of ops of unknown cost if there are any."""
@@ -124,6 +127,8 @@ def capture(
     precision: str = "",
     lora: str | Lora = "",
     loss: Loss | None = None,
+    shards: Shards = WHOLE,
+    rank: int = 0,
 ) -> Capture:
     """Records one step of `model(*args, **kwargs)`: forward, backward and update, or with `training=False` inference.
 
@@ -136,7 +141,8 @@ def capture(
     the outputs. `optimizer`, a name of `gdp.models.pytorch.optimizers.OPTIMIZERS` or an optimizer over the model's
     parameters, updates one parameter per op. The precision "mixed" keeps float32 copies of bfloat16 and float16
     parameters; "pure-bf16" and "float32" are checked. `lora`, such as "rank=16,weights=nf4", freezes the model and
-    trains adapters of its linear layers. `name` is by default that of the module's class.
+    trains adapters of its linear layers. `shards` cut the ops over ranks, of which one is recorded. `name` is by
+    default that of the module's class.
 
     Gradients are ordinary tensors, from the op that makes them to the update, as with `zero_grad(set_to_none=True)`;
     `resident_bytes` of a parameter are its own and its optimizer state's (Adam: two moments; the step count, one
@@ -158,7 +164,7 @@ def capture(
         raise InputError(f"{name}: args is a {type(args).__name__}; give inputs by name as kwargs")
     with _isolated():
         mode = FakeTensorMode()
-        options = StepOptions(training, optimizer, loss, precision, Lora.parse(lora))
+        options = StepOptions(training, optimizer, loss, precision, Lora.parse(lora), shards, rank)
         if not isinstance(model, nn.Module) or is_own_step(model, options):
             return _record_own(model, args, kwargs or {}, mode, name, options)
         choice = rule_choice(options, model, name)
@@ -317,6 +323,8 @@ def _record(
                         gradients[path] = recorder.record_update(path, parameter, rule)
                 loss_ref = recorder.memories.ref(value)
             outputs = {path: recorder.memories.ref(tensor) for path, tensor in named_tensors(output, "")}
+            results = [(f"output.{path}", tensor) for path, tensor in named_tensors(output, "")]
+            cuts = {path: cut_of(tensor) for path, tensor in (*model.named_parameters(remove_duplicate=False), *results)}
     finally:
         for handle in handles:
             handle.remove()
@@ -331,7 +339,8 @@ def _record(
     graph, program = assemble(recorder, name, outputs, loss_ref, gradients)
     if not options.training:
         recorder.notes.pop(NO_GRADIENT, None)
-    return Capture(graph, program, _coverage(recorder), tuple(recorder.notes))
+    cuts = {path: cut for path, cut in cuts.items() if cut is not None}
+    return Capture(graph, program, _coverage(recorder), tuple(recorder.notes), cuts=cuts)
 
 
 def _check_precision(precision: str, trained: Sequence[Tensor], recorder: Recorder, name: str) -> None:

@@ -143,6 +143,11 @@ class Program:
         )
 
     @property
+    def adds_in_order(self) -> bool:
+        """True if sums are made in the order of PyTorch's own step."""
+        return True
+
+    @property
     def piece_tensors(self) -> frozenset[int]:
         """The result tensors that a device holds a piece of after a step."""
         return frozenset()

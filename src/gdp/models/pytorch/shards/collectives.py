@@ -7,13 +7,13 @@
     scatter  forward: reduce-scatter            backward: all-gather      partial sums become cut
     exchange forward: all-to-all                backward: all-to-all      rows go to their experts' ranks
 
-Fake tensors need no process group. Real ones are exchanged over the group of `run_over`.
+Fake tensors have one rank's size. A step is executed on what all ranks send; see `gdp.execute.layouts.sharded_program`.
 """
 
 # mypy: disable-error-code="no-any-return,no-untyped-call"
 
-import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,65 +23,6 @@ from gdp.models.pytorch.shards.cuts import joined, part
 
 ops = torch.ops.collective
 _LIBRARY = torch.library.Library("collective", "DEF")
-_GROUPS: list[Any] = []  # process groups of torch.distributed, the innermost last
-
-
-@contextlib.contextmanager
-def run_over(group: Any) -> Iterator[None]:
-    """Exchanges real tensors over a process group of torch.distributed inside."""
-    _GROUPS.append(group)
-    try:
-        yield
-    finally:
-        _GROUPS.pop()
-
-
-def _group(num_ranks: int) -> Any:
-    if not _GROUPS or torch.distributed.get_world_size(_GROUPS[-1]) != num_ranks:
-        raise RuntimeError(f"a local program of {num_ranks} ranks runs over a process group of as many; see `run_over`")
-    return _GROUPS[-1]
-
-
-def _reduced(x: Tensor, num_ranks: int, kind: Any) -> Tensor:
-    result = x.clone(memory_format=torch.contiguous_format)
-    torch.distributed.all_reduce(result, kind, _group(num_ranks))
-    return result
-
-
-def _all_reduce(x: Tensor, num_ranks: int) -> Tensor:
-    return _reduced(x, num_ranks, torch.distributed.ReduceOp.SUM)
-
-
-def _all_reduce_max(x: Tensor, num_ranks: int) -> Tensor:
-    return _reduced(x, num_ranks, torch.distributed.ReduceOp.MAX)
-
-
-def _all_gather(x: Tensor, num_ranks: int, dim: int) -> Tensor:
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(num_ranks)]
-    torch.distributed.all_gather(parts, x.contiguous(), _group(num_ranks))
-    return torch.cat(parts, dim)
-
-
-def _reduce_scatter(x: Tensor, num_ranks: int, dim: int) -> Tensor:
-    rank = torch.distributed.get_rank(_group(num_ranks))
-    return _all_reduce(x, num_ranks).chunk(num_ranks, dim)[rank].clone()  # gloo has no reduce-scatter
-
-
-def _all_to_all(x: Tensor, num_ranks: int) -> Tensor:
-    result = torch.empty_like(x, memory_format=torch.contiguous_format)
-    torch.distributed.all_to_all_single(result, x.contiguous(), group=_group(num_ranks))
-    return result
-
-
-def _send(x: Tensor, num_ranks: int) -> Tensor:
-    group, result = _group(num_ranks), torch.empty_like(x, memory_format=torch.contiguous_format)
-    rank = torch.distributed.get_rank(group)
-    after, before = (torch.distributed.get_global_rank(group, (rank + step) % num_ranks) for step in (1, -1))
-    sent = torch.distributed.isend(x.contiguous(), after, group)
-    torch.distributed.recv(result, before, group)
-    if sent is not None:
-        sent.wait()
-    return result
 
 
 def _same(x: Tensor, num_ranks: int) -> Tensor:
@@ -96,17 +37,30 @@ def _scattered(x: Tensor, num_ranks: int, dim: int) -> Tensor:
     return x.new_empty([size // num_ranks if place == dim else size for place, size in enumerate(x.shape)])
 
 
-for _name, _kernel, _fake in (
-    ("all_reduce", _all_reduce, _same),
-    ("all_reduce.max", _all_reduce_max, _same),
-    ("all_gather", _all_gather, _gathered),
-    ("reduce_scatter", _reduce_scatter, _scattered),
-    ("all_to_all", _all_to_all, _same),
-    ("send", _send, _same),
+for _name, _fake in (
+    ("all_reduce", _same),
+    ("all_reduce.max", _same),
+    ("all_gather", _gathered),
+    ("reduce_scatter", _scattered),
+    ("all_to_all", _same),
+    ("send", _same),
 ):
     _LIBRARY.define(f"{_name}(Tensor x, int num_ranks{', int dim' * (_fake is not _same)}) -> Tensor")
-    _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"collective::{_name}", _fake, lib=_LIBRARY)
+
+
+def _sum_of(_rank: int, parts: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, parts)
+
+
+OF_ALL_RANKS: Mapping[Any, Callable[..., Tensor]] = {  # from a rank and what all ranks send, to what this one gets
+    ops.all_reduce.default: _sum_of,
+    ops.all_reduce.max: lambda rank, parts: functools.reduce(torch.maximum, parts),
+    ops.all_gather.default: lambda rank, parts, dim: torch.cat(parts, dim),
+    ops.reduce_scatter.default: lambda rank, parts, dim: _sum_of(rank, [x.chunk(len(parts), dim)[rank] for x in parts]),
+    ops.all_to_all.default: lambda rank, parts: torch.cat([x.chunk(len(parts))[rank] for x in parts]),
+    ops.send.default: lambda rank, parts: parts[rank - 1].clone(),
+}
 
 
 class Enter(torch.autograd.Function):

@@ -3,7 +3,7 @@
 # mypy: disable-error-code="no-any-return,no-untyped-call"
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 ATTRIBUTE = "gdp_cut"
+STORED = "gdp_stored"  # of a parameter: its cut, of experts too, with which a rank computes as with all of them
 PARTIAL = -1
 SEQUENCE = "tokens"
 """The source of a cut of tokens, in place of weights."""
@@ -41,6 +42,24 @@ class AxisCut:
     def before(self) -> int:
         """The number of pieces, of the whole tensor in the order of its elements."""
         return math.prod(self.shape[: self.dim]) * self.outer
+
+    def part_of(self, whole: Tensor, rank: int, num_ranks: int) -> Tensor:
+        """Returns the part of a whole tensor that a rank has."""
+        own = rank * self.num_parts // num_ranks
+        return part(whole, self.dim, self.num_parts, own, self.outer, self.segments)
+
+    def whole_of(self, parts: Sequence[Tensor]) -> Tensor:
+        """Returns the whole tensor that the ranks have these parts of."""
+        sizes = segments_of(self)
+        pieces = [
+            tensor.split([-(-size // self.num_parts) for size in sizes], self.dim)
+            for tensor in parts[:: len(parts) // self.num_parts]
+        ]
+        wholes = [
+            torch.cat(of_ranks, self.dim).narrow(self.dim, 0, size)
+            for size, of_ranks in zip(sizes, zip(*pieces, strict=True), strict=True)
+        ]
+        return torch.cat(wholes, self.dim)
 
 
 def cut_of(tensor: Any) -> AxisCut | None:

@@ -17,7 +17,7 @@ from gdp.errors import InputError
 from gdp.models.pytorch.flops import FORMULA, classify, count_flops, product_operand
 from gdp.models.pytorch.routine import leaves
 from gdp.models.pytorch.shards.alike_layers import AlikeLayers
-from gdp.models.pytorch.shards.cuts import mark, part
+from gdp.models.pytorch.shards.cuts import STORED, mark
 from gdp.models.pytorch.shards.experts import experts_in, run_experts_locally
 from gdp.models.pytorch.shards.local_run import LocalRun
 from gdp.models.pytorch.shards.plan import CutPlan, Role, planned
@@ -29,9 +29,16 @@ _SHOWN = 4  # weights in a note
 
 
 def localise(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], shards: Shards, name: str, *, training: bool
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    shards: Shards,
+    name: str,
+    *,
+    training: bool,
+    rank: int = 0,
 ) -> list[str]:
-    """Turns a module on fake tensors into that of the first rank, in place; returns notes.
+    """Turns a module on fake tensors into that of a rank, in place; returns notes.
 
     InputError, with `name`, where more than a quarter of the work would be repeated by each rank.
     """
@@ -48,7 +55,7 @@ def localise(
         whole = _product_flops(model, args, kwargs, layers)
         options = {"by_tokens": by_tokens, "num_expert_parts": shards.expert, "layers": layers}
         plan = planned(model, args, kwargs, num_ranks, **options)
-        cut_weights(model, plan, num_ranks, by_tokens=by_tokens)
+        cut_weights(model, plan, num_ranks, rank=rank, by_tokens=by_tokens)
         local = _product_flops(model, args, kwargs, layers)
     share = (local * num_ranks / max(whole, 1) - 1) / (num_ranks - 1)
     return _notes(plan, num_ranks, share, name)
@@ -77,7 +84,7 @@ def cut_weights(model: nn.Module, plan: CutPlan, num_ranks: int, *, rank: int = 
     """Cuts the weights of a module to those of a rank, and has its forward pass run on parts."""
     parameters = dict(model.named_parameters())
     changed = {
-        id(parameters[path]): _cut_parameter(parameters[path], path, role, rank * role.num_parts // num_ranks)
+        id(parameters[path]): _cut_parameter(parameters[path], path, role, rank, num_ranks)
         for path, role in plan.roles.items()
     }
     stored = dict(stored_weights(model))
@@ -96,10 +103,12 @@ def cut_weights(model: nn.Module, plan: CutPlan, num_ranks: int, *, rank: int = 
     _run_locally(model, num_ranks, rank, by_tokens, plan.gathered)
 
 
-def _cut_parameter(parameter: Tensor, path: str, role: Role, own: int) -> nn.Parameter:
-    local = part(parameter.detach(), role.dim, role.num_parts, own, 1, role.segments)
+def _cut_parameter(parameter: Tensor, path: str, role: Role, rank: int, num_ranks: int) -> nn.Parameter:
+    cut = role.cut_of(parameter, path)
+    local = cut.part_of(parameter.detach(), rank, num_ranks)
     copy = nn.Parameter(local.clone(memory_format=torch.contiguous_format), parameter.requires_grad)
-    return mark(copy, None if role.is_experts else role.cut_of(parameter, path))
+    setattr(copy, STORED, cut)
+    return mark(copy, None if role.is_experts else cut)
 
 
 def _run_locally(model: nn.Module, num_ranks: int, rank: int, by_tokens: bool, gathered: frozenset[str]) -> None:

@@ -31,7 +31,7 @@ class _Losses(torch.autograd.Function):
     ) -> Tensor:
         width = logits.shape[1]
         first = rank * width
-        if first + width > num_classes:  # the filling
+        if num_ranks * width > num_classes:  # the filling; all ranks have the same ops
             logits = logits.masked_fill(torch.arange(first, first + width) >= num_classes, -torch.inf)
         largest = ops.all_reduce.max(logits.amax(1), num_ranks)
         shares = (logits - largest.unsqueeze(1)).exp_()

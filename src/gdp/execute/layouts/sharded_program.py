@@ -1,0 +1,272 @@
+"""The program of all ranks of a step whose ops are cut over groups: T copies of each op, with exchanges among them.
+
+    rank 0   mm --+--> all_reduce --> add           an exchange reads what all ranks send, and makes what its own gets
+                   X
+    rank 1   mm --+--> all_reduce --> add
+
+Of an op, tensor or device n of a group, rank r has the number n * T + r. Each rank has the constants of its own
+capture, such as the first row of its part of a table.
+"""
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gdp.arrays import Bool
+from gdp.costs.collectives import COLLECTIVE
+from gdp.errors import InputError
+from gdp.execute.layouts.step_program import micro_batch_of
+from gdp.execute.layouts.updates import updates_of
+from gdp.graph import Graph
+from gdp.graph.difference import difference
+from gdp.models.pytorch import Replay
+from gdp.models.pytorch.program import Program, named_state
+from gdp.models.pytorch.recorded_calls import Call, Ref
+from gdp.models.pytorch.routine import OpRoutine
+from gdp.models.pytorch.shards.collectives import OF_ALL_RANKS
+from gdp.models.pytorch.shards.cuts import AxisCut
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShardedProgram(Program):
+    """The program of all ranks; inputs, results and state are those of the whole model."""
+
+    ranks: Sequence[Program]  # [T]
+    cuts: Mapping[str, AxisCut]  # of parameters, and of output.NAME
+
+    @classmethod
+    def of(cls, ranks: Sequence[Program], cuts: Mapping[str, AxisCut]) -> "ShardedProgram":
+        """Returns the program of these ranks. InputError where the optimizer needs whole parameters."""
+        first, count = ranks[0], len(ranks)
+        graphs = [replace(program.graph, shapes=("",) * program.graph.num_ops) for program in ranks]  # with constants
+        for graph in graphs[1:]:
+            if what := difference(graph, graphs[0]):
+                raise InputError(f"{graph.name}: tensor={count}: ranks have unlike ops: {what}; leave tensor out")
+        part, _ = micro_batch_of(first)
+        for update in updates_of(part).values():
+            if update.name in cuts:
+                update.check_elementwise(part, f"tensor={count}", "rank", "without tensor")
+
+        def by_rank(name: str) -> tuple[Any, ...]:
+            """[N * T] Returns the items of all ranks."""
+            return tuple(item for of in zip(*(getattr(each, name) for each in ranks), strict=True) for item in of)
+
+        starts = np.arange(count) * (max(first.layouts) + 1)  # [T] of the values of each rank
+        values = np.array(first.tensor_values)[:, None]
+        inherited = {field.name: getattr(first, field.name) for field in fields(Program)}
+        return cls(
+            **inherited
+            | {
+                "graph": _graph_of_ranks(first, count),
+                "calls": tuple(
+                    _calls_of_all(ranks, op, rank, starts.tolist()) if is_exchange else ranks[rank].calls[op]
+                    for op, is_exchange in enumerate(is_among_ranks(first.graph).tolist())
+                    for rank in range(count)
+                ),
+                "tensor_values": tuple(np.where(values < 0, values, values + starts).reshape(-1).tolist()),
+                "tensor_layouts": by_rank("tensor_layouts"),
+                "layouts": {
+                    value + start: layout
+                    for start, each in zip(starts.tolist(), ranks, strict=True)
+                    for value, layout in each.layouts.items()
+                },
+                "sources": {
+                    op * count + rank: replace(source, tensor=source.tensor * count + rank)
+                    for rank, each in enumerate(ranks)
+                    for op, source in each.sources.items()
+                },
+                "private": {},
+                "updated": {},
+            },
+            ranks=ranks,
+            cuts=cuts,
+        )
+
+    @property
+    def adds_in_order(self) -> bool:
+        """False: a product is the sum of those of the ranks."""
+        return False
+
+    def routine(self, op: int, device: torch.device | None = None) -> OpRoutine:
+        """Returns `op` prepared for `device`; kept for the next time."""
+        key, (own, rank) = (op, device), divmod(op, len(self.ranks))
+        if key not in self._routines and not self.graph.kinds[op].startswith(f"{COLLECTIVE}."):
+            self._routines[key] = RankRoutine(self.ranks[rank].routine(own, device), rank, len(self.ranks))
+        return super().routine(op, device)
+
+    # -- numbers of ranks --------------------------------------------------------------------------------------------
+
+    def numbered(self, of_ranks: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
+        """Returns the items of all ranks, each with its number among all."""
+        count = len(self.ranks)
+        return {n * count + rank: item for rank, items in enumerate(of_ranks) for n, item in items.items()}
+
+    def of_ranks(self, items: Mapping[int, Any]) -> list[dict[int, Any]]:
+        """[T] Returns the items of each rank, with their numbers there."""
+        count = len(self.ranks)
+        return [{n // count: item for n, item in items.items() if n % count == rank} for rank in range(count)]
+
+    def _numbers(self, name: str) -> frozenset[int]:
+        return frozenset(self.numbered([dict.fromkeys(getattr(rank, name)) for rank in self.ranks]))
+
+    def _pairs(self, name: str) -> dict[int, int]:
+        count = len(self.ranks)
+        of_ranks = [getattr(rank, name).items() for rank in self.ranks]
+        return {a * count + rank: b * count + rank for rank, pairs in enumerate(of_ranks) for a, b in pairs}
+
+    result_tensors = cached_property(lambda self: self._numbers("result_tensors"))
+    state_tensors = cached_property(lambda self: self._numbers("state_tensors"))
+    piece_tensors = cached_property(lambda self: self._numbers("piece_tensors"))
+    keepers = cached_property(lambda self: self._pairs("keepers"))
+    completed_by = cached_property(lambda self: self._pairs("completed_by"))
+
+    @cached_property
+    def loss_tensors(self) -> frozenset[int]:
+        """The tensors that `loss_of` reads: those of the first rank."""
+        return frozenset(tensor * len(self.ranks) for tensor in self.ranks[0].loss_tensors)
+
+    # -- the whole model ---------------------------------------------------------------------------------------------
+
+    def part_of(self, name: str, whole: Tensor, rank: int) -> Tensor:
+        """Returns what a rank has of a parameter, or of a tensor of its shape; others it has whole."""
+        cut = self.cuts.get(name)
+        return whole if cut is None or tuple(whole.shape) != cut.shape else cut.part_of(whole, rank, len(self.ranks))
+
+    def whole_of(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """Returns a parameter, or a tensor of its shape, from what the ranks have of it."""
+        return self.cuts[name].whole_of(parts) if name in self.cuts and parts[0].dim() else parts[0]
+
+    def wholes_of(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Returns tensors by name of parameter, from those of all ranks."""
+        return {name: self.whole_of(name, [of_rank[name] for of_rank in parts]) for name in parts[0]}
+
+    def bind_state(self, state: nn.Module | Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """Copies parameters and buffers, of parameters each rank its part; see `Program.bind`."""
+        named = dict(named_state(state)) if isinstance(state, nn.Module) else state
+        return self.numbered(
+            [
+                program.bind_state({name: self.part_of(name, whole, rank) for name, whole in named.items()})
+                for rank, program in enumerate(self.ranks)
+            ]
+        )
+
+    def bind_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Tensor]:
+        """Copies inputs, which all ranks have; see `Program.bind`."""
+        return self.numbered([self.ranks[0].bind_inputs(args, kwargs)] * len(self.ranks))
+
+    def state_by_name(self, held: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """Returns the whole parameters, and the buffers of the first rank."""
+        of_ranks = zip(self.ranks, self.of_ranks(held), strict=True)
+        return self.wholes_of([program.state_by_name(own) for program, own in of_ranks])
+
+    def loss_of(self, held: Mapping[int, Tensor]) -> Tensor | None:
+        """Returns the loss of the first rank, which all have."""
+        return self.ranks[0].loss_of(self.of_ranks(held)[0])
+
+    def named_outputs(self, held: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """Returns the whole outputs by name, as `results` does."""
+        of_ranks = zip(self.ranks, self.of_ranks(held), strict=True)
+        return self._whole_outputs([program.named_outputs(own) for program, own in of_ranks])
+
+    def _whole_outputs(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        cuts = {name: f"output.{name.partition('@')[0]}" for name in parts[0]}
+        return {name: self.whole_of(cuts[name], [of_rank[name] for of_rank in parts]) for name in parts[0]}
+
+    def results(self, held: Mapping[int, Tensor]) -> Replay:
+        """Returns the results of a step, from tensors by number; others are ignored."""
+        found = [program.results(own) for program, own in zip(self.ranks, self.of_ranks(held), strict=True)]
+        gradients, state = (self.wholes_of([getattr(each, key) for each in found]) for key in ("gradients", "state"))
+        outputs = self._whole_outputs([each.outputs for each in found])
+        return replace(found[0], outputs=outputs, gradients=gradients, state=state)
+
+
+@dataclass(frozen=True, slots=True)
+class RankRoutine:
+    """An op of one rank."""
+
+    routine: OpRoutine
+    rank: int
+    num_ranks: int
+
+    def run(self, inputs: MutableMapping[int, Any], private: MutableMapping[int, Tensor], seed: int = 0) -> dict[int, Any]:
+        """Executes the op; see `Program.run`."""
+        made = self.routine.run(_HeldByRank(inputs, self.rank, self.num_ranks), private, seed)
+        return {tensor * self.num_ranks + self.rank: content for tensor, content in made.items()}
+
+    def set_keyword(self, key: str, value: Any) -> None:
+        """Changes an argument, such as the learning rate, of the calls that have it."""
+        self.routine.set_keyword(key, value)
+
+
+class _HeldByRank(MutableMapping[int, Any]):
+    """What a device holds, by the numbers of one rank."""
+
+    def __init__(self, held: MutableMapping[int, Any], rank: int, num_ranks: int) -> None:
+        self._held, self._rank, self._num_ranks = held, rank, num_ranks
+
+    def __getitem__(self, number: int) -> Any:
+        return self._held[number * self._num_ranks + self._rank]
+
+    def __setitem__(self, number: int, content: Any) -> None:
+        self._held[number * self._num_ranks + self._rank] = content
+
+    def __delitem__(self, number: int) -> None:
+        del self._held[number * self._num_ranks + self._rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return (n // self._num_ranks for n in self._held if n % self._num_ranks == self._rank)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def is_among_ranks(graph: Graph) -> Bool:
+    """[N] Returns whether ops are exchanges among ranks."""
+    return np.array([kind.startswith(f"{COLLECTIVE}.") for kind in graph.kinds], np.bool_)
+
+
+def _calls_of_all(ranks: Sequence[Program], op: int, rank: int, starts: Sequence[int]) -> tuple[Call, ...]:
+    """Returns the call of an exchange that reads what all ranks send, and makes what `rank` gets."""
+    (call,) = ranks[rank].calls[op]
+    sent = [each.calls[op][0].args[0] for each in ranks]
+    refs = [Ref(ref.value + start, ref.layout) for ref, start in zip(sent, starts, strict=True)]
+    made = tuple(value if value < 0 else value + starts[rank] for value in call.outputs)
+    function: Any = partial(OF_ALL_RANKS[call.func], rank)
+    return (replace(call, func=function, args=(refs, *call.args[2:]), outputs=made),)
+
+
+def _graph_of_ranks(program: Program, count: int) -> Graph:
+    """Returns the graph of all ranks. What an exchange reads, and what waits for it, is that of all ranks."""
+    graph, ranks, is_exchange = program.graph, np.arange(count), is_among_ranks(program.graph)
+
+    def each(numbers: Any) -> Any:
+        return np.where(numbers[:, None] < 0, numbers[:, None], numbers[:, None] * count + ranks).reshape(-1)
+
+    tensors, ops = graph.edge_tensors, graph.consumers
+    has_content = np.array(program.tensor_values)[tensors] >= 0
+    is_of_all = np.where(has_content, is_exchange[ops], is_exchange[graph.producers[tensors]])
+    edges = np.concatenate(
+        [
+            np.stack((each(tensors[~is_of_all]), each(ops[~is_of_all]))),
+            np.stack((np.repeat(each(tensors[is_of_all]), count), np.tile(each(ops[is_of_all]).reshape(-1, 1, count), (1, count, 1)).reshape(-1))),
+        ],
+        axis=1,
+    )
+    edges = edges[:, np.lexsort(edges[::-1])]
+    of_ops = graph.columns_of(np.repeat(np.arange(graph.num_ops), count))
+    names = tuple(f"{name}%{rank}" for name in graph.op_names for rank in range(count))
+    num_tensors = graph.num_tensors * count
+    return Graph(
+        name=graph.name,
+        **of_ops | {"op_names": names, "groups": each(graph.groups), "origins": each(graph.origins)},
+        producers=each(graph.producers),
+        view_of=each(graph.view_of),
+        **{key: np.repeat(getattr(graph, key), count) for key in ("tensor_bytes", "is_resident", "is_kept")},
+        consumer_offsets=np.concatenate(([0], np.cumsum(np.bincount(edges[0], minlength=num_tensors)))),
+        consumers=edges[1],
+    )
