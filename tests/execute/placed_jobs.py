@@ -18,7 +18,10 @@ from execute.rank_jobs import before_op
 from execute.test_loss_scale import Autocast
 from execute.test_placed_layouts import MODELS, Dropping, batches, built, placed, points, scheduled, sgd
 from gdp import InputError
+from gdp.models.model import Reading
+from gdp.models.source import ModelSource
 from gdp.search.question import plan_of
+from tests.models.shard_cases import case
 
 SAVED, LOSSES = "training.safetensors", "losses.txt"
 
@@ -62,12 +65,41 @@ def train(
     }
 
 
+def momentum(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.8)
+
+
+def train_sharded(
+    name: str, num_cards: int, text: str, steps: Sequence[int], *, resume: Path | None = None, saves: Path | None = None
+) -> dict[str, Any]:
+    """Trains a model of `shard_cases` on cores in a layout; returns losses, the state, and the model's weights."""
+    model, inputs = case(name)
+    source = ModelSource.of_example((model, (), inputs), Reading(optimizer="sgd-momentum"))
+    clusters = gdp.Cluster.parse(f"{num_cards}xcpu-16core")
+    plan = gdp.place(source, clusters, parallel=text, budget="30sims", num_threads=1)
+    losses = []
+    with gdp.placed(model, plan, on=["cpu"] * num_cards, optimizer=momentum(model), resume=resume) as trained:
+        for step in steps:
+            assert trained.num_steps == step
+            losses.append(float(trained(**inputs)))
+        if saves is not None:
+            trained.save(saves)
+        state = trained.state_dict()
+    weights = {key: tensor.tolist() for key, tensor in model.state_dict().items()}
+    return {"losses": losses, "state": {key: tensor.tolist() for key, tensor in state.items()}, "weights": weights}
+
+
 # Jobs: (out, what to write down, arguments)
 
 
 def trains(out: Path, say: dict[str, Any], cases: Sequence[dict[str, Any]]) -> None:
     """Does trainings, one after the other, in one group of processes."""
     say["done"] = [train(**case) for case in cases]
+
+
+def shards(out: Path, say: dict[str, Any], *case: Any) -> None:
+    """Trains a model whose ops are cut over ranks."""
+    say["done"] = train_sharded(*case)
 
 
 def in_a_group(out: Path, say: dict[str, Any], case: dict[str, Any]) -> None:
@@ -213,7 +245,7 @@ def inference_plan(model: torch.nn.Module, x: Tensor) -> gdp.Plan:
 
 
 JOBS: dict[str, Callable[..., None]] = {
-    job.__name__: job for job in (trains, in_a_group, fails, saves, never_closes, differs, cannot_write, serves)
+    job.__name__: job for job in (trains, shards, in_a_group, fails, saves, never_closes, differs, cannot_write, serves)
 }
 
 

@@ -81,7 +81,7 @@ class Executable:
     def signatures(self) -> Sequence[str]:
         """Returns the signatures of ops; "" for those that a layout makes or changes."""
         cut, num_ranks, program = self.parts, num_ranks_of(self.program), of_first_rank(self.program)
-        found = signatures(program if cut is None else cut.part)
+        found: Sequence[str] = signatures(program if cut is None else cut.part)
         if cut is not None:
             found = ["" if op in cut.made else found[origin] for op, origin in enumerate(cut.origin)]
         is_exchange = is_among_ranks(program.graph).tolist()
@@ -190,6 +190,10 @@ class PlannedCut:
         shards = layout.shards
         if shards == WHOLE:
             return self._step(captured(*inputs))
+        if shards.expert > 1:
+            raise InputError(
+                f"expert={shards.expert} is placed, not executed: it takes rows for balanced over ranks; leave expert out"
+            )
         ranks = [captured(*inputs, shards=shards, rank=rank) for rank in range(shards.num_ranks)]
         programs = [part.program if layout.of_groups.is_whole else self._step(part) for part in ranks]
         return ShardedProgram.of(programs, ranks[0].cuts)

@@ -288,14 +288,14 @@ def _result(
     placed: Measurement,
 ) -> RunResult:
     """Returns the result of measured steps, with what there is to tell of a step that is cut, or of a stream."""
-    whole, cut, (equality, reference) = executable.program, executable.parts, check
-    program, measured = of_first_rank(whole), placed.of_first_rank(num_ranks_of(whole))
+    executed, cut, (equality, reference) = executable.program, executable.parts, check
+    program, measured = of_first_rank(executed), placed.of_first_rank(num_ranks_of(executed))
     is_as_placed = simulation is not None and simulation.problem.num_ops == program.graph.num_ops
     prediction = predict(program, simulation, measured) if simulation is not None and is_as_placed else None
     result = RunResult(plan, program.graph.name, tuple(targets), placed, equality, reference, prediction)
     if cut is None:
-        layout = "" if plan.layout is None else str(Layout.of_document(plan.layout))
-        return replace(result, layout=layout, sums_alike=whole.adds_in_order)
+        words = "" if plan.layout is None else str(Layout.of_document(plan.layout))
+        return replace(result, layout=words, sums_alike=executed.adds_in_order)
     how = PlannedCut.of(plan, cut.graph)
     assert how is not None
     if cut.is_stream:
@@ -303,7 +303,7 @@ def _result(
         words = f"{layout.num_parts} batches in flight, replicas of the model: {layout.data}"
         served = None if simulation is None else Served.of(simulation, layout, placed)
         return replace(result, layout=words, served=served)
-    result = replace(result, layout=str(Layout.of_document(how.layout)), sums_alike=whole.adds_in_order)
+    result = replace(result, layout=str(Layout.of_document(how.layout)), sums_alike=executed.adds_in_order)
     if cut.num_draws or results.loss is None:
         return result
     expected = eager_step(

@@ -193,7 +193,9 @@ class RankRoutine:
     rank: int
     num_ranks: int
 
-    def run(self, inputs: MutableMapping[int, Any], private: MutableMapping[int, Tensor], seed: int = 0) -> dict[int, Any]:
+    def run(
+        self, inputs: MutableMapping[int, Any], private: MutableMapping[int, Tensor], seed: int = 0
+    ) -> dict[int, Any]:
         """Executes the op; see `Program.run`."""
         made = self.routine.run(_HeldByRank(inputs, self.rank, self.num_ranks), private, seed)
         return {tensor * self.num_ranks + self.rank: content for tensor, content in made.items()}
@@ -253,12 +255,17 @@ def _graph_of_ranks(program: Program, count: int) -> Graph:
     edges = np.concatenate(
         [
             np.stack((each(tensors[~is_of_all]), each(ops[~is_of_all]))),
-            np.stack((np.repeat(each(tensors[is_of_all]), count), np.tile(each(ops[is_of_all]).reshape(-1, 1, count), (1, count, 1)).reshape(-1))),
+            np.stack(
+                (
+                    np.repeat(each(tensors[is_of_all]), count),
+                    np.tile(each(ops[is_of_all]).reshape(-1, 1, count), (1, count, 1)).reshape(-1),
+                )
+            ),
         ],
         axis=1,
     )
     edges = edges[:, np.lexsort(edges[::-1])]
-    of_ops = graph.columns_of(np.repeat(np.arange(graph.num_ops), count))
+    of_ops: dict[str, Any] = graph.columns_of(np.repeat(np.arange(graph.num_ops), count))
     names = tuple(f"{name}%{rank}" for name in graph.op_names for rank in range(count))
     num_tensors = graph.num_tensors * count
     return Graph(
@@ -266,7 +273,9 @@ def _graph_of_ranks(program: Program, count: int) -> Graph:
         **of_ops | {"op_names": names, "groups": each(graph.groups), "origins": each(graph.origins)},
         producers=each(graph.producers),
         view_of=each(graph.view_of),
-        **{key: np.repeat(getattr(graph, key), count) for key in ("tensor_bytes", "is_resident", "is_kept")},
+        tensor_bytes=np.repeat(graph.tensor_bytes, count),
+        is_resident=np.repeat(graph.is_resident, count),
+        is_kept=np.repeat(graph.is_kept, count),
         consumer_offsets=np.concatenate(([0], np.cumsum(np.bincount(edges[0], minlength=num_tensors)))),
         consumers=edges[1],
     )

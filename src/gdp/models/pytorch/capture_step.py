@@ -34,7 +34,7 @@ from gdp.models.pytorch.own_step import Step, has_own_step, record_own_step
 from gdp.models.pytorch.program import Program, named_inputs, named_state, named_tensors
 from gdp.models.pytorch.recorded_calls import Ref
 from gdp.models.pytorch.recorder import Recorder
-from gdp.models.pytorch.shards.cuts import AxisCut, cut_of
+from gdp.models.pytorch.shards.cuts import STORED, AxisCut, cut_of
 from gdp.models.pytorch.shards.local_program import localise
 from gdp.models.pytorch.step_calls import building
 from gdp.models.shards import WHOLE, Shards
@@ -324,7 +324,8 @@ def _record(
                 loss_ref = recorder.memories.ref(value)
             outputs = {path: recorder.memories.ref(tensor) for path, tensor in named_tensors(output, "")}
             results = [(f"output.{path}", tensor) for path, tensor in named_tensors(output, "")]
-            cuts = {path: cut_of(tensor) for path, tensor in (*model.named_parameters(remove_duplicate=False), *results)}
+            results += model.named_parameters(remove_duplicate=False)
+            cuts = {path: cut for path, tensor in results if (cut := getattr(tensor, STORED, cut_of(tensor)))}
     finally:
         for handle in handles:
             handle.remove()
@@ -339,7 +340,6 @@ def _record(
     graph, program = assemble(recorder, name, outputs, loss_ref, gradients)
     if not options.training:
         recorder.notes.pop(NO_GRADIENT, None)
-    cuts = {path: cut for path, cut in cuts.items() if cut is not None}
     return Capture(graph, program, _coverage(recorder), tuple(recorder.notes), cuts=cuts)
 
 

@@ -1,0 +1,149 @@
+"""Steps whose ops are cut over ranks compute the loss, the gradients and the training of the whole model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+import gdp
+from execute import placed_jobs
+from execute.placed_jobs import train_sharded
+from execute.rank_processes import start_ranks, statuses_of
+from gdp import Cluster, InputError
+from gdp.execute.equality import eager_step
+from gdp.execute.layouts.sharded_program import ShardedProgram
+from gdp.execute.run import RunResult, run
+from gdp.models.pytorch import capture
+from gdp.models.shards import Shards
+from tests.models.shard_cases import case
+from tests.models.test_shards import NAMES
+
+SIX = ("blocks", "llama", "gpt2", "bert", "vit", "t5")
+ROUNDING = 1e-5  # relative: sums in another order
+
+
+def check_ranks(name: str, tensor: int, sequence: bool, expert: int = 1) -> None:
+    model, inputs = case(name)
+    expected = eager_step(capture(model, (), inputs).program, model, (), inputs)
+    shards = Shards(tensor, sequence, expert)
+    ranks = [capture(model, (), inputs, shards=shards, rank=rank) for rank in range(tensor)]
+    found = ShardedProgram.of([rank.program for rank in ranks], ranks[0].cuts).replay(model, (), inputs)
+    assert found.outputs.keys() == expected.outputs.keys()
+    assert found.gradients.keys() == expected.gradients.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.gradients.values())
+    for key, whole in {**expected.outputs, **expected.gradients}.items():
+        here = found.gradients[key] if key in found.gradients else found.outputs[key]
+        assert here.shape == whole.shape, key
+        # a gradient that is 0 but for rounding, such as that of a bias of keys, is measured by those of other weights
+        scale = max(float(whole.abs().max()), largest / 1000)
+        assert float((here - whole).abs().max()) < ROUNDING * scale, key
+
+
+@pytest.mark.parametrize(("tensor", "sequence"), [(2, False), (4, True)])
+@pytest.mark.parametrize("name", SIX)
+def test_ranks_agree_with_whole_model(name: str, tensor: int, sequence: bool) -> None:
+    """Ranks with a part of the weights each get the loss, outputs and gradients of the whole model together."""
+    check_ranks(name, tensor, sequence)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("name", [*NAMES, "checkpointed", "reentrant"])
+def test_all_models_agree(name: str, tensor: int, sequence: bool) -> None:
+    """As above, of all small models."""
+    check_ranks(name, tensor, sequence)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_whole_experts_agree(sequence: bool) -> None:
+    """As above, of ranks with whole experts and as many rows each."""
+    check_ranks("routed", 2, sequence, expert=2)
+
+
+def test_gradient_of_a_key_bias_is_rounding() -> None:
+    """Attention does not change with a bias of all keys: its gradient in float64 is 0 but for the last places."""
+    model, inputs = case("vit")
+    model, inputs = model.double(), inputs | {"pixel_values": inputs["pixel_values"].double()}
+    model(**inputs).loss.backward()
+    gradients = {name: float(weight.grad.abs().max()) for name, weight in model.named_parameters()}
+    assert max(gradients[name] for name in gradients if name.endswith("key.bias") or "k_proj.bias" in name) < 1e-15
+    assert max(gradients.values()) > 0.1
+
+
+def run_plan(name: str, num_cards: int, parallel: str, **options: Any) -> RunResult:
+    model, inputs = case(name)
+    cluster = Cluster.parse(f"{num_cards}xcpu-16core")
+    plan = gdp.place((model, (), inputs), cluster, parallel=parallel, budget="30sims", num_threads=1)
+    return run(model, (), inputs, plan=plan, on=["cpu"] * num_cards, cluster=cluster.grouped(2), steps=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_cards", "parallel"),
+    [("vit", 2, "tensor=2"), ("llama", 4, "data=2,tensor=2,zero=1"), ("blocks", 4, "tensor=2,stages=2,microbatches=2")],
+)
+def test_processes_run_plans(name: str, num_cards: int, parallel: str) -> None:
+    """A process for each card runs its rank, with replicas and stages on top, and ops are compared with the plan."""
+    result = run_plan(name, num_cards, parallel)
+    assert result.is_equal
+    assert result.equality.num_tensors > 10
+    assert [target.name for target in result.targets] == [f"cpu{card}" for card in range(num_cards)]
+    assert result.whole_batch is None or result.whole_batch.is_close(ROUNDING)
+    assert (result.whole_batch is None) == (parallel == "tensor=2")
+    assert result.prediction is not None
+    num_groups = num_cards // 2
+    assert [row.name for row in result.prediction.devices] == ["cpu0-1", "cpu2-3"][:num_groups]
+    assert sum(row.num_ops for row in result.prediction.devices) == len(result.plan.placement)
+
+
+def eager_training(name: str, steps: range) -> tuple[list[float], nn.Module]:
+    model, inputs = case(name)
+    optimizer, losses = placed_jobs.momentum(model), []
+    for _ in steps:
+        optimizer.zero_grad()
+        loss = model(**inputs)["loss"]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+@pytest.mark.parametrize("name", ["tied", "blocks"])
+def test_training_is_that_of_the_whole_model(tmp_path: Path, name: str) -> None:
+    """Losses, state and momentum follow PyTorch, and a saved state goes on with other ranks and with none."""
+    losses, model = eager_training(name, range(4))
+    path = tmp_path / "training.safetensors"
+    first = train_sharded(name, 2, "tensor=2", range(2), saves=path)
+    assert first["losses"] == pytest.approx(losses[:2], rel=ROUNDING)
+    for text in ("tensor=4", "data=2,tensor=2", "data=2"):
+        rest = train_sharded(name, 4, text, range(2, 4), resume=path)
+        assert rest["losses"] == pytest.approx(losses[2:], rel=ROUNDING)
+        assert rest["state"].keys() == model.state_dict().keys()
+        for key, weight in model.state_dict().items():
+            np.testing.assert_allclose(np.array(rest["state"][key]), weight, rtol=1e-4, atol=1e-6)
+            np.testing.assert_array_equal(rest["weights"][key], rest["state"][key])
+
+
+def test_processes_over_gloo(tmp_path: Path) -> None:
+    """Under torchrun each rank is a process, and trains as forked ones do, to the bit."""
+    expected = train_sharded("blocks", 2, "tensor=2", range(2))
+    statuses = statuses_of(start_ranks(placed_jobs.start, tmp_path, 2, "shards", "blocks", 2, "tensor=2", [0, 1]))
+    said = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
+    assert (statuses, said) == ([0, 0], [{"done": expected}] * 2)
+
+
+def test_what_is_not_run(tmp_path: Path) -> None:
+    """Optimizers that need whole parameters, and norms of gradients, are refused in one line."""
+    model, inputs = case("blocks")
+    plan = gdp.place((model, (), inputs), "2xcpu-16core", parallel="tensor=2", budget="30sims", num_threads=1)
+    with (
+        gdp.placed(model, plan, on=["cpu", "cpu"], clip_norm=1.0) as trained,
+        pytest.raises(InputError, match="clip_norm and scaler read whole gradients"),
+    ):
+        trained(**inputs)
+    ranks = [capture(model, (), inputs, optimizer="adafactor", shards=Shards(2), rank=rank) for rank in range(2)]
+    with pytest.raises(InputError, match=r"tensor=2: an optimizer with .* needs whole parameters, and each rank"):
+        ShardedProgram.of([rank.program for rank in ranks], ranks[0].cuts)
