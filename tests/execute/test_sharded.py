@@ -25,7 +25,7 @@ SIX = ("blocks", "llama", "gpt2", "bert", "vit", "t5")
 ROUNDING = 1e-5  # relative: sums in another order
 
 
-def check_ranks(name: str, tensor: int, sequence: bool, expert: int = 1) -> None:
+def check_ranks(name: str, tensor: int, sequence: bool, expert: int = 1, rounding: float = ROUNDING) -> None:
     model, inputs = case(name)
     expected = eager_step(capture(model, (), inputs).program, model, (), inputs)
     shards = Shards(tensor, sequence, expert)
@@ -39,7 +39,7 @@ def check_ranks(name: str, tensor: int, sequence: bool, expert: int = 1) -> None
         assert here.shape == whole.shape, key
         # a gradient that is 0 but for rounding, such as that of a bias of keys, is measured by those of other weights
         scale = max(float(whole.abs().max()), largest / 1000)
-        assert float((here - whole).abs().max()) < ROUNDING * scale, key
+        assert float((here - whole).abs().max()) < rounding * scale, key
 
 
 @pytest.mark.parametrize(("tensor", "sequence"), [(2, False), (4, True)])
@@ -61,7 +61,7 @@ def test_all_models_agree(name: str, tensor: int, sequence: bool) -> None:
 @pytest.mark.parametrize("sequence", [False, True])
 def test_whole_experts_agree(sequence: bool) -> None:
     """As above, of ranks with whole experts and as many rows each."""
-    check_ranks("routed", 2, sequence, expert=2)
+    check_ranks("routed", 2, sequence, expert=2, rounding=0.03)  # in bfloat16, the type of their products
 
 
 def test_gradient_of_a_key_bias_is_rounding() -> None:

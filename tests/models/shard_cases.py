@@ -97,17 +97,17 @@ class Balanced(nn.Module):
         self.register_buffer("choice", 100.0 * nn.functional.one_hot(torch.arange(2).repeat(TOKENS), 2))
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = nn.functional.linear(hidden.reshape(-1, WIDTH), self.weight) + self.choice.repeat_interleave(2, 1)
-        weights, index = torch.topk(torch.softmax(logits, -1), 2)
-        return logits, weights, index
+        logits = nn.functional.linear(hidden.reshape(-1, WIDTH), self.weight).float()
+        weights, index = torch.topk(torch.softmax(logits + self.choice.repeat_interleave(2, 1), -1), 2)
+        return logits, weights.to(hidden.dtype), index
 
 
 def _routed() -> nn.Module:
-    options = _DECODER | {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+    options = _DECODER | {"num_local_experts": 4} | _EXPERTS
     model = tf.MixtralForCausalLM(_config("Mixtral", **options))
     for layer in model.model.layers:
         layer.mlp.gate = Balanced()
-    return model
+    return model.bfloat16()
 
 
 def _layer() -> nn.Module:

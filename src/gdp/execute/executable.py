@@ -192,7 +192,7 @@ class PlannedCut:
             return self._step(captured(*inputs))
         if shards.expert > 1:
             raise InputError(
-                f"expert={shards.expert} is placed, not executed: it takes rows for balanced over ranks; leave expert out"
+                f"expert={shards.expert} is placed, not executed: it takes rows for balanced; leave expert out"
             )
         ranks = [captured(*inputs, shards=shards, rank=rank) for rank in range(shards.num_ranks)]
         programs = [part.program if layout.of_groups.is_whole else self._step(part) for part in ranks]
