@@ -8,7 +8,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,13 +32,9 @@ from gdp.stop import CutShortError
 _TRACEBACK = "--traceback"
 _REPEATED_S = 0.01  # after which the callback is over
 
-app = typer.Typer(
-    help="Place the operators of a neural network on devices so that one step is as fast as possible within memory.",
-    add_completion=False,
-    no_args_is_help=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+_HELP = "Place the operators of a neural network on devices so that one step is as fast as possible within memory."
+_PLAIN: Any = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
+app = typer.Typer(help=_HELP, no_args_is_help=False, **_PLAIN)
 app.add_typer(devices_app, name="devices")
 app.add_typer(times_app, name="times")
 for command in (place, run, export, report, compare, simulate, costs, capture, train, workloads):

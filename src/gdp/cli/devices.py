@@ -104,12 +104,8 @@ def devices_detect(
 def _device_row(machine: "Machine", device: "Detected") -> dict[str, object]:
     from gdp.notebook import format_gib
 
-    row: dict[str, object] = {
-        "device": device.name,
-        "kind": device.kind,
-        "memory": format_gib(device.memory_bytes),
-        "on": device.place,
-    }
+    place = {"memory": format_gib(device.memory_bytes), "on": device.place}
+    row: dict[str, object] = {"device": device.name, "kind": device.kind, **place}
     if not machine.gpus:
         return row
     gpu = machine.gpus.get(device.name)
@@ -136,13 +132,8 @@ def _device_document(machine: "Machine", device: "Detected") -> dict[str, object
 
 
 def _link_document(names: tuple[str, str], link: "Link") -> dict[str, object]:
-    return {
-        "devices": names,
-        "ancestor": link.ancestor or None,
-        "nvlinks": link.num_nvlinks,
-        "is_switched": link.is_switched,
-        "bytes_per_second": link.bytes_per_second,
-    }
+    figures = {"is_switched": link.is_switched, "bytes_per_second": link.bytes_per_second}
+    return {"devices": names, "ancestor": link.ancestor or None, "nvlinks": link.num_nvlinks, **figures}
 
 
 @devices_app.command("measure")
@@ -175,14 +166,8 @@ def devices_measure(
     cluster = calibration.cluster
     cluster.save(out)
     if json:
-        print_json(
-            {
-                "cluster": cluster.to_document(),
-                "fingerprint": cluster.fingerprint,
-                "notes": calibration.notes,
-                "path": str(out),
-            }
-        )
+        known = {"cluster": cluster.to_document(), "fingerprint": cluster.fingerprint}
+        print_json({**known, "notes": calibration.notes, "path": str(out)})
         return 0
     from gdp.report import listings
 

@@ -18,13 +18,8 @@ if TYPE_CHECKING:
     from gdp.models.model import Reading
     from gdp.simulator.constraints import Constraints
 
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A built-in workload, a gdp-graph or .onnx file, hf:DIR, timm:NAME, or package.module:function.",
-    ),
-]
+_MODEL = "A built-in workload, a gdp-graph or .onnx file, hf:DIR, timm:NAME, or package.module:function."
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)]
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A gdp-plan file, as `gdp place` writes it.")]
 PlanOrModelArgument = Annotated[
     str, typer.Argument(metavar="PLAN", help="A gdp-plan file, which knows its MODEL; or a MODEL, with --plan.")
@@ -42,13 +37,8 @@ PlacedDevicesOption = Annotated[
 PlacedGraphOption = Annotated[
     str | None, typer.Option(metavar="MODEL", help="The graph or MODEL of the plan. Default: the one it was asked for.")
 ]
-RuntimeOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="How GPUs run the step: eager, compile or cuda-graphs; also behind DEVICES: 4xa100-sxm-80g:compile.",
-    ),
-]
+_RUNTIME = "How GPUs run the step: eager, compile or cuda-graphs; also behind DEVICES: 4xa100-sxm-80g:compile."
+RuntimeOption = Annotated[str | None, typer.Option(metavar="NAME", help=_RUNTIME)]
 BudgetOption = Annotated[str, typer.Option(help="A time (30s, 2m) or a number of simulations (20000sims).")]
 CheckpointOption = Annotated[
     str | None, typer.Option(metavar="FILE", help="A policy of your own, for auto and the learned placers.")
@@ -202,11 +192,8 @@ def with_options(command: Callable[..., int]) -> Callable[..., int]:
     """Replaces each parameter of `command` that is a group of options by these options, for Typer to see. A parameter
     `given: Given` gets the options that stand on the command line."""
     signature = inspect.signature(command)
-    groups: dict[str, Any] = {
-        name: parameter.annotation
-        for name, parameter in signature.parameters.items()
-        if is_dataclass(parameter.annotation)
-    }
+    pairs = signature.parameters.items()
+    groups: dict[str, Any] = {name: each.annotation for name, each in pairs if is_dataclass(each.annotation)}
     takes_given = "given" in signature.parameters
 
     @wraps(command)

@@ -130,13 +130,8 @@ def place(
         row = f"--sweep {MACHINES}={devices}" if table is not None and table.what == MACHINES else None
         with nullcontext() if row is None else prefixed(row):
             constraints = limits.constraints(cluster)
-        search = SearchOptions(
-            placer=placer,
-            seed=seed,
-            robust=None if robust is None else parse_fraction(robust, "--robust", below=0.5),
-            checkpoint=checkpoint,
-            num_threads=threads,
-        )
+        noise = None if robust is None else parse_fraction(robust, "--robust", below=0.5)
+        search = SearchOptions(placer=placer, seed=seed, robust=noise, checkpoint=checkpoint, num_threads=threads)
         layout = parallel if parallel in (None, AUTO, NONE) else Layout.parse(parallel)
         source = ModelSource(model, reading)
         if isinstance(layout, Layout) and layout.shards != WHOLE:

@@ -52,14 +52,8 @@ def show(parts: "Iterable[RenderableType]") -> None:
     from gdp.report.tables import Printable, least_width
 
     is_terminal, printed = sys.stdout.isatty(), io.StringIO()
-    console = Console(
-        file=printed,
-        force_terminal=is_terminal,
-        highlight=False,
-        markup=False,
-        emoji=False,
-        width=None if is_terminal else 200,
-    )
+    plain: Any = {"width": None if is_terminal else 200, "highlight": False, "markup": False, "emoji": False}
+    console = Console(file=printed, force_terminal=is_terminal, **plain)
     width = console.width
     for part in parts:
         console.width = max(least_width(part, console), width) if isinstance(part, Table) else width

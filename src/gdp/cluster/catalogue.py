@@ -91,10 +91,8 @@ class ExchangeFigures:
         if rate == latency == 1.0:
             return self
         rates = {count: known * rate for count, known in self.rates.items()}
-        protocols = {
-            name: (round(begin * latency), round(step * latency), part)
-            for name, (begin, step, part) in self.protocols.items()
-        }
+        parts = self.protocols.items()
+        protocols = {name: (round(begin * latency), round(step * latency), part) for name, (begin, step, part) in parts}
         nvls = None if self.nvls is None else (round(self.nvls[0] * latency), self.nvls[1] * rate)
         return replace(self, rates=rates, protocols=protocols, nvls=nvls)
 
@@ -151,11 +149,8 @@ def _link(name: str, row: Mapping[str, Any]) -> LinkKind:
 
 
 def _exchange(row: Mapping[str, Any]) -> ExchangeFigures:
-    protocols = {
-        name: (round(row[name][0] * 1000), round(row[name][1] * 1000), float(row[name][2]))
-        for name in ("ll", "ll128", "simple")
-        if name in row
-    }
+    known = [name for name in ("ll", "ll128", "simple") if name in row]
+    protocols = {x: (round(row[x][0] * 1000), round(row[x][1] * 1000), float(row[x][2])) for x in known}
     nvls = (row["nvls"][0] * 1000, row["nvls"][1] * float(GB)) if "nvls" in row else None
     tree_ns = {name: round(us * 1000) for name, us in zip(protocols, row.get("tree", ()), strict=False)}
     rates = {int(count): rate * float(GB) for count, rate in row.get("rates", {}).items()}
@@ -170,19 +165,11 @@ def _kind(name: str, row: Mapping[str, Any]) -> DeviceKind:
         usable_bytes = int(gib * APPLE_SHARE * GIB)
     else:
         usable_bytes = int((row.get("total_gib", gib * TOTAL_SHARE) - CONTEXT_GIB) * 1024) * MIB
-    return DeviceKind(
-        usable_bytes,
-        MappingProxyType({dtype: round(value * TERA) for dtype, value in _tera_rates(row).items()}),
-        round(row["memory_gb"] * GB),
-        CPU_LAUNCH_NS if is_cpu else GPU_LAUNCH_NS,
-        row["port"],
-        row.get("nvlink", ""),
-        gib,
-        row.get("driver", ""),
-        row.get("watts"),
-        row.get("dollars_per_hour"),
-        *(() if is_cpu else figures_of_kind(name)),
-    )
+    flops = MappingProxyType({dtype: round(value * TERA) for dtype, value in _tera_rates(row).items()})
+    launch_ns, own = CPU_LAUNCH_NS if is_cpu else GPU_LAUNCH_NS, () if is_cpu else figures_of_kind(name)
+    links = row["port"], row.get("nvlink", ""), gib, row.get("driver", "")
+    costs = row.get("watts"), row.get("dollars_per_hour")
+    return DeviceKind(usable_bytes, flops, round(row["memory_gb"] * GB), launch_ns, *links, *costs, *own)
 
 
 def _tera_rates(row: Mapping[str, Any]) -> Mapping[str, float]:

@@ -87,13 +87,8 @@ def _is_endpoint(value: object) -> bool:
     return type(value) is str or (_is_names(value) and value != [])
 
 
-_DOCUMENT_FIELDS = {
-    "format": _is_text,
-    "version": files.is_size,
-    "name": _is_text,
-    "devices": files.is_list,
-    "links": files.is_list,
-}
+_DOCUMENT_FIELDS = {"format": _is_text, "version": files.is_size, "name": _is_text}
+_DOCUMENT_FIELDS |= {"devices": files.is_list, "links": files.is_list}
 _Figure = tuple[str, Callable[[object], bool], Callable[[Any, str], Any]]
 """The attribute of `Device`, the check of a value in a document, and the reader of it."""
 
@@ -112,15 +107,8 @@ _TELL_NOTHING: Mapping[str, Any] = {"issue": 0, "achieved": {}, "runtime": EAGER
 """Figures that a document may lack."""
 _SHEET = _FIGURES.keys() - _TELL_NOTHING.keys()  # a document that has all of these says what else its device tells
 _DEVICE_FIELDS = {"name": _is_text, "kind": _is_text} | {field: check for field, (_, check, _) in _FIGURES.items()}
-_LINK_FIELDS = {
-    "from": _is_endpoint,
-    "to": _is_endpoint,
-    "bandwidth": _is_quantity,
-    "latency": _is_quantity,
-    "both": files.is_flag,
-    "channels": _is_names,
-    "exchange": _is_text,
-}
+_LINK_FIELDS = {"from": _is_endpoint, "to": _is_endpoint, "bandwidth": _is_quantity, "latency": _is_quantity}
+_LINK_FIELDS |= {"both": files.is_flag, "channels": _is_names, "exchange": _is_text}
 _OF_LINK = "bandwidth", "latency", "exchange"  # of the link of a group
 
 

@@ -44,11 +44,9 @@ def compare(
     here, there = dict(_tensors(results, ignored_outputs)), dict(_tensors(expected, ignored_outputs))
     rounded = {} if noisy is None else dict(_tensors(noisy, ignored_outputs))
     shared = here.keys() & there.keys()
-    differences = {
-        name: _difference(here[name], there[name], rounded.get(name)) if name in shared else float("inf")
-        for name in here | there
-        if name in shared or not name.endswith(_STATE)
-    }
+    names = [name for name in here | there if name in shared or not name.endswith(_STATE)]
+    far = dict.fromkeys(names, float("inf"))
+    differences = far | {x: _difference(here[x], there[x], rounded.get(x)) for x in names if x in shared}
     where = max(differences, key=lambda name: differences[name], default="")
     largest = differences.get(where, 0.0)
     num_equal = sum(difference == 0.0 for difference in differences.values())
@@ -116,10 +114,8 @@ def _as_captured(model: nn.Module) -> contextlib.AbstractContextManager[object]:
 
 def on_cpu(replay: Replay) -> Replay:
     """Moves the tensors to the CPU."""
-    outputs, gradients, state = (
-        {name: tensor.cpu() for name, tensor in tensors.items()}
-        for tensors in (replay.outputs, replay.gradients, replay.state)
-    )
+    found = replay.outputs, replay.gradients, replay.state
+    outputs, gradients, state = ({name: tensor.cpu() for name, tensor in tensors.items()} for tensors in found)
     return Replay(None if replay.loss is None else replay.loss.cpu(), outputs, gradients, state)
 
 

@@ -124,13 +124,8 @@ def _is_phase(value: object) -> bool:
     return type(value) is str and value in PHASES
 
 
-_DOCUMENT_FIELDS = {
-    "format": files.is_string,
-    "version": files.is_size,
-    "name": files.is_string,
-    "ops": files.is_list,
-    "tensors": files.is_list,
-}
+_DOCUMENT_FIELDS = {"format": files.is_string, "version": files.is_size, "name": files.is_string}
+_DOCUMENT_FIELDS |= {"ops": files.is_list, "tensors": files.is_list}
 OP_FIELDS = {
     "name": files.is_string,
     "kind": files.is_string,
@@ -151,14 +146,8 @@ OP_FIELDS = {
     "host_waits": files.is_flag,
     "shapes": files.is_string,
 }
-TENSOR_FIELDS = {
-    "producer": files.is_size,
-    "consumers": files.is_number_list,
-    "bytes": files.is_size,
-    "resident": files.is_flag,
-    "keep": files.is_flag,
-    "view_of": files.is_index,
-}
+TENSOR_FIELDS = {"producer": files.is_size, "consumers": files.is_number_list, "bytes": files.is_size}
+TENSOR_FIELDS |= {"resident": files.is_flag, "keep": files.is_flag, "view_of": files.is_index}
 OP_DEFAULTS = _defaults(Op) | {"time_ns": {}}
 TENSOR_DEFAULTS = _defaults(Tensor)
 _COLUMN_CHECKS: Mapping[Callable[[object], bool], Callable[[list[Any]], bool]] = {

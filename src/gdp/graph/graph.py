@@ -84,10 +84,8 @@ class Graph:
         """The kinds of ops with the most FLOPs, as Jupyter shows them."""
         kinds, code = numbered(self.kinds)
         columns = [np.bincount(code, weights, len(kinds)) for weights in (None, self.flops, self.bytes_accessed)]
-        rows = [
-            [kinds[kind], f"{columns[0][kind]:,.0f}", *(f"{column[kind] / 1e9:,.3f}" for column in columns[1:])]
-            for kind in np.argsort(-columns[1], kind="stable")[: notebook.MOST_ROWS].tolist()
-        ]
+        most = np.argsort(-columns[1], kind="stable")[: notebook.MOST_ROWS].tolist()
+        rows = [[kinds[x], f"{columns[0][x]:,.0f}", *(f"{each[x] / 1e9:,.3f}" for each in columns[1:])] for x in most]
         more = len(kinds) - len(rows)
         headings = ["kind", "ops", "GFLOP", "GB read and written"]
         return notebook.table(repr(self), headings, rows, f"and {more} more kinds" if more else "")
@@ -279,13 +277,9 @@ class Graph:
         columns = dict(zip(OP_COLUMNS, self._op_columns, strict=True))
         fields = [name for name in columns if name not in OPTIONAL or name in self.told_columns]
         ops, tensors = zip(*map(columns.__getitem__, fields), strict=True), zip(*self._tensor_columns, strict=True)
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "name": self.name,
-            "ops": [dict(zip(fields, values, strict=True)) for values in ops],
-            "tensors": [dict(zip(TENSOR_COLUMNS, values, strict=True)) for values in tensors],
-        }
+        listed = [dict(zip(fields, values, strict=True)) for values in ops]
+        others = [dict(zip(TENSOR_COLUMNS, values, strict=True)) for values in tensors]
+        return {"format": FORMAT, "version": VERSION, "name": self.name, "ops": listed, "tensors": others}
 
     def save(self, path: str | Path) -> None:
         """Writes a `gdp-graph` file, atomically: columns for `.safetensors`, else JSON, gzip for `.gz`."""

@@ -30,10 +30,8 @@ def have_same_ops(one: Graph, other: Graph) -> bool:
 
 def interpolated(one: Graph, one_samples: int, other: Graph, other_samples: int, samples: int) -> Graph:
     """Returns the step of `samples` samples, from two steps with the same ops; fractions are rounded up."""
-    figures: dict[str, Any] = {
-        name: _between(getattr(one, name), one_samples, getattr(other, name), other_samples, samples)
-        for name in _FIGURES
-    }
+    pairs = ((name, getattr(one, name), getattr(other, name)) for name in _FIGURES)
+    figures: dict[str, Any] = {name: _between(x, one_samples, y, other_samples, samples) for name, x, y in pairs}
     known: dict[tuple[str, str], str] = {}
     for pair in dict.fromkeys(zip(one.shapes, other.shapes, strict=True)):
         known[pair] = interpolated_shapes(pair[0], one_samples, pair[1], other_samples, samples)

@@ -22,11 +22,8 @@ def block_paths(graph: Graph, modules: str | Sequence[str]) -> list[str]:
     """Returns the paths of the blocks that `modules` names: BLOCKS, the layers of `LayerPaths`, or paths of modules. A
     path inside another one is left out. InputError, with near names, for a path that no forward op is below, and for a
     model without layers."""
-    computing = {
-        module
-        for module, phase, kind in zip(graph.modules, graph.phases, graph.kinds, strict=True)
-        if phase == "forward" and kind not in _SOURCES
-    }
+    ops = zip(graph.modules, graph.phases, graph.kinds, strict=True)
+    computing = {module for module, phase, kind in ops if phase == "forward" and kind not in _SOURCES}
     known = dict.fromkeys(prefix for module in sorted(computing) for prefix in _prefixes(module))
     if modules in (BLOCKS, SELECTIVE):
         layers = LayerPaths.of(graph)

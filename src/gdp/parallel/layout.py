@@ -125,14 +125,9 @@ class Layout:
                 raise InputError(f"layout: unknown keys {', '.join(map(repr, unknown))}; leave them out")
             if any(type(number) is not int for number in numbers):
                 raise TypeError
-            return cls(
-                tuple(map(int, counts)) if isinstance(counts, list) else (int(counts),) * int(document["data"]),
-                int(document["zero"]),
-                recompute,
-                None if document["stages"] is None else int(document["stages"]),
-                offload,
-                Shards.of_document(document),
-            )
+            each = tuple(map(int, counts)) if isinstance(counts, list) else (int(counts),) * int(document["data"])
+            stages = None if document["stages"] is None else int(document["stages"])
+            return cls(each, int(document["zero"]), recompute, stages, offload, Shards.of_document(document))
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, InputError):
                 raise

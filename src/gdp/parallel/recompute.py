@@ -123,12 +123,8 @@ class _Rewrite:
         producers = np.concatenate((self.number[graph.producers], self.copy_number[graph.producers[copied]]))
         tensors, consumers = self._edges()
         makers, waiting = self._releases(tensors, consumers)
-        late = unordered(
-            len(origin),
-            np.concatenate((producers[tensors], makers)),
-            np.concatenate((consumers, waiting)),
-            self._overwrites() + self._late_gradients(waiting),
-        )
+        before, after = np.concatenate((producers[tensors], makers)), np.concatenate((consumers, waiting))
+        late = unordered(len(origin), before, after, self._overwrites() + self._late_gradients(waiting))
         makers, waiting = (
             np.concatenate((ops, np.array(more, np.int64)))
             for ops, more in ((makers, [op for op, _ in late]), (waiting, [op for _, op in late]))

@@ -146,14 +146,8 @@ class Exchange:
             f"{self.collective.label}.{within}{step}{chunk}{label_end(self.microbatch, replica)}"
             for chunk, replica in zip(middle, replicas.tolist(), strict=True)
         ]
-        columns = {
-            "dtypes": self.collective.dtype,
-            "phases": self.collective.phase,
-            "groups": self.groups[replicas],
-            "microbatches": self.microbatch,
-            "replicas": replicas,
-            "roles": _ROLES[step, in_host],
-        }
+        own = {"dtypes": self.collective.dtype, "phases": self.collective.phase, "groups": self.groups[replicas]}
+        columns = own | {"microbatches": self.microbatch, "replicas": replicas, "roles": _ROLES[step, in_host]}
         added = self.builder.add_ops(names, f"{self.collective.exchange}.{step}", **columns, **costs)
         self.builder.set_origins(added, np.full(len(added), self.origin))
         return added.reshape(receivers.shape)
@@ -238,13 +232,8 @@ class Exchange:
         self.builder.control(sources, targets)
 
 
-_ROLES = {
-    ("add", False): RING_SUM,
-    ("copy", False): RING_COPY,
-    ("add", True): HOST_RING_SUM,
-    ("copy", True): HOST_RING_COPY,
-    ("joined", True): HOST_RING_END,
-}
+_ROLES = {("add", False): RING_SUM, ("copy", False): RING_COPY, ("add", True): HOST_RING_SUM}
+_ROLES |= {("copy", True): HOST_RING_COPY, ("joined", True): HOST_RING_END}
 
 
 _MOST_EXACT = 8  # replicas: 7! = 5,040 orders

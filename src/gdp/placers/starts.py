@@ -46,11 +46,8 @@ def interleaved_stages(problem: Problem) -> list[Placement]:
     units = Units.of(problem, forward_units(problem))
     devices = device_subsets(problem, smallest=problem.num_devices)[0]
     chains = [module_chain(problem, units, whole_layers=whole) for whole in (False, True)]
-    return [
-        units.place_allowed(stages(problem, units, chain, np.tile(devices, count)))
-        for chain in chains
-        for count in INTERLEAVED.stages_per_device
-    ]
+    counts = INTERLEAVED.stages_per_device
+    return [units.place_allowed(stages(problem, units, x, np.tile(devices, n))) for x in chains for n in counts]
 
 
 def call_grids(problem: Problem) -> list[Placement]:

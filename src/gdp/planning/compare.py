@@ -80,10 +80,8 @@ class Comparison:
     def __repr__(self) -> str:
         """Returns `Comparison(auto 13.203 ms, single 26.200 ms; lower bound 12.100 ms)`, the fastest first."""
         rows = sorted(self.rows, key=lambda row: (row.step_time_ns is None, row.step_time_ns or 0))
-        parts = [
-            f"{row.placer} {row.status if row.step_time_ns is None else notebook.milliseconds(row.step_time_ns)}"
-            for row in rows
-        ]
+        times = ("" if x.step_time_ns is None else notebook.milliseconds(x.step_time_ns) for x in rows)
+        parts = [f"{row.placer} {time or row.status}" for row, time in zip(rows, times, strict=True)]
         interrupted = "; interrupted" if self.interrupted else ""
         return f"Comparison({', '.join(parts)}; l{self.bounds()[1:]}{interrupted})"
 

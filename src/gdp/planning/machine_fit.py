@@ -184,11 +184,8 @@ def with_factors(cluster: Cluster, factors: Mapping[Number, float]) -> Cluster:
 
     def of_route(route: Route) -> Route:
         rate, latency = (factor(route.exchange or "links", what) for what in ("rate", "latency"))
-        return replace(
-            route,
-            bytes_per_second=max(round(route.bytes_per_second * rate), 1),
-            latency_ns=round(route.latency_ns * latency),
-        )
+        bytes_per_second = max(round(route.bytes_per_second * rate), 1)
+        return replace(route, bytes_per_second=bytes_per_second, latency_ns=round(route.latency_ns * latency))
 
     routes = {pair: of_route(route) for pair, route in routes_of(cluster).items()}
     return Cluster.build(cluster.name, [changed(device) for device in cluster.devices], routes)

@@ -50,19 +50,10 @@ def reading_of(options: Mapping[str, Any]) -> Reading:
     except InputError as error:
         raise InputError(f"--{error}") from None
     op_costs = options.get("op_costs")
-    return Reading(
-        not is_inference,
-        options.get("optimizer", "adam"),
-        count,
-        _dims(options.get("dim") or ()),
-        None if op_costs is None else OpCosts.load(op_costs),
-        precision,
-        dtype,
-        serving,
-        options.get("batch_dim"),
-        options.get("batch"),
-        Lora.parse(options.get("lora", "")),
-    )
+    update = options.get("optimizer", "adam"), count, _dims(options.get("dim") or ())
+    costs = None if op_costs is None else OpCosts.load(op_costs)
+    batch = options.get("batch_dim"), options.get("batch"), Lora.parse(options.get("lora", ""))
+    return Reading(not is_inference, *update, costs, precision, dtype, serving, *batch)
 
 
 def constraints_of(options: Mapping[str, Any], cluster: Cluster) -> Constraints:

@@ -62,12 +62,8 @@ def load(path: Path | None, problem_of: Callable[[Plan], Problem]) -> KeptAnswer
         plan = replace(plan, search=_search(document["search"]), problem=problem)
         advice, layouts = document["advice"], document["layouts"]
         progress = tuple(Progress(**news) for news in document["progress"])
-        return KeptAnswer(
-            plan,
-            None if advice is None else _advice(advice, plan),
-            progress,
-            None if layouts is None else _layouts(layouts),
-        )
+        told = None if advice is None else _advice(advice, plan)
+        return KeptAnswer(plan, told, progress, None if layouts is None else _layouts(layouts))
     return None
 
 
@@ -85,11 +81,9 @@ def store(path: Path | None, answer: KeptAnswer) -> None:
         "layouts": None,
     }
     if advice is not None:
-        document["advice"] = {
-            "what_ifs": [asdict(item) for item in advice.what_ifs],
-            "not_asked": list(advice.not_asked),
-            "memory_matters": advice.memory_matters,
-        }
+        what_ifs, not_asked = [asdict(item) for item in advice.what_ifs], list(advice.not_asked)
+        matters = advice.memory_matters
+        document["advice"] = {"what_ifs": what_ifs, "not_asked": not_asked, "memory_matters": matters}
     if layouts is not None:
         rows = [asdict(row) | {"layout": row.layout.document()} for row in layouts.rows]
         document["layouts"] = asdict(layouts) | {"rows": rows}

@@ -119,16 +119,8 @@ class Constructor:
         num_passes = int(options.passes.max())
         record = RolloutRecord.empty(num_recorded, num_passes, num_units, num_devices)
         devices = np.empty((len(styles), num_units), np.int64)
-        roll_out(
-            instance.arrays,
-            self.weights(),
-            options,
-            _fixed(instance, len(styles), rng),
-            instance.incumbent,
-            rng.random((len(styles), num_passes, num_units)),
-            devices,
-            record,
-        )
+        fixed, draws = _fixed(instance, len(styles), rng), rng.random((len(styles), num_passes, num_units))
+        roll_out(instance.arrays, self.weights(), options, fixed, instance.incumbent, draws, devices, record)
         return devices[:, instance.units.index], options, record
 
 

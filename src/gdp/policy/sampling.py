@@ -21,13 +21,8 @@ _SPECIAL = [number for number, feature in enumerate(FEATURES) if feature.mixed_s
 _MIXED_SHARES = [feature.mixed_share for feature in FEATURES if feature.mixed_share is not None]
 _STAGES_SHARES = [FEATURES[number].stages_share for number in _SPECIAL]
 # the earliest finish decides, as in list scheduling, perhaps with others: by name, scales to choose from
-_FINISH = {
-    "end later than elsewhere": (60.0,),
-    "neighbours here, of all": (0.0, 0.0, 0.2, 0.5),
-    "memory": (0.0, 0.5),
-    "start later than elsewhere": (0.0, 10.0),
-    "like units here, of those placed": (0.0, 1.0),
-}
+_FINISH = {"end later than elsewhere": (60.0,), "neighbours here, of all": (0.0, 0.0, 0.2, 0.5), "memory": (0.0, 0.5)}
+_FINISH |= {"start later than elsewhere": (0.0, 10.0), "like units here, of those placed": (0.0, 1.0)}
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -139,17 +139,8 @@ def compare_report(comparison: Comparison, served: ServedStep | None = None) -> 
     count = comparison.num_batches
     per_batch = f", and per batch: {count} are in flight" if count else ""
     speed = () if served is None else (">tokens per second",)
-    table = new_table(
-        "placer",
-        "status",
-        ">step time",
-        *speed,
-        ">best seed",
-        ">worst seed",
-        ">above bound",
-        ">seconds",
-        ">simulations",
-    )
+    rest = ">best seed", ">worst seed", ">above bound", ">seconds", ">simulations"
+    table = new_table("placer", "status", ">step time", *speed, *rest)
     for row in comparison.rows:
         times = [time_ns for time_ns in row.step_time_ns_by_seed if time_ns is not None]
         bound_ns = comparison.bound_of(row)

@@ -173,8 +173,8 @@ class _Exchanges:
         """Returns [D] the time that transfers are under way to or from a device, and that without an op on it."""
         simulation, rows = self.simulation, []
         for device, ops in enumerate(simulation.order):
-            ends = self.sources[transfers], simulation.transfer_destinations[transfers]
-            own = transfers[(ends[0] == device) | (ends[1] == device)]
+            where = self.sources[transfers], simulation.transfer_destinations[transfers]
+            own = transfers[(where[0] == device) | (where[1] == device)]
             starts, ends = simulation.transfer_start_ns[own], simulation.transfer_arrival_ns[own]
             rows.append(_during(simulation, ops, starts, ends))
         return rows
@@ -203,13 +203,9 @@ class _Exchanges:
     def row(self, exchanges: Sequence[_BucketExchange]) -> dict[str, Any]:
         """Returns the figures of exchanges of one kind and phase."""
         first, transfers = exchanges[0], np.concatenate([each.transfers for each in exchanges])
-        return {
-            "name": first.kind.replace("_", "-"),
-            "number": len(exchanges),
-            "phase": first.phase,
-            "bytes": int(self.sizes_bytes[transfers].sum()),
-            "devices": self.by_device(transfers),
-        }
+        sizes_bytes = int(self.sizes_bytes[transfers].sum())
+        figures = {"number": len(exchanges), "phase": first.phase, "bytes": sizes_bytes}
+        return {"name": first.kind.replace("_", "-"), **figures, "devices": self.by_device(transfers)}
 
     def listed(self, exchange: _BucketExchange) -> dict[str, Any]:
         """Returns the figures of one exchange; the times are means of the devices that take part in it."""

@@ -47,14 +47,8 @@ def _document(each: Breakdown, top: int) -> Mapping[str, Any]:
 
 
 def _row(row: CostRow) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "count": row.count,
-        "time_ns": round(row.time_ns),
-        "flops": row.flops,
-        "bytes": row.bytes,
-        "limit": row.limit,
-    }
+    figures = {"flops": row.flops, "bytes": row.bytes, "limit": row.limit}
+    return {"name": row.name, "count": row.count, "time_ns": round(row.time_ns), **figures}
 
 
 def _figures(row: CostRow, total_ns: float) -> tuple[str, ...]:

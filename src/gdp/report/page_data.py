@@ -251,12 +251,8 @@ def _peak(simulation: Simulation, allocations: Allocations, curve: MemoryCurve) 
         }
         for row in rows[:_LISTED].tolist()
     ]
-    return {
-        "peak": curve.peak_bytes,
-        "peak_at": curve.peak_ns,
-        "alive": alive,
-        "alive_more": max(len(rows) - _LISTED, 0),
-    }
+    more = max(len(rows) - _LISTED, 0)
+    return {"peak": curve.peak_bytes, "peak_at": curve.peak_ns, "alive": alive, "alive_more": more}
 
 
 def _shortened(limits: Limits) -> Limits:

@@ -79,11 +79,8 @@ def training_sentence(progress: "TrainingProgress") -> str:
     """Returns `update 12/500 | 1.34x the bound, best 1.21x | 100% fit | entropy 0.71`."""
     parts = [f"update {progress.update}/{progress.updates}"]
     if (last := progress.statistics) is not None:
-        parts += [
-            f"{last.step_time_ratio:.3f}x the bound, best {_ratio(last.best_step_time_ratio)}",
-            f"{last.feasible:.0%} fit",
-            f"entropy {last.entropy:.2f}",
-        ]
+        ratios = f"{last.step_time_ratio:.3f}x the bound, best {_ratio(last.best_step_time_ratio)}"
+        parts += [ratios, f"{last.feasible:.0%} fit", f"entropy {last.entropy:.2f}"]
     return " | ".join(parts)
 
 

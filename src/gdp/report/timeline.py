@@ -45,15 +45,8 @@ def figure_bytes(simulation: Simulation, kind: str) -> bytes:
                 continue
             top = floor - 0.8 * busy_shares(simulation, _COLUMNS, phases == number)
             for device in range(num_devices):
-                rows.fill_between(
-                    edges,
-                    np.append(floor[device], 0),
-                    np.append(top[device], 0),
-                    step="post",
-                    linewidth=0,
-                    color=device_colour(number),
-                    label=phase or "other",
-                )
+                low, high, colour = np.append(floor[device], 0), np.append(top[device], 0), device_colour(number)
+                rows.fill_between(edges, low, high, step="post", linewidth=0, color=colour, label=phase or "other")
             floor = top
         rows.set_yticks(range(num_devices), [short(device.name, _LABEL) for device in cluster.devices])
         rows.set_ylim(num_devices - 0.4, -0.6)

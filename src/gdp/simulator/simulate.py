@@ -232,17 +232,8 @@ def evaluate_many(
 
     def work(share: slice) -> None:
         with simulator.workspace() as workspace:
-            run_batch(
-                simulator.arrays,
-                simulator.time_table_ns[None],
-                batch[share],
-                dispatch,
-                stop_ns,
-                0,
-                workspace,
-                times[share],
-                peaks[share],
-            )
+            own = batch[share], dispatch, stop_ns, 0, workspace, times[share], peaks[share]
+            run_batch(simulator.arrays, simulator.time_table_ns[None], *own)
 
     shares = [slice(*share) for share in pairwise(ends)]
     if num_threads == 1:

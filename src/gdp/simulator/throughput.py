@@ -59,11 +59,8 @@ class Throughput:
                 for times_ns in (duration_ns, host_ns)
             )
             measured_ns = int((ends[-1] - ends[_FILL - 1]).sum())
-            per_batch_ns = max(
-                Fraction(measured_ns, (ROUNDS - _FILL) * in_flight**2),
-                Fraction(int(max(work_ns.max(), issue_ns.max())), ROUNDS * in_flight),
-                Fraction(1),
-            )
+            busiest_ns = Fraction(int(max(work_ns.max(), issue_ns.max())), ROUNDS * in_flight)
+            per_batch_ns = max(Fraction(measured_ns, (ROUNDS - _FILL) * in_flight**2), busiest_ns, Fraction(1))
             rate += 1 / per_batch_ns
             latency_ns = max(latency_ns, int(np.diff(ends[_FILL - 1 :], axis=0).max()))
             busy += work_ns / (ROUNDS * in_flight) / float(per_batch_ns)

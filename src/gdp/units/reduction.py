@@ -173,13 +173,6 @@ def _merge(problem: Problem, reduced_op: I64, is_last: npt.NDArray[np.bool_]) ->
         consumer_offsets=np.concatenate(([0], np.cumsum(counts))),
         consumers=consumers[edges],
     )
-    return Problem(
-        merged,
-        problem.cluster,
-        wide(times, problem.num_devices),
-        wide(hosts, problem.num_devices),
-        rows_of(problem.allowed, lasts),
-        problem.memory_limit_bytes,
-        problem.microbatch[lasts],
-        problem.order,
-    )
+    times_ns, hosts_ns = wide(times, problem.num_devices), wide(hosts, problem.num_devices)
+    allowed, limits, parts = rows_of(problem.allowed, lasts), problem.memory_limit_bytes, problem.microbatch[lasts]
+    return Problem(merged, problem.cluster, times_ns, hosts_ns, allowed, limits, parts, problem.order)

@@ -157,11 +157,8 @@ def _connected(pairs: Pairs, num_units: int) -> Pairs:
     matrix = coo_array((np.ones(len(pairs.first)), (pairs.first, pairs.second)), shape=(num_units, num_units))
     _, part = connected_components(matrix, directed=False)
     begins = np.sort(np.unique(part, return_index=True)[1])
-    return Pairs(
-        np.concatenate((pairs.first, begins[:-1])),
-        np.concatenate((pairs.second, begins[1:])),
-        np.concatenate((pairs.transfer_ns, np.ones(len(begins) - 1, np.int64))),
-    )
+    times_ns = np.concatenate((pairs.transfer_ns, np.ones(len(begins) - 1, np.int64)))
+    return Pairs(np.concatenate((pairs.first, begins[:-1])), np.concatenate((pairs.second, begins[1:])), times_ns)
 
 
 def group_units(

@@ -46,10 +46,8 @@ class Machine:
         """The GPUs and one CPU device of all cores, `cpu0`; without GPUs a CPU device for each core, at most 16. A
         core's device has the number of the core in its name, so that plans for cores need no --on. Only cores that this
         process may use count; their devices share its memory equally."""
-        gpus = tuple(
-            Detected(name, kind_of(gpu), memory_of(gpu) or 0, f"cuda:{name.removeprefix('cuda')}")
-            for name, gpu in self.gpus.items()
-        )
+        known = ((name, f"cuda:{name.removeprefix('cuda')}", gpu) for name, gpu in self.gpus.items())
+        gpus = tuple(Detected(name, kind_of(gpu), memory_of(gpu) or 0, place) for name, place, gpu in known)
         return (*gpus, *self._cpus(beside_gpus=bool(gpus)))
 
     @property

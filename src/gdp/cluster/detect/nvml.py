@@ -180,11 +180,9 @@ def _memory(ask: _Asked, handle: Any) -> tuple[int | None, int | None, int | Non
     if free_bytes is None or total_bytes is None:
         return total_bytes, None, None
     # in a container process numbers differ from NVML's; this process's memory then counts as others'
-    own_bytes = sum(
-        _known(getattr(process, "usedGpuMemory", None)) or 0
-        for process in ask("nvmlDeviceGetComputeRunningProcesses", handle) or ()
-        if getattr(process, "pid", None) == os.getpid()
-    )
+    processes = ask("nvmlDeviceGetComputeRunningProcesses", handle) or ()
+    own = (each for each in processes if getattr(each, "pid", None) == os.getpid())
+    own_bytes = sum(_known(getattr(each, "usedGpuMemory", None)) or 0 for each in own)
     others_bytes = None if used_bytes is None else max(used_bytes - own_bytes, 0)
     return total_bytes, min(free_bytes + own_bytes, total_bytes), others_bytes
 

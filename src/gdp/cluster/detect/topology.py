@@ -15,14 +15,8 @@ from gdp.cluster.detect import nvml
 from gdp.cluster.detect.gpu_figures import slot_of
 from gdp.cluster.device import Route
 
-_WORDS = {
-    nvml.BOARD: "one board",
-    nvml.ONE_SWITCH: "one PCIe switch",
-    nvml.SWITCHES: "PCIe switches",
-    nvml.HOST_BRIDGE: "one host bridge",
-    nvml.NODE: "one NUMA node",
-    nvml.SYSTEM: "different NUMA nodes",
-}
+_WORDS = {nvml.BOARD: "one board", nvml.ONE_SWITCH: "one PCIe switch", nvml.SWITCHES: "PCIe switches"}
+_WORDS |= {nvml.HOST_BRIDGE: "one host bridge", nvml.NODE: "one NUMA node", nvml.SYSTEM: "different NUMA nodes"}
 
 # From one core's process to another's in gdp run, and the copy into memory that both share (docs/notes/execution.md).
 _HAND_OVER_NS, _HAND_OVER_BYTES_PER_SECOND = 2_700, 12 * GB

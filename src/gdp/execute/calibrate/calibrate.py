@@ -73,10 +73,8 @@ def calibrate(devices: Sequence[Detected], *, quick: bool = False, on_progress: 
         routes, route_notes = routes_between(targets, effort, log)
     finally:
         torch.set_num_threads(num_threads)  # backends set it for all threads that begin later
-    measured = [
-        Device(device.name, device.kind, device.memory_bytes, flops, whole(bandwidth), whole(launch_ns))
-        for device, flops, bandwidth, launch_ns in zip(devices, rates, bandwidths, launches_ns, strict=True)
-    ]
+    rows = zip(devices, rates, bandwidths, launches_ns, strict=True)
+    measured = [Device(x.name, x.kind, x.memory_bytes, flops, whole(rate), whole(ns)) for x, flops, rate, ns in rows]
     measured = with_achieved(measured, targets, effort, log)
     return Calibration(Cluster.build("local", measured, routes), (*route_notes, *load_notes))
 
@@ -103,10 +101,8 @@ def _best_rates(targets: Sequence[Target], dtype: torch.dtype, effort: Extent) -
         together([job_of(target, work, dtype) for target, work in zip(targets, chosen, strict=True)], effort.seconds)
         for chosen in zip(*works, strict=True)
     ]
-    return [
-        max((per_second(work, time_ns) for work, time_ns in zip(mine, column, strict=True) if time_ns), default=None)
-        for mine, column in zip(works, zip(*times_ns, strict=True), strict=True)
-    ]
+    rows = [zip(mine, column, strict=True) for mine, column in zip(works, zip(*times_ns, strict=True), strict=True)]
+    return [max((per_second(work, time_ns) for work, time_ns in row if time_ns), default=None) for row in rows]
 
 
 def _works(target: Target, effort: Extent) -> list[Work]:

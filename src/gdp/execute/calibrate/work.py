@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,15 +51,8 @@ FULL = Extent(
     streamed_bytes=1024 * MIB,
     probes=((2, 32, 32), (8, 64, 64), (16, 128, 96)),
 )
-QUICK = Extent(
-    seconds=0.05,
-    num_steps=5,
-    num_ops=100,
-    matrix_sizes={"cpu": (512,), "cuda": (4096,)},
-    convolution_batches={"cpu": (), "cuda": ()},
-    streamed_bytes=192 * MIB,
-    probes=((8, 64, 64),),
-)
+_FEW: Any = {"matrix_sizes": {"cpu": (512,), "cuda": (4096,)}, "convolution_batches": {"cpu": (), "cuda": ()}}
+QUICK = Extent(seconds=0.05, num_steps=5, num_ops=100, streamed_bytes=192 * MIB, probes=((8, 64, 64),), **_FEW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,11 +200,9 @@ def timed_steps(
 
 def _op_ns(records: Sequence[StepRecord], number: int) -> float:
     """Returns the median ns of an op of device `number`, except the first, which is a source."""
-    return statistics.median(
-        finish - start
-        for device in (record.devices[number] for record in records)
-        for start, finish in zip(device.start_ns[1:], device.finish_ns[1:], strict=True)
-    )
+    devices = (record.devices[number] for record in records)
+    spans = (span for each in devices for span in zip(each.start_ns[1:], each.finish_ns[1:], strict=True))
+    return statistics.median(finish - start for start, finish in spans)
 
 
 def _chain_ns(records: Sequence[StepRecord]) -> float:

@@ -38,12 +38,8 @@ class SharedSlots(Transport):
         self._slots = slots
         self._to = {to: semaphore for (source, to), semaphore in semaphores.items() if source == number}
         self._from = {source: semaphore for (source, to), semaphore in semaphores.items() if to == number}
-        self._places = {
-            tensor: (source, place)
-            for (source, to), tensors in traffic.items()
-            if to == number
-            for place, tensor in enumerate(tensors)
-        }
+        own = [(source, tensors) for (source, to), tensors in traffic.items() if to == number]
+        self._places = {tensor: (source, place) for source, tensors in own for place, tensor in enumerate(tensors)}
         self._num_arrived: dict[int, int] = {}
         self._copied: set[int] = set()
         self._parent = os.getpid()

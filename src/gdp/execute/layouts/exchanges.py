@@ -107,20 +107,16 @@ class Exchanges:
             for spans, of_gradient in zip(cut.spans, updates, strict=True):
                 for update in of_gradient:
                     self.owned.cut(update.weight, spans)
-        members = [
-            Member(gradient, layout, self._view_of(of_gradient[0]), self._is_alone(gradient))
-            for gradient, layout, of_gradient in zip(gradients, layouts, updates, strict=True)
-        ]
+        rows = zip(gradients, layouts, updates, strict=True)
+        members = [Member(each, layout, self._view_of(of[0]), self._is_alone(each)) for each, layout, of in rows]
         dtype = tensors.layouts[tensors.values[gradients[0]]].dtype
         return ReduceScatter(number, cut, dtype, members, own, is_in_place=self.zero == 1)
 
     def _gather(self, number: int, op: int, replica: int, own: int) -> WeightGather | ParameterGather:
         tensors = self.tensors
         if self.zero == 3:
-            members = [
-                Member(tensor, tensors.layout_of(tensors.origin[tensor]))
-                for tensor in sorted(tensors.contents(op), key=tensors.origin.__getitem__)
-            ]
+            contents = sorted(tensors.contents(op), key=tensors.origin.__getitem__)
+            members = [Member(tensor, tensors.layout_of(tensors.origin[tensor])) for tensor in contents]
             weights = [tensors.origin[member.tensor] for member in members]
             return ParameterGather(number, *self._gathered(members, weights), members, own)
         makers = {tensors.op_origin[int(tensors.step.producers[tensor])] for tensor in tensors.read_by[op]}

@@ -118,11 +118,8 @@ class StepProgram(Program):
     def bind_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Tensor]:
         """Copies the inputs of the whole batch, each micro-batch its part; InputError where it has another size."""
         parts = [self.part.bind_inputs(*inputs) for inputs in self.split(args, kwargs)]
-        return {
-            source.tensor: parts[self.part_of[op]][self.part.sources[self.origin[op]].tensor]
-            for op, source in self.sources.items()
-            if source.kind == "input"
-        }
+        inputs = ((op, source) for op, source in self.sources.items() if source.kind == "input")
+        return {x.tensor: parts[self.part_of[op]][self.part.sources[self.origin[op]].tensor] for op, x in inputs}
 
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Returns the inputs [P] of the parts of a batch; all batches of a stream have the same."""
@@ -145,12 +142,9 @@ class StepProgram(Program):
 
     def state_by_name(self, held: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """Returns parameters and buffers of the first replica; those that are cut are put together."""
-        return self.part.state_by_name(
-            {
-                tensor: self.pieces[tensor].joined(held) if tensor in self.pieces else held[own]
-                for tensor, own in self.first_tensors.items()
-            }
-        )
+        pieces = self.pieces
+        whole = {x: pieces[x].joined(held) if x in pieces else held[own] for x, own in self.first_tensors.items()}
+        return self.part.state_by_name(whole)
 
     # -- results -----------------------------------------------------------------------------------------------------
 
@@ -232,11 +226,8 @@ def _of_assembly(assembly: Assembly, microbatches: Sequence[int], *, is_stream: 
     tensors, origins = assembly.tensors, assembly.tensors.op_origin
     starts = np.array([0, *accumulate(microbatches)])
     part_of: list[int] = (starts[graph.replicas] + graph.microbatches).tolist()
-    sources = {
-        op: _copied_source(part.sources[origin], assembly, op)
-        for op, origin in enumerate(origins)
-        if origin in part.sources
-    }
+    found = [(op, part.sources[origin]) for op, origin in enumerate(origins) if origin in part.sources]
+    sources = {op: _copied_source(source, assembly, op) for op, source in found}
     firsts = {part.sources[origins[op]].tensor: (op, source.tensor) for op, source in reversed(sources.items())}
     whole: dict[str, int] = {}
     cut: dict[str, Pieces] = {}

@@ -13,16 +13,8 @@ from gdp.models.gguf.gguf_file import GgufTensor, gguf_tensors
 from gdp.models.stored_weights import StoredWeight
 
 # llama.cpp's names of architectures that Transformers calls otherwise
-_ARCHITECTURES = {
-    "qwen2_moe": "qwen2moe",
-    "qwen3_moe": "qwen3moe",
-    "gpt_oss": "gpt-oss",
-    "minimax_m2": "minimax-m2",
-    "gemma3_text": "gemma3",
-    "gemma4_text": "gemma4",
-    "mixtral": "llama",
-    "mistral": "llama",
-}
+_ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "minimax_m2": "minimax-m2"}
+_ARCHITECTURES |= {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "mixtral": "llama", "mistral": "llama"}
 # fused parameters of experts in Transformers, and the tensors that they are together
 _EXPERTS = {
     r"experts\.gate_up_proj$": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),

@@ -24,11 +24,8 @@ _WIDTHS = (  # different models' names for the width of the text that conditions
 def diffusers_inputs(model: Any, sizes: Sizes, text: str) -> dict[str, Any]:
     """Returns keyword inputs of `model`. InputError if it needs some that this version cannot make."""
     name, config = type(model).__name__, model.config
-    takes = {
-        name: item.default is item.empty
-        for name, item in inspect.signature(model.forward).parameters.items()
-        if item.kind is item.POSITIONAL_OR_KEYWORD
-    }
+    parameters = inspect.signature(model.forward).parameters.items()
+    takes = {name: x.default is x.empty for name, x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD}
     values = _values(model, sizes, takes)
     if sizes.frames not in (None, values["num_frames"]):
         raise InputError(f"{text}: frames is given, but the model reads images; leave it out")

@@ -84,14 +84,8 @@ class MixtureFormat:
             role = next((role for part, role in _ROLES.items() if part in name), "")
             if parameter is output or (is_tied and parameter is embedding):
                 role = "output"
-            matrix = Matrix(
-                role,
-                int(parameter.shape[-1]),
-                int(layer[1]) if layer else 0,
-                int(config.num_hidden_layers),
-                num_experts,
-                heads_per_key,
-            )
+            width, number = int(parameter.shape[-1]), int(layer[1]) if layer else 0
+            matrix = Matrix(role, width, number, int(config.num_hidden_layers), num_experts, heads_per_key)
             stored[name] = StoredWeight(num_bytes(parameter.numel(), type_in(self.mixture, matrix)))
         return stored
 
@@ -274,15 +268,8 @@ def _compressed_tensors(content: Mapping[str, Any]) -> GroupFormat:
         arithmetic = {(8, True): FLOAT8, (8, False): _INT8, (4, True): "float4_e2m1fn"}.get((bits, is_float), "")
     kind = f"{'float' if is_float else 'int'}{bits}"
     shape = {-1: "a scale for each tensor", 0: "a scale for each output channel"}.get(group, f"groups of {group}")
-    return GroupFormat(
-        f"compressed-tensors {kind}, {shape}",
-        bits,
-        scale_bits + zeros,
-        group,
-        arithmetic,
-        _skipped(content, "ignore"),
-        has_output=True,
-    )
+    text, left_out = f"compressed-tensors {kind}, {shape}", _skipped(content, "ignore")
+    return GroupFormat(text, bits, scale_bits + zeros, group, arithmetic, left_out, has_output=True)
 
 
 _METHODS: Mapping[str, Callable[[Any], WeightFormat]] = {

@@ -56,12 +56,8 @@ def assemble(
         for value in record.outputs
         if value in consumers or value in kept or record.source
     ]
-    overwrites = (
-        (reader, numbers[new.op])
-        for new, old in in_place.items()
-        if new.op is not None
-        for reader in consumers.get(old, ())
-    )
+    made = ((new.op, old) for new, old in in_place.items() if new.op is not None)
+    overwrites = ((reader, numbers[op]) for op, old in made for reader in consumers.get(old, ()))
     rows += write_after_read(len(live), rows, overwrites)
     names = _names(live)
     ops = [

@@ -149,13 +149,8 @@ def _arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             owner.append(number)
     counts = Counter(leaves)
     leaves = [f"{path}#{place}" if counts[path] > 1 else path for place, path in enumerate(leaves)]
-    return _Arguments(
-        tuple(label for label, _, _ in items),
-        tuple(position for _, position, _ in items),
-        tuple(jax.tree_util.tree_structure(value) for _, _, value in items),
-        tuple(leaves),
-        tuple(owner),
-    )
+    labels, positions, values = zip(*items, strict=True) if items else ((), (), ())
+    return _Arguments(labels, positions, tuple(map(jax.tree_util.tree_structure, values)), tuple(leaves), tuple(owner))
 
 
 def _positional_names(signature: inspect.Signature, count: int) -> list[str]:

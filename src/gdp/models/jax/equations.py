@@ -89,12 +89,9 @@ class JaxOp:
     shapes: str = ""  # of a product
 
 
-_CALLS = names(
-    """
-    jit pjit closed_call core_call core_closed_call call named_call remat remat2 checkpoint custom_jvp_call
-    custom_vjp_call custom_vjp_call_jaxpr custom_lin custom_vmap_call xla_call mlir_call run_state_call composite
-    """
-)
+_CALLS = names("jit pjit closed_call core_call core_closed_call call named_call remat remat2 checkpoint composite")
+_CALLS |= names("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_lin custom_vmap_call xla_call mlir_call")
+_CALLS |= names("run_state_call")
 UNSHARDED = "shardings are left out: the graph is the unsharded program, with the arrays' whole sizes"
 ON_CARD = "arrays that are sent to the host (memory kind pinned_host) stay on the card in this graph, in its memory"
 

@@ -58,14 +58,8 @@ class JaxprRecorder:
                 for index in range(aval.shape[0])
             )
             return value
-        record = JaxOp(
-            kind,
-            module="" if kind == "input" else name.rpartition(".")[0],
-            name=name,
-            dtype=costs.dtype_name("", (), (aval,)),
-            source=kind,
-            origin=origin,
-        )
+        module, dtype = "" if kind == "input" else name.rpartition(".")[0], costs.dtype_name("", (), (aval,))
+        record = JaxOp(kind, module=module, name=name, dtype=dtype, source=kind, origin=origin)
         return self._made_by(record, value)
 
     def run(
@@ -131,15 +125,9 @@ class JaxprRecorder:
         if is_elementwise:
             parts = self._matching_parts(inputs, outputs[0])
             if parts is not None:
-                return [
-                    self._stack_of(
-                        outputs[0],
-                        [
-                            self._apply(primitive, params, row, [part_aval(outputs[0])], scopes)[0]
-                            for row in zip(*parts, strict=True)
-                        ],
-                    )
-                ]
+                aval = part_aval(outputs[0])
+                rows = [self._apply(primitive, params, row, [aval], scopes)[0] for row in zip(*parts, strict=True)]
+                return [self._stack_of(outputs[0], rows)]
         is_view = costs.is_view(name, params, avals, outputs)
         is_repeated = name in ("broadcast_in_dim", "iota") and not is_view
         if is_view or is_repeated or self._is_folded(name, is_elementwise, inputs, outputs):

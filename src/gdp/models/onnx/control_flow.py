@@ -134,12 +134,8 @@ def _cost(inner: "GraphScope") -> ExecutionCost:
     resident = sum(num_bytes for _, num_bytes in inner.parameters.values())
     resident += sum(step.resident_bytes for step in inner.steps)
     heaviest = max(inner.steps, key=lambda step: (step.flops, step.bytes_accessed), default=None)
-    return ExecutionCost(
-        sum(step.flops for step in inner.steps),
-        sum(step.bytes_accessed for step in inner.steps),
-        resident,
-        heaviest.dtype if heaviest is not None else "int64",
-    )
+    flops, num_bytes = sum(step.flops for step in inner.steps), sum(step.bytes_accessed for step in inner.steps)
+    return ExecutionCost(flops, num_bytes, resident, heaviest.dtype if heaviest is not None else "int64")
 
 
 def _times(cost: ExecutionCost, trips: int) -> ExecutionCost:

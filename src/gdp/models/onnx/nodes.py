@@ -158,10 +158,9 @@ class GraphScope:
         call = OnnxCall(kind, inputs, (), attributes, contents)
         _check_numbers(node, call, label)
         context, reads_guesses = self.context, not self.guessed.isdisjoint(node.input)
-        results, cost = control_flow_outputs(node, call, self) or (
-            infer(node, call, context.opsets, context.ir_version, self.declared, context.dims, reads_guesses),
-            None,
-        )
+        known = control_flow_outputs(node, call, self)
+        declared = context.ir_version, self.declared, context.dims, reads_guesses
+        results, cost = known or (infer(node, call, context.opsets, *declared), None)
         if cost is None and self._fold(node, call, results):
             return
         for name, value in zip(node.output, results.values, strict=True):

@@ -75,13 +75,8 @@ def _read(path: Path, dims: Mapping[str, int]) -> OnnxModel:
         listed = _listed(context.estimated)
         notes.append(f"shapes of the results of {listed} are not known from shapes alone; estimated")
     graph = _assemble(model, scope, inputs, path.stem)
-    return OnnxModel(
-        graph,
-        MappingProxyType(dict(context.unknown)),
-        MappingProxyType(dict(context.open_loops)),
-        (*notes, *dict.fromkeys(context.notes)),
-        is_alone,
-    )
+    unknown, loops = (MappingProxyType(dict(found)) for found in (context.unknown, context.open_loops))
+    return OnnxModel(graph, unknown, loops, (*notes, *dict.fromkeys(context.notes)), is_alone)
 
 
 def _input(item: ValueInfoProto, dims: Dims, notes: list[str]) -> TensorInfo:

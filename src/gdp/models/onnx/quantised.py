@@ -121,11 +121,6 @@ def _joined(step: OnnxOp, steps: list[OnnxOp], chain: list[int]) -> OnnxOp:
         (name, value), *_ = step.outputs.items()
         num_bytes = step.bytes_accessed + other.bytes_accessed - 2 * value.num_bytes
         inputs = [*step.inputs, *(one for one in other.inputs if one != name)]
-        step = replace(
-            step,
-            inputs=list(dict.fromkeys(inputs)),
-            outputs=other.outputs,
-            flops=step.flops + other.flops,
-            bytes_accessed=max(0, num_bytes),
-        )
+        read, flops = list(dict.fromkeys(inputs)), step.flops + other.flops
+        step = replace(step, inputs=read, outputs=other.outputs, flops=flops, bytes_accessed=max(0, num_bytes))
     return step

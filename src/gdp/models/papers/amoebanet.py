@@ -42,16 +42,10 @@ class CellPlan:
     outputs: tuple[int, ...]
 
 
-NORMAL_CELL = CellPlan(
-    "average maximum separable_3 identity identity average separable_3 separable_5 average separable_3",
-    (0, 0, 1, 1, 0, 1, 0, 2, 5, 0),
-    (1, 3, 4, 6),
-)
-REDUCTION_CELL = CellPlan(
-    "separable_3 average maximum separable_7 maximum maximum separable_3 row_column_7 average separable_7",
-    (1, 0, 0, 2, 1, 0, 4, 0, 1, 0),
-    (2, 3, 4, 5, 6),
-)
+_NORMAL = "average maximum separable_3 identity identity average separable_3 separable_5 average separable_3"
+NORMAL_CELL = CellPlan(_NORMAL, (0, 0, 1, 1, 0, 1, 0, 2, 5, 0), (1, 3, 4, 6))
+_REDUCTION = "separable_3 average maximum separable_7 maximum maximum separable_3 row_column_7 average separable_7"
+REDUCTION_CELL = CellPlan(_REDUCTION, (1, 0, 0, 2, 1, 0, 4, 0, 1, 0), (2, 3, 4, 5, 6))
 
 batch_norm = partial(nn.BatchNorm2d, eps=0.001)  # the release's batch_norm_epsilon
 
@@ -150,10 +144,8 @@ class Cell(nn.Module):
         self.plan = plan
         self.fit_last = Pointwise(last, filters)
         self.fit_before = FactorizedReduction(before, filters) if halve else Pointwise(before, filters)
-        self.operations = nn.ModuleList(
-            make_operation(name, filters, stride if source < 2 else 1)
-            for name, source in zip(plan.operations.split(), plan.sources, strict=True)
-        )
+        pairs = zip(plan.operations.split(), plan.sources, strict=True)
+        self.operations = nn.ModuleList(make_operation(x, filters, stride if at < 2 else 1) for x, at in pairs)
 
     def forward(self, last: Tensor, before: Tensor) -> Tensor:
         states = [self.fit_last(last), self.fit_before(before)]

@@ -69,15 +69,9 @@ class WaveNet(nn.Module):
         super().__init__()
         self.embedding = SampleEmbedding(config.quantization, config.channels, deviation=1.0)
         num_layers = config.num_stacks * config.layers_per_stack
-        self.layers = nn.ModuleList(
-            GatedLayer(
-                config.channels,
-                config.skip_channels,
-                dilation=2 ** (number % config.layers_per_stack),
-                last=number == num_layers - 1,
-            )
-            for number in range(num_layers)
-        )
+        sizes = config.channels, config.skip_channels
+        steps = ((2 ** (number % config.layers_per_stack), number == num_layers - 1) for number in range(num_layers))
+        self.layers = nn.ModuleList(GatedLayer(*sizes, dilation=step, last=is_last) for step, is_last in steps)
         self.head = WaveNetHead(config.skip_channels, config.quantization)
 
     def forward(self, samples: Tensor, targets: Tensor) -> Tensor:

@@ -26,19 +26,13 @@ def assemble(
     for ref in kept:
         tensors.keep(ref)
     rows = tensors.rows()
-    overwrites = (
-        (numbers[reader], numbers[writer])
-        for writer in records
-        for value in writer.overwrites
-        for reader in recorder.memories.values[value].readers
-        if reader in numbers
-    )
+    written = ((value, writer) for writer in records for value in writer.overwrites)
+    pairs = ((reader, writer) for value, writer in written for reader in recorder.memories.values[value].readers)
+    overwrites = ((numbers[reader], numbers[writer]) for reader, writer in pairs if reader in numbers)
     turns = ((numbers[before], numbers[op]) for op in records for before in op.after if before in numbers)
     control = write_after_read(len(records), rows, (*overwrites, *turns))
-    ops = [
-        Op(op_name, *_columns(record), group, role=record.role, shapes=record.shapes)
-        for op_name, record, group in zip(_names(records), records, _groups(records), strict=True)
-    ]
+    found = zip(_names(records), records, _groups(records), strict=True)
+    ops = [Op(name, *_columns(x), group, role=x.role, shapes=x.shapes) for name, x, group in found]
     graph = Graph.build(name, ops, [*rows, *control])
     keys = tensors.keys()
     base = {value: number for number, (value, layout) in enumerate(keys) if layout is None}

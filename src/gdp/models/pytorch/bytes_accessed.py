@@ -18,12 +18,8 @@ from gdp.models.stored_weights import StoredWeight
 
 NO_BYTES = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
 _ROW_READERS = frozenset({"embedding", "index", "_unsafe_index", "index_select", "gather", "take"})
-_ROW_WRITERS = names(
-    """
-    index_put_ _index_put_impl_ index_add_ index_copy_ index_fill_ index_reduce_ put_
-    scatter_ scatter_add_ scatter_reduce_
-    """
-)
+_ROW_WRITERS = names("index_put_ _index_put_impl_ index_add_ index_copy_ index_fill_ index_reduce_ put_")
+_ROW_WRITERS |= names("scatter_ scatter_add_ scatter_reduce_")
 # readers of rows that they do not return: the arguments that are the table and the indices
 _TABLES = by_name(
     {
@@ -35,11 +31,8 @@ _TABLES = by_name(
 # losses read one score of each row; their backward passes write it into a gradient of zeros, and read no scores
 _GATHERERS = names("nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward")
 _OVERWRITERS = frozenset({"copy_", "fill_", "zero_"})
-_GROUPED = names(
-    """
-    _grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2 grouped_mm_fallback grouped_mm_fallback_backward
-    """
-)
+_GROUPED = names("_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2")
+_GROUPED |= names("grouped_mm_fallback grouped_mm_fallback_backward")
 
 
 def num_bytes(tensor: Tensor) -> int:

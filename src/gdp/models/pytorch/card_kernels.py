@@ -166,12 +166,8 @@ def _fused_lstm_cell_backward(
     hidden = cy.tanh()
     grad = torch.zeros_like(cx) if grad_hy is None else grad_hy
     d_cy = grad * exit * (1 - hidden * hidden) + (0 if grad_cy is None else grad_cy)
-    d_gates = (
-        d_cy * cell * (1 - entry) * entry,
-        d_cy * cx * (1 - forget) * forget,
-        d_cy * entry * (1 - cell * cell),
-        grad * hidden * (1 - exit) * exit,
-    )
+    d_entry, d_forget = d_cy * cell * (1 - entry) * entry, d_cy * cx * (1 - forget) * forget
+    d_gates = (d_entry, d_forget, d_cy * entry * (1 - cell * cell), grad * hidden * (1 - exit) * exit)
     d_all = torch.cat(d_gates, 1)
     return d_all, d_cy * forget, d_all.sum(0) if has_bias else None
 

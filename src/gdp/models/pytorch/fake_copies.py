@@ -46,11 +46,8 @@ def fake_memories(tensors: Sequence[Tensor], mode: FakeTensorMode) -> dict[int, 
 def _fake_memory(tensors: list[Tensor], mode: FakeTensorMode) -> list[Tensor]:
     """Returns fake tensors that overlap as these do, in memory of just the extent that they cover."""
     start = min(tensor.storage_offset() for tensor in tensors)
-    extents = [
-        tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        for tensor in tensors
-        if tensor.numel()
-    ]
+    steps = ((x, zip(x.shape, x.stride(), strict=True)) for x in tensors if x.numel())
+    extents = [x.storage_offset() + sum((n - 1) * step for n, step in pairs) + 1 for x, pairs in steps]
     with mode, torch.no_grad():
         memory = torch.empty(max(extents, default=start) - start, dtype=tensors[0].dtype)
         fakes: list[Tensor] = []

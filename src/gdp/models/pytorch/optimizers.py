@@ -380,32 +380,12 @@ def _eight_bit_adam_update(
 # bitsandbytes 0.44 and later, bitsandbytes/optim/optimizer.py: blocks of 256 elements (2,048 before)
 _MIN_8BIT_ELEMENTS, _BLOCK_ELEMENTS = 4096, 256
 
-_ADAM_DEFAULTS = {
-    "lr": 1e-3,
-    "beta1": 0.9,
-    "beta2": 0.999,
-    "weight_decay": 0.0,
-    "eps": 1e-8,
-    "amsgrad": False,
-    "maximize": False,
-}
-_SGD_DEFAULTS = {
-    "weight_decay": 0.0,
-    "momentum": 0.0,
-    "lr": 1e-3,
-    "dampening": 0.0,
-    "nesterov": False,
-    "maximize": False,
-}
-_ADAFACTOR_DEFAULTS = {
-    "lr": 1e-2,
-    "beta2_decay": -0.8,
-    "eps1": None,
-    "eps2": 1e-3,
-    "d": 1.0,
-    "weight_decay": 0.0,
-    "maximize": False,
-}
+_ADAM_DEFAULTS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8}
+_ADAM_DEFAULTS |= {"amsgrad": False, "maximize": False}
+_SGD_DEFAULTS = {"weight_decay": 0.0, "momentum": 0.0, "lr": 1e-3, "dampening": 0.0}
+_SGD_DEFAULTS |= {"nesterov": False, "maximize": False}
+_ADAFACTOR_DEFAULTS = {"lr": 1e-2, "beta2_decay": -0.8, "eps1": None, "eps2": 1e-3, "d": 1.0}
+_ADAFACTOR_DEFAULTS |= {"weight_decay": 0.0, "maximize": False}
 
 _SGD = UpdateRule(name="sgd", options=_SGD_DEFAULTS)
 

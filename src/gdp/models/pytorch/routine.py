@@ -140,12 +140,9 @@ class Routine:
         assert results[0] is not None
         slot, layout = results[0]
         strides, recorded = self._name(layout.stride), self._name(layout)
-        return [
-            *lines,
-            f"{slot} = {result}",
-            f"if not isinstance({slot}, Tensor): {slot} = {slot}[0]",
-            f"if {slot}.stride() != {strides}: {slot} = as_recorded({slot}, {recorded})",
-        ]
+        is_one = f"if not isinstance({slot}, Tensor): {slot} = {slot}[0]"
+        strided = f"if {slot}.stride() != {strides}: {slot} = as_recorded({slot}, {recorded})"
+        return [*lines, f"{slot} = {result}", is_one, strided]
 
     def _made_by(self, call: Call) -> list[tuple[str, StridedLayout] | None]:
         """Returns, for each tensor that `call` returns, its name and its layout, or None."""

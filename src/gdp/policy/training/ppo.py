@@ -140,10 +140,9 @@ def improve(
     device = policy.device
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     sizes = [parameter.numel() for parameter in parameters]
-    gains = [
-        torch.from_numpy(advantages(trial.rewards, config, baseline, trial.rollouts.group)).to(device, torch.float32)
-        for trial, baseline in zip(trials, baselines or [None] * len(trials), strict=True)
-    ]
+    pairs = zip(trials, baselines or [None] * len(trials), strict=True)
+    all_gains = (advantages(trial.rewards, config, baseline, trial.rollouts.group) for trial, baseline in pairs)
+    gains = [torch.from_numpy(each).to(device, torch.float32) for each in all_gains]
     for _ in range(config.num_epochs):
         figures = torch.zeros(7, dtype=torch.float64)
         gradient = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
@@ -184,11 +183,5 @@ def _statistics(sums: Sequence[float], gradient_norm: float) -> Statistics:
     """Returns the means of figures that are summed over problems."""
     count, reward, log_mean, feasible, solved, log_best, entropy = sums
     problems = max(count, 1.0)
-    return Statistics(
-        reward / problems,
-        exp(log_mean / problems),
-        exp(log_best / solved) if solved else nan,
-        feasible / problems,
-        entropy / problems,
-        gradient_norm,
-    )
+    ratios = reward / problems, exp(log_mean / problems), exp(log_best / solved) if solved else nan
+    return Statistics(*ratios, feasible / problems, entropy / problems, gradient_norm)

@@ -100,25 +100,16 @@ class Tasks:
 
     def to_document(self) -> dict[str, Any]:
         """Returns seed, configuration and sources, on which tasks depend, for a manifest."""
-        return {
-            "seed": self.seed,
-            "config": asdict(self.config),
-            "sources": [
-                {"graph": source.graph.fingerprint, "cluster": source.cluster.fingerprint} for source in self.sources
-            ],
-        }
+        pairs = [{"graph": x.graph.fingerprint, "cluster": x.cluster.fingerprint} for x in self.sources]
+        return {"seed": self.seed, "config": asdict(self.config), "sources": pairs}
 
     def inputs(self) -> dict[str, Any]:
         """Returns the names of graphs and clusters, for a manifest."""
         graphs = {source.graph.fingerprint: source.graph for source in self.sources}
         clusters = {source.cluster.fingerprint: source.cluster for source in self.sources}
-        return {
-            "graphs": [
-                {"name": graph.name, "num_ops": graph.num_ops, "fingerprint": print_}
-                for print_, graph in graphs.items()
-            ],
-            "clusters": [{"name": cluster.name, "fingerprint": print_} for print_, cluster in clusters.items()],
-        }
+        listed = [{"name": x.name, "num_ops": x.num_ops, "fingerprint": print_} for print_, x in graphs.items()]
+        machines = [{"name": x.name, "fingerprint": print_} for print_, x in clusters.items()]
+        return {"graphs": listed, "clusters": machines}
 
     def draw(self, update: int, index: int, num_tasks: int) -> tuple[TrainingTask, np.random.Generator]:
         """Returns (task number `index` of the `num_tasks` of `update`, a generator for further draws)."""
@@ -177,10 +168,8 @@ class Tasks:
         factor = room * needed_bytes / memory.sum() if is_tight else 1.0
         factor = max(factor, least_room * needed_bytes / memory.sum(), least_room * largest_bytes / memory.max())
         limits = np.ceil(memory * factor).astype(np.int64)
-        devices = tuple(
-            replace(device, memory_bytes=limit)
-            for device, limit in zip(problem.cluster.devices, limits.tolist(), strict=True)
-        )
+        pairs = zip(problem.cluster.devices, limits.tolist(), strict=True)
+        devices = tuple(replace(device, memory_bytes=limit) for device, limit in pairs)
         return replace(problem, cluster=replace(problem.cluster, devices=devices), memory_limit_bytes=limits)
 
 

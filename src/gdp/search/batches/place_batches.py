@@ -169,11 +169,9 @@ def _simulate_equal_stages(search: _BatchSearch) -> None:
 def _screen(search: _BatchSearch) -> None:
     """Simulates the groups of devices that may be faster than the best so far, the most promising ones first."""
     usable = search.machine.usable
-    groups = {
-        way.devices: None
-        for data in range(1, min(search.question.num_batches, len(usable)) + 1)
-        for way in forced(search.machine, Layout((1,) * data), 1)
-    }
+    most = min(search.question.num_batches, len(usable))
+    layouts = (Layout((1,) * data) for data in range(1, most + 1))
+    groups = {way.devices: None for layout in layouts for way in forced(search.machine, layout, 1)}
     for devices in sorted(groups, key=lambda each: (_promised_ns(search, each), len(each[0]))):
         best = min(search.found, default=None)
         fits = best is not None and best.fits

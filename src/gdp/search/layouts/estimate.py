@@ -204,10 +204,8 @@ class Estimator:
                 "as in 4xl4-24g+cpu-16core, or leave offload out"
             )
         rates = self.cluster.bytes_per_second
-        return tuple(
-            max(others, key=lambda cpu: min(int(rates[device, cpu]) for device in devices))
-            for devices in arrangement.devices
-        )
+        groups = arrangement.devices
+        return tuple(max(others, key=lambda cpu: min(int(rates[x, cpu]) for x in devices)) for devices in groups)
 
     def _lacking(self, arrangement: Arrangement, places: I64) -> I64:
         """Returns the bytes [P] that are missing in each place, in the replica that lacks most; 0 or less: none."""

@@ -160,21 +160,8 @@ class StreamLayout:
         held = np.zeros(graph.num_ops, np.int64)
         np.add.at(held, first[streamable], graph.resident_bytes[streamable])
         passed = np.cumsum(held)
-        return cls(
-            problem,
-            settings,
-            host,
-            fallback,
-            may & ~fixed[:, None],
-            order,
-            position,
-            np.minimum(homes[unit], graph.num_ops - 1),
-            is_source,
-            streamable,
-            first[streamable],
-            cost,
-            passed,
-        )
+        figures = order, position, np.minimum(homes[unit], graph.num_ops - 1), is_source, streamable, first[streamable]
+        return cls(problem, settings, host, fallback, may & ~fixed[:, None], *figures, cost, passed)
 
     def arranged(self, turns: Turns, streamed: F64) -> tuple[Placement, list[I64]]:
         """Returns placement and order with the shares `streamed` [D] of each device's weights on the host."""

@@ -82,25 +82,15 @@ def best_shares(
     limits = np.concatenate((np.zeros(1 + len(seconds)), room[list(devices)][is_device], room[[host]]))
     most = [None if device != host and may_receive[device] else 0.0 for device in devices]
     bounds = [(0.0, None)] * count + [(0.0, share) for share in most] + [(0.0, None)]
-    answer = linprog(
-        np.repeat([0.0, 1.0], [2 * count, 1]),
-        A_ub=np.vstack(rows),
-        b_ub=limits,
-        A_eq=np.repeat([1.0, 0.0], [2 * count, 1])[None],
-        b_eq=[1.0],
-        bounds=bounds,
-    )
+    to_least, is_share = np.repeat([0.0, 1.0], [2 * count, 1]), np.repeat([1.0, 0.0], [2 * count, 1])[None]
+    answer = linprog(to_least, A_ub=np.vstack(rows), b_ub=limits, A_eq=is_share, b_eq=[1.0], bounds=bounds)
     if answer.status != 0:
         return None
     parts = answer.x[:count] + answer.x[count : 2 * count]
     used = [number for number in range(count) if parts[number] > _NOTHING]
     total = sum(float(parts[number]) for number in used)
-    return StreamShares(
-        tuple(int(devices[number]) for number in used),
-        tuple(float(parts[number]) / total for number in used),
-        float(answer.fun) * 1e9,
-        streams,
-    )
+    chosen, shares = tuple(int(devices[x]) for x in used), tuple(float(parts[x]) / total for x in used)
+    return StreamShares(chosen, shares, float(answer.fun) * 1e9, streams)
 
 
 @dataclass(frozen=True, eq=False)

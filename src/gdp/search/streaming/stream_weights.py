@@ -180,8 +180,5 @@ def _changed(turns: Turns, step: float, settings: StreamingSettings) -> Iterator
 def _without(turns: Turns, left_out: int) -> Turns:
     kept = [number for number in range(len(turns.devices)) if number != left_out]
     rest = sum(turns.parts[number] for number in kept)
-    return replace(
-        turns,
-        devices=tuple(turns.devices[number] for number in kept),
-        parts=tuple(turns.parts[number] / rest for number in kept),
-    )
+    devices, parts = tuple(turns.devices[x] for x in kept), tuple(turns.parts[x] / rest for x in kept)
+    return replace(turns, devices=devices, parts=parts)
