@@ -88,7 +88,8 @@ def advise_on_layouts(
     likes = [best.way if change.machine.name == MEMORY else known for change in asked]
     pairs = zip(asked, likes, strict=True)
     likely = [_best_estimate(change, factors, clock.part(_LIKELY_SHARE), like) for change, like in pairs]
-    factors = _factors(solution.looked_at, estimator, clock.part(_FACTORS_SHARE)) | factors
+    alike = [each for each in solution.looked_at if each.layout.shards == best.layout.shards]
+    factors = _factors(alike, estimator, clock.part(_FACTORS_SHARE)) | factors
     if (twice := _twice_the_batch(quick)) is not None:  # which needs two parts of the batch, read by now
         same = MachineChange("twice the batch", f"{twice.batch_size} samples", cluster, constraints)
         asked.append(_LayoutChange(same, twice, batch_factor=2))

@@ -70,12 +70,12 @@ def _by_speed(question: BatchQuestion) -> I64:
     return np.array(devices)[np.argsort(times_ns, kind="stable")]
 
 
-def _simulated(question: BatchQuestion, layout: Layout, stage: I64, grid: I64) -> Candidate:
+def _simulated(question: BatchQuestion, graph: Graph, layout: Layout, stage: I64, grid: I64) -> Candidate:
     """Returns the step of `layout` with stage p of replica r on device `grid` [R, P]; see `simulate_layout`.
 
     Over hosts, the better of one ring over all and of rings inside and between them, as NCCL chooses.
     """
-    cluster, graph = question.cluster, question.parts.exact(layout.num_parts)
+    cluster = question.cluster
     names = [[cluster.devices[number].name.rpartition(".")[0] for number in column] for column in grid.T.tolist()]
     hosts = [np.unique(column, return_inverse=True)[1] for column in names]
     sizes = np.bincount(hosts[0])
@@ -161,8 +161,8 @@ def _fewest_microbatches(question: BatchQuestion, layout: Layout, grid: I64) -> 
     for microbatches in question.parts.counts(layout.data):
         way = replace(layout, microbatches=(microbatches,) * layout.data)
         try:
-            stage = np.zeros(question.parts.exact(way.num_parts).num_ops, np.int64)
-            candidate = _simulated(question, way, stage, grid)
+            graph = question.parts.exact(way.num_parts)
+            candidate = _simulated(question, graph, way, np.zeros(graph.num_ops, np.int64), grid)
         except InputError as error:
             tried = tried or [_impossible(way, grid, error)]
             break
@@ -213,9 +213,11 @@ def megatron(question: BatchQuestion) -> Solution:
     """Returns the best step over all degrees, grids, micro-batches and both ways to map replicas to devices.
 
     A grid is simulated with recomputation where it does not fit without: that only adds work. Grids whose busiest
-    device computes for longer than the best step takes are left out.
+    device computes for longer than the best step takes are left out. Parts of the batch that were not captured are
+    interpolated, but for the best step's.
     """
-    grids = [grid for shards, asked in _degrees(question)[0].items() for grid in _grids(asked, shards)]
+    degrees = _degrees(question)[0]
+    grids = [grid for shards, asked in degrees.items() for grid in _grids(asked, shards)]
     grids.sort(key=lambda grid: (grid.excess_bytes > 0, grid.likely_ns, grid.excess_bytes))
     tried: list[Candidate] = []
     refused = Candidate.refused(None, _uneven(question, len(accelerators(question))))
@@ -226,23 +228,31 @@ def megatron(question: BatchQuestion) -> Solution:
         if grid.excess_bytes and any(not each.fits for each in tried):
             break  # the others hold more
         for recompute in (NONE, BLOCKS):
-            asked, layout = grid.question, replace(grid.layout, recompute=recompute)
+            layout = replace(grid.layout, recompute=recompute)
             try:
-                candidate = _simulated(asked, layout, _stages(asked, layout, grid.devices), grid.devices)
+                candidate = _on_grid(grid.question, layout, grid.devices, grid.question.parts.rough(layout.num_parts))
             except InputError as error:
                 refused = _impossible(layout, grid.devices, error).on_groups(grid.shards)
                 continue
-            tried.append(candidate.on_groups(grid.shards))
+            assert candidate.cut is not None
+            cut = replace(candidate.cut, step=None)  # only figures are kept: steps of many cards are large
+            tried.append(replace(candidate, cut=cut, simulation=None).on_groups(grid.shards))
             if tried[-1].fits:
                 break
-    return Solution(min(tried, default=refused), looked_at=tuple(tried))
+    left = [*tried]
+    while left and (best := min(left)).refusal is None and best.simulation is None:
+        left.remove(best)
+        layout, asked = best.layout.of_groups, degrees[best.layout.shards]
+        with contextlib.suppress(InputError):  # a layer may fail with so few samples
+            exact = _on_grid(asked, layout, np.array(best.devices), asked.parts.exact(layout.num_parts))
+            left.append(exact.on_groups(best.layout.shards))
+    return Solution(min(left, default=refused), looked_at=tuple(tried))
 
 
-def _stages(question: BatchQuestion, layout: Layout, devices: I64) -> I64:
-    problem = Problem.build(question.parts.exact(layout.num_parts), question.cluster)
-    stage = equal_stages(problem, devices.shape[1])
+def _on_grid(question: BatchQuestion, layout: Layout, devices: I64, graph: Graph) -> Candidate:
+    stage = equal_stages(Problem.build(graph, question.cluster), devices.shape[1])
     assert stage is not None, "the layers are those of the graph that the grid was found with"
-    return stage
+    return _simulated(question, graph, layout, stage, devices)
 
 
 def _grids(question: BatchQuestion, shards: Shards) -> Iterator[_Grid]:
