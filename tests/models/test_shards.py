@@ -46,6 +46,14 @@ def exchanges(graph: Graph, least_bytes: int = 0) -> Counter[tuple[str, str]]:
     )
 
 
+def test_slices_of_a_fused_layer() -> None:
+    """Queries, keys and values that are sliced off one product are cut each: a layer has two sums and no gather."""
+    assert exchanges(captured("phi3", 2, training=False).graph) == {
+        ("forward", "all_reduce"): 5,
+        ("forward", "all_gather"): 1,
+    }
+
+
 @pytest.mark.parametrize("name", [*NAMES, *MIXTURES, "checkpointed"])
 def test_products_are_shared(name: str) -> None:
     """Two ranks together compute the products of the whole model, but for small weights that stay whole."""

@@ -77,7 +77,8 @@ class OpenRequest:
 
     def is_offloaded(self, plan: Plan) -> bool:
         """Returns whether `plan` is of another graph, with weights on a CPU that a target fetches."""
-        return self.request.target is not None and plan.graph != self.model.graph.fingerprint
+        is_other = plan.num_ranks == 1 and plan.graph != self.model.graph.fingerprint
+        return self.request.target is not None and is_other
 
     def files_of(self, plan: Plan, graph: Graph) -> PlanFiles:
         """Returns the files for `plan`, which is of `graph`; an offloaded graph is nowhere else."""

@@ -121,7 +121,8 @@ class PlaceRequest:
 
     def for_servers(self, question: PlaceQuestion) -> "tuple[PlaceRequest, PlaceQuestion]":
         """Returns the request and its question for what servers run, layers in order, unless it asks for else."""
-        asks_else = self.target is not None or self.parallel is not None or self.times is not None
+        has_shards = isinstance(self.parallel, Layout) and self.parallel.of_groups.is_whole
+        asks_else = self.target is not None or self.times is not None or not (self.parallel is None or has_shards)
         if not self.reading.serving.has_cache or asks_else or self.options.placer != "auto" or self.options.checkpoint:
             return self, question
         target = serving_target(question.problem)

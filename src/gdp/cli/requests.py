@@ -16,6 +16,7 @@ from gdp.models.serving import Requests, ServedStep
 from gdp.models.source import ModelSource
 from gdp.planning.plan_cache import KeptAnswer
 from gdp.search.batches.place_batches import throughput_of
+from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation
 
@@ -25,16 +26,23 @@ def prompt_of(request: PlaceRequest, served: ServedStep | None) -> int | None:
     return None if served is None or served.phase != "decode" else sizes.parse(request.model)[1].prompt
 
 
-def read_prefill(request: PlaceRequest, served: ServedStep) -> Model:
-    """Reads the prefill of one prompt: of the whole context, unless MODEL says otherwise."""
-    reading = replace(request.reading, batch=None, serving=replace(request.reading.serving, phase="prefill"))
+def read_prefill(request: PlaceRequest, served: ServedStep, plan: Plan) -> Model:
+    """Reads the prefill of one prompt, cut as `plan` is: of the whole context, unless MODEL says otherwise."""
+    serving = replace(request.reading.serving, phase="prefill")
+    reading = replace(request.reading, batch=None, serving=serving, shards=plan.shards)
     return read_graph(ModelSource(sizes.of_prompt(request.model, served.context), reading))
+
+
+def on_its_devices(plan: Plan, problem: Problem) -> Problem:
+    """Returns the problem of one whole step on the groups of `plan`, or `problem`, where it is on devices as asked."""
+    return plan.problem if plan.problem is not None and plan.num_ranks > 1 else problem
 
 
 def first_token(request: PlaceRequest, problem: Problem, placement: Placement, prefill: Model) -> Simulation:
     """Returns the step of `prefill` with layers where `placement` of a decode `problem` has them. Servers replay decode
     from CUDA graphs, but no prefill, whose prompts are of any length."""
-    target = request.target or serving_target(problem)
+    is_on_groups = any(device.group for device in problem.cluster.devices)
+    target = serving_target(problem) if request.target is None or is_on_groups else request.target
     if target is None:
         raise InputError("no server that is known runs the model")
     cluster = problem.cluster
@@ -45,8 +53,9 @@ def first_token(request: PlaceRequest, problem: Problem, placement: Placement, p
 
 def requests_of(request: PlaceRequest, served: ServedStep, problem: Problem, found: KeptAnswer) -> Requests:
     """Returns the arithmetic on requests to the server that `found` is; `problem` is that of a decode step."""
-    prompt, prefill = prompt_of(request, served), read_prefill(request, served)
+    prompt, prefill = prompt_of(request, served), read_prefill(request, served, found.plan)
     assert prompt is not None
+    problem = on_its_devices(found.plan, problem)
     counts = served.num_sequences, served.context - prompt
     if found.batches is None or found.batches.best is None:
         step_ns = found.plan.step_time_ns

@@ -7,7 +7,7 @@ from gdp.cli.advice import advise_on_units, find_advice, search_budget
 from gdp.cli.open_request import OpenRequest
 from gdp.cli.shared import log
 from gdp.export.export_target import ExportTarget
-from gdp.export.exportable_plan import ExportablePlan, place_for
+from gdp.export.exportable_plan import ExportablePlan, best_for
 from gdp.parallel.batches import BatchStream
 from gdp.planning.layout_answer import LayoutAnswer
 from gdp.planning.plan_cache import KeptAnswer
@@ -65,7 +65,7 @@ def _in_words(candidate: Candidate) -> str:
 
 def _plan_for(target: ExportTarget, opened: OpenRequest, stop: Stop) -> KeptAnswer:
     """Returns the best plan that `target` can express, and says how much slower that is."""
-    request, question, options = opened.request, opened.question, opened.question.options
+    request, question = opened.request, opened.question
     line = progress.SearchLine(f"{question.graph.name} on {request.cluster.name}")
 
     def tell(news: Progress) -> None:
@@ -73,23 +73,13 @@ def _plan_for(target: ExportTarget, opened: OpenRequest, stop: Stop) -> KeptAnsw
         line(news)
 
     with progress.live(line):
-        placed = place_for(
-            target,
-            question.graph,
-            request.cluster,
-            request.constraints,
-            budget=search_budget(request),
-            seed=options.seed,
-            stop=stop,
-            robust=options.robust,
-            num_threads=options.num_threads,
-            on_progress=tell,
-        )
+        placed = best_for(target, question, Clock(search_budget(request), stop=stop), on_progress=tell)
     for note in _notes(placed, is_for_servers=request.is_for_servers):
         log(f"gdp: note: {note}")
     stop.has_answer = True
     plan, advice = placed.plan, None
-    if request.with_advice and plan.status == "ok" and not (stop.is_set() or opened.is_offloaded(plan)):
+    has_advice = request.with_advice and plan.num_ranks == 1 and not opened.is_offloaded(plan)
+    if has_advice and plan.status == "ok" and not stop.is_set():
         plan, advice = advise_on_units(opened, placed, stop)
     return KeptAnswer(plan, advice, tuple(progress.improvements(line.history)))
 
@@ -98,7 +88,7 @@ def _notes(placed: ExportablePlan, *, is_for_servers: bool) -> Iterator[str]:
     """Yields what the target costs against a plan of single ops, and, where it was asked for, what is assumed of it."""
     adapted, ordinary, time_ns = placed.adapted, placed.ordinary, placed.plan.step_time_ns
     if is_for_servers:
-        if ordinary.status == "ok" and ordinary.step_time_ns < time_ns:
+        if ordinary.status == "ok" and ordinary.step_time_ns < time_ns and placed.plan.num_ranks == 1:
             yield (
                 f"an op-by-op placement would take {format_ms(ordinary.step_time_ns)}, and no server runs it "
                 f"(--parallel none has it); this plan takes {adapted.target.level}, as {adapted.target.name} does"

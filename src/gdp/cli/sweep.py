@@ -9,13 +9,14 @@ from gdp.cli.inputs import read_graph
 from gdp.cli.options import ConstraintOptions
 from gdp.cli.plan_files import PlanFiles
 from gdp.cli.request import PlaceRequest
-from gdp.cli.requests import first_token, read_prefill
+from gdp.cli.requests import first_token, on_its_devices, read_prefill
 from gdp.cli.shared import INTERRUPTED, NOTHING_FITS, OK, check_writable, fail, log, print_json, show, warm_up
 from gdp.cluster import Cluster, changes
 from gdp.cluster.prices import Prices
 from gdp.errors import InputError, prefixed
 from gdp.models.model import Model
 from gdp.models.serving import ServedStep
+from gdp.models.shards import Shards
 from gdp.models.source import ModelSource
 from gdp.parallel.layout import NONE
 from gdp.planning.options import run_by
@@ -80,7 +81,7 @@ class _SweepTable:
         self.served: list[ServedStep | None] = []
         self._source = request.source
         self._model: Model | None = None
-        self._prefill: Model | None = None
+        self._prefills: dict[Shards, Model] = {}
         self._parts: Parts | None = None
 
     def add(self, value: int | str, request: PlaceRequest, stop: Stop) -> None:
@@ -114,8 +115,12 @@ class _SweepTable:
         if row.plan is None or not row.is_ok:
             return None
         with contextlib.suppress(InputError):  # such as of an encoder, whose input is no prompt
-            self._prefill = self._prefill or read_prefill(request, served)
-            return first_token(request, question.problem, row.plan.placement, self._prefill).step_time_ns
+            plan = row.plan
+            prefill = self._prefills[plan.shards] = self._prefills.get(plan.shards) or read_prefill(
+                request, served, plan
+            )
+            problem = on_its_devices(plan, question.problem)
+            return first_token(request, problem, plan.placement, prefill).step_time_ns
         return None
 
     def _opened(self, request: PlaceRequest) -> tuple[PlaceQuestion, ServedStep | None]:

@@ -14,14 +14,17 @@ import numpy as np
 from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
+from gdp.errors import InputError
 from gdp.export.adapt import AdaptedPlan, adapt_within, arranged, order_of, simulated
 from gdp.export.export_target import ExportTarget
 from gdp.export.stage_search import StageSearch, balanced_stages
+from gdp.export.targets_by_name import serving_target
 from gdp.graph import Graph
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.place import place
 from gdp.search.place_question import PlaceQuestion
 from gdp.search.question import Solution, plan_of, search_record
+from gdp.search.shards import stamped
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
@@ -104,23 +107,42 @@ def place_for(
     return ExportablePlan(plan, ordinary, adapted, notes, step.problem)
 
 
+def best_for(target: ExportTarget, question: PlaceQuestion, clock: Clock, **options: Any) -> ExportablePlan:
+    """Returns the best plan that `target` can express, or that servers run on groups of cards where these may win."""
+    found: list[ExportablePlan] = []
+
+    def solve(asked: PlaceQuestion, part: Clock) -> Solution:
+        tool = target if asked is question else serving_target(asked.problem)
+        if tool is None:
+            raise InputError("no server runs it on groups of cards")
+        own = asked.options
+        placed = place_for(
+            tool,
+            asked.graph,
+            asked.cluster,
+            asked.constraints,
+            budget=part.rest,
+            seed=own.seed,
+            stop=part.stop,
+            robust=own.robust,
+            num_threads=own.num_threads,
+            **options,
+        )
+        assert placed.plan.search is not None
+        part.spend(placed.plan.search.simulations)
+        solution = stamped(Solution(None, plan=placed.plan), asked.shards)
+        found.append(placed)
+        return solution
+
+    best = solve(question, clock)
+    assert best.plan is not None
+    placed = next(each for each in found if each.plan.placement is best.plan.placement)
+    return replace(placed, plan=best.plan)
+
+
 def answer_for(target: ExportTarget, question: PlaceQuestion, clock: Clock) -> Solution:
-    """Returns the plan that `target` can express, as an answer of `place`."""
-    options = question.options
-    placed = place_for(
-        target,
-        question.graph,
-        question.cluster,
-        question.constraints,
-        budget=clock.rest,
-        seed=options.seed,
-        stop=clock.stop,
-        robust=options.robust,
-        num_threads=options.num_threads,
-    )
-    assert placed.plan.search is not None
-    clock.spend(placed.plan.search.simulations)
-    return Solution(None, plan=placed.plan)
+    """Returns the plan of `best_for`, as an answer of `place`."""
+    return Solution(None, plan=best_for(target, question, clock).plan)
 
 
 def _best_stages(problem: Problem, adapted: AdaptedPlan, clock: Clock) -> Simulation:

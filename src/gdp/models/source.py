@@ -25,7 +25,7 @@ from gdp.models.model import HUGGING_FACE, PUBLISHED, Model, Reading, even_part
 from gdp.models.model_text import check_no_python_file, in_directory, is_graph_file, is_onnx, with_prefix
 from gdp.models.papers import PAPERS, Workload
 from gdp.models.serving import ServedStep
-from gdp.models.shards import WHOLE, Shards
+from gdp.models.shards import Shards
 from gdp.models.user_function import Example, JaxFunction, UserFunction, in_order
 
 if TYPE_CHECKING:
@@ -336,13 +336,11 @@ class ModelSource:
         from gdp.models.pytorch.capture_step import Built, StepOptions
 
         serving = self.reading.serving
-        if self.reading.shards != WHOLE:
-            raise InputError(f"--parallel: {self.reading.shards}: caches of served steps are not cut in this version")
-        build = ServedBuild(self.text, serving, num_parts)
+        build = ServedBuild(self.text, serving, num_parts, self.reading.shards)
         with user_function.printing_to_stderr():
             captured = Built.by(build, self.text).capture(self.text, StepOptions(self.reading.training))
         assert build.room is not None, "the capture built the model"
-        captured, served = finish(captured, serving, build.room)
+        captured, served = finish(captured, serving, build.room, build.share)
         notes = (*self._notes(captured), *build.notes)
         return captured, Model(captured.graph, captured.coverage.unknown, is_captured=True, notes=notes, served=served)
 

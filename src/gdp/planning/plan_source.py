@@ -21,7 +21,7 @@ from gdp.models.measured_times import MeasuredTimes
 from gdp.models.model import Model
 from gdp.models.op_costs import without_costs
 from gdp.models.serving import ServedStep
-from gdp.models.shards import WHOLE, Shards
+from gdp.models.shards import WHOLE
 from gdp.models.source import ModelSource
 from gdp.parallel.batches import BatchStream, in_flight
 from gdp.parallel.layout import Layout
@@ -75,13 +75,8 @@ class PlanSource:
             raise InputError("does not say its devices; name them with --devices")
         return self._of_plan(Cluster.parse(in_directory(question.cluster, question.directory)), question.cluster)
 
-    @property
-    def _shards(self) -> Shards:
-        """The degrees by which ops are cut over the groups of the plan."""
-        return WHOLE if self.plan.layout is None else Shards.of_document(self.plan.layout)
-
     def _of_plan(self, cluster: Cluster, text: str) -> Cluster:
-        plan, shards = self.plan, self._shards
+        plan, shards = self.plan, self.plan.shards
         if shards != WHOLE:
             cluster = cluster.grouped(shards.num_ranks)
         if cluster.fingerprint == plan.cluster:
@@ -160,7 +155,7 @@ class PlanSource:
         times = self.resolved.get("times")
         if times is not None:
             source = source.timed(MeasuredTimes(Path(times)), self.cluster)
-        if (shards := self._shards) != WHOLE:
+        if (shards := self.plan.shards) != WHOLE:
             source = source.sharded(shards)
         if layout is None or (not in_flight(layout) and Layout.of_document(layout).of_groups.is_whole):
             return source.whole()

@@ -18,7 +18,7 @@ from gdp.costs.ranges import StepRange, range_of
 from gdp.errors import InputError, prefixed, suggest
 from gdp.graph import Graph, GraphSource
 from gdp.graph.microbatches import microbatch_of
-from gdp.models.shards import Shards
+from gdp.models.shards import WHOLE, Shards
 
 if TYPE_CHECKING:
     from gdp.simulator.problem import Problem
@@ -285,9 +285,14 @@ class Plan:
         return cls(**values)
 
     @property
+    def shards(self) -> Shards:
+        """The degrees by which ops are cut over the groups that the plan's devices are."""
+        return WHOLE if self.layout is None else Shards.of_document(self.layout)
+
+    @property
     def num_ranks(self) -> int:
         """The number of cards that each device of the plan stands for."""
-        return 1 if self.layout is None else Shards.of_document(self.layout).num_ranks
+        return self.shards.num_ranks
 
     @property
     def cards(self) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ from gdp.models.hugging_face.sizes import Sizes, parse
 from gdp.models.hugging_face.timm_models import timm_builder
 from gdp.models.model import DTYPES, GGUF, PRECISIONS, TIMM, even_part
 from gdp.models.serving import Serving
+from gdp.models.shards import WHOLE, Shards
 from gdp.models.stored_weights import ATTRIBUTE
 from gdp.models.user_function import Build
 
@@ -102,22 +104,27 @@ def builder(text: str, *, training: bool = True, precision: str = "") -> Build:
 
 
 class ServedBuild:
-    """Builds (module, args, kwargs) of a prefill or decode step of `hf:DIR?SIZES`, its batch divided by `parts`."""
+    """Builds (module, args, kwargs) of a prefill or decode step of `hf:DIR?SIZES`, its batch divided by `parts`.
 
-    def __init__(self, text: str, serving: Serving, parts: int = 1) -> None:
-        self.text, self.is_decode = text, serving.phase == "decode"
+    With `shards` it is the step of one rank, whose cache has the heads that its weights make.
+    """
+
+    def __init__(self, text: str, serving: Serving, parts: int = 1, shards: Shards = WHOLE) -> None:
+        self.text, self.is_decode, self.shards = text, serving.phase == "decode", shards
         config, sizes = _read(text)
         if "_class_name" in config:
             raise InputError(f"{text}: a model of Diffusers has no cache; leave out --phase")
         self.sizes = replace(sizes, batch=even_part(sizes.batch, parts, text))
         self._make = _transformers_maker(config, self.sizes, text)
         self.room: CacheRoom | None = None  # of the last model built
-        self.notes: tuple[str, ...] = ()  # on that model
+        self.share = Fraction(1)  # of its cache that a rank holds
+        self.notes: list[str] = []  # on that model
 
     def __call__(self) -> tuple[Any, ...]:
         """Builds the model with its cache."""
         from gdp.models.hugging_face import kv_cache
         from gdp.models.hugging_face.cache_layers import CacheRoom
+        from gdp.models.pytorch.shards.local_program import localise
 
         with _explained(self.text), quiet():
             model = capturable(self._make())
@@ -125,9 +132,18 @@ class ServedBuild:
             with torch.no_grad():
                 inputs, context = serving_inputs(model, self.sizes, self.text, is_decode=self.is_decode)
                 self.room = CacheRoom(context, self.is_decode)
+                self.notes = []
                 if hasattr(model.config, "vision_config") and not leaves_out_images(type(model)):
-                    self.notes = (f"{self.text}: the prompt is text alone; images are not encoded in this step",)
-                return model, (), kv_cache.serve(model, inputs, self.room, self.text)
+                    self.notes.append(f"{self.text}: the prompt is text alone; images are not encoded in this step")
+                if self.shards != WHOLE:
+                    self.notes += localise(model, (), inputs, self.shards, self.text, training=False)
+                served = kv_cache.serve(model, inputs, self.room, self.text)
+                self.share = kv_cache.share_of_rank(model)
+                if (copies := float(self.share * self.shards.num_ranks)) > 1:
+                    self.notes.append(
+                        f"tensor={self.shards.tensor} holds the cache {copies:.4g} times: it has fewer heads than ranks"
+                    )
+                return model, (), served
 
 
 def _read(text: str) -> tuple[dict[str, Any], Sizes]:

@@ -11,7 +11,8 @@ Transformers over the buffers:
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from gdp.models.hugging_face.cache_layers import (
 )
 from gdp.models.hugging_face.served_attention import attend_as_served, joined_latents
 from gdp.models.pytorch.running_module import RunningModule
+from gdp.models.pytorch.shards.cuts import cut_of, mark
 
 Cache, DummyLayer = cache_utils.Cache, cache_utils.DummyLayer
 DynamicCache, EncoderDecoderCache = cache_utils.DynamicCache, cache_utils.EncoderDecoderCache
@@ -74,6 +76,14 @@ def serve(model: Any, inputs: Mapping[str, Any], room: CacheRoom, text: str) -> 
         encoded = torch.zeros_like(own.output.encoder_last_hidden_state)
         served = {"encoder_outputs": (encoded,), "decoder_input_ids": inputs["decoder_input_ids"]}
     return served | {_argument(model): cache, "use_cache": True}
+
+
+def share_of_rank(model: Any) -> Fraction:
+    """Returns the share of the bytes of a served model's cache that a rank holds."""
+    caches = [buffer for name, buffer in model.named_buffers() if "_cache" in name.rpartition(".")[2]]
+    own = sum(cache.nbytes for cache in caches)
+    cuts = [(cache, cut_of(cache)) for cache in caches]
+    return Fraction(own, sum(cache.nbytes * (cut.num_parts if cut is not None else 1) for cache, cut in cuts))
 
 
 def _argument(model: Any) -> str:
@@ -141,8 +151,7 @@ def _layer(model: Any, probed: _Probed, index: int, room: CacheRoom, text: str) 
             room, *_memory(module, layer.keys, layer.values, places), is_sliding=window is not None
         )
         if getattr(layer, "indexer_keys", None) is not None:
-            batch, _, width = layer.indexer_keys.shape
-            served.indexer_keys = _buffer(module, "index_key_cache", layer.indexer_keys.new_zeros(batch, places, width))
+            served.indexer_keys = _buffer(module, "index_key_cache", layer.indexer_keys, places)
     if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
         states = (ServedStateLayer if served is None else ServedHybridLayer)(layer.number_of_states, room)
         for kind, tensors in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
@@ -150,7 +159,7 @@ def _layer(model: Any, probed: _Probed, index: int, room: CacheRoom, text: str) 
                 if state is None:
                     continue
                 name = f"{kind}_state_cache" + (f"_{number}" if number else "")
-                states.hold(kind, number, _buffer(module, name, torch.zeros_like(state)))
+                states.hold(kind, number, _buffer(module, name, state))
         if served is not None:
             states.attention = served
         return states
@@ -159,16 +168,21 @@ def _layer(model: Any, probed: _Probed, index: int, room: CacheRoom, text: str) 
 
 def _memory(module: nn.Module, keys: Tensor, values: Tensor, places: int) -> tuple[Tensor, Tensor]:
     """Registers memory for keys and values, of latent attention in one piece: its absorbed form reads both at once."""
-    batch, heads, _, width = keys.shape
-    if hasattr(module, "expand_kv") and heads == values.shape[1] == 1:
-        both = _buffer(module, "latent_cache", keys.new_zeros(batch, 1, places, width + values.shape[-1]))
-        return both[..., :width], both[..., width:]
-    value_memory = values.new_zeros(batch, values.shape[1], places, values.shape[-1])
-    key_memory = _buffer(module, "key_cache", keys.new_zeros(batch, heads, places, width))
-    return key_memory, _buffer(module, "value_cache", value_memory)
+    if hasattr(module, "expand_kv") and keys.shape[1] == values.shape[1] == 1:
+        both = _buffer(module, "latent_cache", torch.cat((keys, values), -1), places)
+        return both[..., : keys.shape[-1]], both[..., keys.shape[-1] :]
+    return _buffer(module, "key_cache", keys, places), _buffer(module, "value_cache", values, places)
 
 
-def _buffer(module: nn.Module, name: str, memory: Tensor) -> Tensor:
+def _buffer(module: nn.Module, name: str, like: Tensor, places: int | None = None) -> Tensor:
+    """Registers memory of the size of a tensor, but for the places of tokens; of a cut tensor it is cut alike."""
+
+    def sized(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape if places is None else (*shape[:-2], places, shape[-1])
+
+    memory, cut = like.new_zeros(sized(tuple(like.shape))), cut_of(like)
+    if cut is not None:
+        mark(memory, replace(cut, shape=sized(cut.shape)))
     module.register_buffer(name, memory, persistent=False)
     return memory
 
@@ -179,6 +193,6 @@ def _cross_layer(model: Any, probed: _Probed, index: int, room: CacheRoom) -> An
     if index not in probed.owners:
         return DummyLayer()
     module = model.get_submodule(probed.owners[index])
-    keys = _buffer(module, "cross_key_cache", torch.zeros_like(layer.keys))
-    values = _buffer(module, "cross_value_cache", torch.zeros_like(layer.values))
+    keys = _buffer(module, "cross_key_cache", layer.keys)
+    values = _buffer(module, "cross_value_cache", layer.values)
     return ServedAttentionLayer(CacheRoom(keys.shape[-2], room.is_decode), keys, values, is_sliding=False)

@@ -20,9 +20,10 @@ _STATES = re.compile(r"(?:^|\.)(?:conv|recurrent)_state_cache(?:_\d+)?$")
 _INPUTS = ("input.decoder_input_ids", "input.input_ids")
 
 
-def finish(captured: Capture, serving: Serving, room: CacheRoom) -> tuple[Capture, ServedStep]:
+def finish(captured: Capture, serving: Serving, room: CacheRoom, share: Fraction) -> tuple[Capture, ServedStep]:
     """Returns the capture with the cache in the type that `serving` asks for, and the facts of the step. Keys, values
-    and latents change their bytes: resident, read, written and sent. States keep the model's type."""
+    and latents change their bytes: resident, read, written and sent. States keep the model's type. `share`
+    of the whole cache is in the capture."""
     program = captured.program
     caches = [op for op, source in program.sources.items() if any(_TOKENS.search(name) for name in source.views)]
     states = [op for op, source in program.sources.items() if any(_STATES.search(name) for name in source.views)]
@@ -31,7 +32,7 @@ def finish(captured: Capture, serving: Serving, room: CacheRoom) -> tuple[Captur
     sources = {name: layout for source in program.sources.values() for name, layout in source.views.items()}
     tokens = next(sources[name] for name in _INPUTS if name in sources)
     num_sequences, num_tokens = tokens.size
-    cache_bytes = int(captured.graph.resident_bytes[[*caches, *states]].sum())
+    cache_bytes = int(int(captured.graph.resident_bytes[[*caches, *states]].sum()) / share)
     return captured, ServedStep(serving.phase, num_sequences, num_tokens, room.context, cache_bytes)
 
 

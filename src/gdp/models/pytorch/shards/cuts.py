@@ -5,6 +5,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -96,6 +97,12 @@ def joined(x: Tensor, dim: int, outer: int, num_parts: int) -> Tensor:
         return x
     apart = x.unflatten(dim, (num_parts, outer, x.shape[dim] // (num_parts * outer)))
     return apart.transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+
+def divided(*pieces: Sequence[int]) -> tuple[int, ...]:
+    """Returns the sizes of the pieces between the ends of all pieces, of several divisions of a dimension."""
+    ends = sorted({end for sizes in pieces for end in accumulate(sizes)})
+    return tuple(end - start for start, end in pairwise([0, *ends]))
 
 
 def segments_of(cut: AxisCut) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from gdp.models.pytorch.shards.cuts import (
     SEQUENCE,
     AxisCut,
     cut_of,
+    divided,
     mapped,
     mark,
     of_segments,
@@ -195,11 +196,9 @@ def _groups(run: Exchanges, cut: AxisCut, sizes: Sequence[int]) -> list[tuple[in
     """Returns the segments in each of consecutive pieces of a cut dimension; None if they are cut otherwise."""
     if any(size % cut.num_parts for size in sizes):
         return None
-    segments = segments_of(cut)
-    if len(segments) == 1 and len(sizes) > 1:
-        if run.plan is None or not run.plan.segment(cut, sizes):
-            return None
-        segments = tuple(sizes)
+    segments = divided(segments_of(cut), sizes)
+    if segments != segments_of(cut) and (run.plan is None or not run.plan.segment(cut, segments)):
+        return None
     groups, rest = [], list(segments)
     for size in sizes:
         group: list[int] = []
@@ -291,7 +290,7 @@ def _pad(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _cat(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     tensors = list(args[0])
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % tensors[0].dim()
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % max(tensor.dim() for tensor in tensors)
     cuts = [cut_of(tensor) for tensor in tensors]
     lead = next(cut for cut in cuts if cut is not None)
     if lead.dim != dim:

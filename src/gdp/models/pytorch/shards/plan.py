@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gdp.models.pytorch.shards.alike_layers import AlikeLayers
-from gdp.models.pytorch.shards.cuts import SEQUENCE, AxisCut, cut_of, mark, part
+from gdp.models.pytorch.shards.cuts import SEQUENCE, AxisCut, cut_of, divided, mark, part
 from gdp.models.pytorch.shards.exchanges import Exchanges
 from gdp.models.pytorch.shards.experts import expert_weights, run_experts_locally
 from gdp.models.pytorch.shards.local_run import LocalRun
@@ -133,7 +133,7 @@ class CutPlan:
             (width, *others) = {sum(sizes) for sizes in self.roles[path].pieces.values()} or {self.roles[path].size}
             if others or width % total:
                 return False
-            segments = tuple(size * (width // total) for size in sizes)
+            segments = divided(self._bounds.get(_pattern(path), ()), [size * (width // total) for size in sizes])
             if any(size % cut.num_parts for size in segments):
                 return False
             if self._bounds.get(_pattern(path)) != segments:
