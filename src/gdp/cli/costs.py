@@ -14,6 +14,10 @@ def costs(
     model: ModelArgument,
     devices: DevicesOption = None,
     runtime: RuntimeOption = None,
+    parallel: Annotated[
+        str | None,
+        typer.Option(metavar="DEGREES", help="One rank of a group of cards: tensor=8[,sequence=on,expert=8]."),
+    ] = None,
     top: Annotated[int, typer.Option(min=0, max=1000, help="Equal ops that take longest.")] = 20,
     *,
     model_options: ReadingOptions,
@@ -24,7 +28,9 @@ def costs(
     from gdp.cluster import Cluster
     from gdp.costs.breakdown import Breakdown
     from gdp.costs.op_times import ranks_of
+    from gdp.models.shards import WHOLE
     from gdp.models.source import ModelSource
+    from gdp.parallel.layout import Layout
     from gdp.planning.options import run_by
     from gdp.report.costs_answer import costs_document, costs_report
 
@@ -34,7 +40,13 @@ def costs(
     cluster = Cluster.parse(run_by(devices, runtime, reading.serving))
     if not any(device.achieved for device in cluster.devices):
         raise InputError(f"--devices {devices}: tells nothing of kernels (achieved); name GPUs of a built-in kind")
-    graph = read_graph(ModelSource(model, reading)).graph
+    source = ModelSource(model, reading)
+    if parallel is not None:
+        layout = Layout.parse(parallel)
+        if layout.shards == WHOLE or not layout.of_groups.is_whole:
+            raise InputError(f"--parallel {parallel}: costs are of one rank; give degrees of its group alone: tensor=8")
+        source = source.sharded(layout.shards)
+    graph = read_graph(source).graph
     if (num_ranks := int(ranks_of(graph).max())) > 1:
         cluster = cluster.grouped(num_ranks)
     kinds = {device.kind: device for device in cluster.devices if device.achieved}
