@@ -152,3 +152,17 @@ def test_kernels_are_those_of_pytorch(name: str) -> None:
         assert theirs - ours == Counter({(frozenset({0}), frozenset()): 1, (frozenset(), frozenset({1})): 1})
     else:
         assert ours == theirs
+
+
+def test_a_fused_lookup_reads_its_rows_alone() -> None:
+    """Three rows of a table of 1,000 are read and written, and their numbers read."""
+    table = nn.Embedding(1000, 8)
+
+    class Lookup(nn.Module):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return table(ids) + 1.0
+
+    graph = capture(Lookup(), (torch.tensor([1, 2, 3]),), training=False).graph
+    kernels = fused(graph)
+    bytes_of = dict(zip(graph.kinds, kernels.bytes.tolist(), strict=True))
+    assert bytes_of["aten.embedding"] == 2 * 3 * 8 * 4 + 3 * 8
