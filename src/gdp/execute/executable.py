@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.execute.layouts.batch import Sizes, first_part, part_sizes
-from gdp.execute.layouts.sharded_program import ShardedProgram, is_among_ranks
+from gdp.execute.layouts.sharded_program import ShardedProgram, is_among_ranks, ranks_of
 from gdp.execute.layouts.step_program import StepProgram, step_program, stream_program
 from gdp.execute.measurement import Order
 from gdp.execute.worker import ExecutionError
@@ -63,7 +63,7 @@ class Executable:
     @property
     def parts(self) -> StepProgram | None:
         """The program of a step that is cut into parts of the batch, of the first rank."""
-        program = of_first_rank(self.program)
+        program = ranks_of(self.program)[0]
         return program if isinstance(program, StepProgram) else None
 
     def content(self, program: Program | None = None) -> dict[int, Tensor]:
@@ -80,7 +80,7 @@ class Executable:
 
     def signatures(self) -> Sequence[str]:
         """Returns the signatures of ops; "" for those that a layout makes or changes."""
-        cut, num_ranks, program = self.parts, num_ranks_of(self.program), of_first_rank(self.program)
+        cut, num_ranks, program = self.parts, len(ranks_of(self.program)), ranks_of(self.program)[0]
         found: Sequence[str] = signatures(program if cut is None else cut.part)
         if cut is not None:
             found = ["" if op in cut.made else found[origin] for op, origin in enumerate(cut.origin)]
@@ -206,19 +206,9 @@ class PlannedCut:
         return replace(program, placed=Step.of_document(lambda _parts: part.graph, self.layout).graph)
 
 
-def of_first_rank(program: Program) -> Program:
-    """Returns the program of the first rank; where ops are not cut, the program itself."""
-    return program.ranks[0] if isinstance(program, ShardedProgram) else program
-
-
-def num_ranks_of(program: Program) -> int:
-    """Returns the number of ranks that a device of a plan stands for."""
-    return len(program.ranks) if isinstance(program, ShardedProgram) else 1
-
-
 def graph_in_plans(program: Program) -> Graph:
     """Returns the graph that a plan of `program` is of."""
-    program = of_first_rank(program)
+    program = ranks_of(program)[0]
     placed = program.placed if isinstance(program, StepProgram) else None
     return program.graph if placed is None else placed
 

@@ -14,6 +14,7 @@ from gdp.arrays import I64
 from gdp.execute.host_executor import host_executor
 from gdp.execute.plan_executor import PlanExecutor, StepRecord
 from gdp.execute.targets import Target
+from gdp.execute.worker import DeviceRecord
 from gdp.models.pytorch import Program
 
 Order = Sequence[npt.ArrayLike]  # [D] The ops of each device, in the order of their starts
@@ -34,16 +35,12 @@ class Measurement:
 
     def of_first_rank(self, num_ranks: int) -> "Measurement":
         """Returns the times of the first rank of each device of a plan; see `ShardedProgram` for its numbers."""
+
+        def own(device: DeviceRecord) -> DeviceRecord:
+            return replace(device, ops=[op // num_ranks for op in device.ops])
+
         order = [np.asarray(ops) // num_ranks for ops in self.order[::num_ranks]]
-        records = [
-            replace(
-                record,
-                devices=tuple(
-                    replace(each, ops=tuple(op // num_ranks for op in each.ops)) for each in record.devices[::num_ranks]
-                ),
-            )
-            for record in self.records
-        ]
+        records = [replace(each, devices=tuple(map(own, each.devices[::num_ranks]))) for each in self.records]
         return Measurement(order, self.num_ops // num_ranks, records)
 
     @property

@@ -35,11 +35,10 @@ from gdp.execute.executable import (
     check_belongs,
     check_executable,
     graph_in_plans,
-    num_ranks_of,
-    of_first_rank,
     order_of,
 )
 from gdp.execute.host_executor import host_executor
+from gdp.execute.layouts.sharded_program import ranks_of
 from gdp.execute.measurement import Measurement, Order, PlacedProgram, measure_programs, one_device_order
 from gdp.execute.prediction import Prediction, predict
 from gdp.execute.ranks.rank_executor import ProcessExecutor
@@ -169,7 +168,7 @@ def run_on_host(
     program, simulation = executable.program, _simulation(executable, plan, graph, cluster)
     notes = tuple(machine_notes(targets, cluster))
     content = executable.content()
-    fastest = _fastest_device(simulation) * num_ranks_of(program)
+    fastest = _fastest_device(simulation) * len(ranks_of(program))
     whole = executable.capture.program
     alone = one_device_order(whole.graph.num_ops, fastest, len(targets))
     order = order_of(program, plan)
@@ -289,7 +288,7 @@ def _result(
 ) -> RunResult:
     """Returns the result of measured steps, with what there is to tell of a step that is cut, or of a stream."""
     executed, cut, (equality, reference) = executable.program, executable.parts, check
-    program, measured = of_first_rank(executed), placed.of_first_rank(num_ranks_of(executed))
+    program, measured = ranks_of(executed)[0], placed.of_first_rank(len(ranks_of(executed)))
     is_as_placed = simulation is not None and simulation.problem.num_ops == program.graph.num_ops
     prediction = predict(program, simulation, measured) if simulation is not None and is_as_placed else None
     result = RunResult(plan, program.graph.name, tuple(targets), placed, equality, reference, prediction)

@@ -11,6 +11,7 @@ parameters and buffers, "optimizer/NAME/KEY" of the optimizer, "scaler/KEY" of a
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -80,7 +81,7 @@ class OptimizerState:
                 expected = ", ".join(values or {key: 0 for update in self.updates.values() for key in update.state})
                 raise InputError(f"optimizer state of {name!r}: {expected} of a trained parameter are expected")
             for key, value in values.items():
-                here, size = list(tensors[key].shape), list(self._layouts[value].size)
+                here, size = list(tensors[key].shape), list(self._size(name, value))
                 if here != size:
                     raise InputError(f"optimizer state {key} of {name!r} is {here}; {size} is expected")
         return self._dealt_out(state)
@@ -101,6 +102,9 @@ class OptimizerState:
             for name, update in self.updates.items()
         }
         return self._dealt_out({name: by_key for name, by_key in copies.items() if by_key})
+
+    def _size(self, name: str, value: int) -> Sequence[int]:
+        return self._layouts[value].size
 
     def _dealt_out(self, state: StateByName) -> dict[int, dict[int, Tensor]]:
         content: dict[int, dict[int, Tensor]] = {}
@@ -144,26 +148,17 @@ class StateOfRanks(OptimizerState):
             for name, by_key in states[0].items()
         }
 
-    def cut(self, state: StateByName) -> dict[int, dict[int, Tensor]]:
-        """Returns the state of each update by value. InputError for other names, keys or shapes than `joined` has."""
-        part_of = self._program.part_of
-        return self._program.numbered(
-            [
-                of_rank.cut(
-                    {n: {key: part_of(n, item, rank) for key, item in by_key.items()} for n, by_key in state.items()}
-                )
-                for rank, of_rank in enumerate(self._of_ranks)
-            ]
-        )
+    def _size(self, name: str, value: int) -> Sequence[int]:
+        size, cut = super()._size(name, value), self._program.cuts.get(name)
+        return cut.shape if size and cut is not None else size
 
-    def cut_copies(self, parameters: Mapping[str, Tensor]) -> dict[int, dict[int, Tensor]]:
-        """Returns the state of each update that is a copy of its parameter, by value."""
-        parts = [
-            {name: self._program.part_of(name, whole, rank) for name, whole in parameters.items()}
-            for rank in range(len(self._of_ranks))
-        ]
-        own = zip(self._of_ranks, parts, strict=True)
-        return self._program.numbered([of_rank.cut_copies(part) for of_rank, part in own])
+    def _dealt_out(self, state: StateByName) -> dict[int, dict[int, Tensor]]:
+        found = []
+        for rank, own in enumerate(self._of_ranks):
+            part_of = partial(self._program.part_of, rank=rank)
+            parts = {name: {key: part_of(name, by_key[key]) for key in by_key} for name, by_key in state.items()}
+            found.append(own._dealt_out(parts))
+        return self._program.numbered(found)
 
 
 def _piece(whole: Tensor, layout: StridedLayout, span: Span) -> Tensor:

@@ -36,10 +36,10 @@ def read_run(path: Path, plan: Plan) -> Mapping[str, Any]:
         raise InputError(
             f"{path}: is not what `gdp run --json` prints ({type(error).__name__}: {error}); save its output"
         ) from None
-    if run["predicted_step_time_ns"] != plan.step_time_ns or devices != list(plan.devices):
+    if run["predicted_step_time_ns"] != plan.step_time_ns or devices != list(plan.cards):
         raise InputError(
             f"{path}: is of a plan of {run['predicted_step_time_ns']} ns on {', '.join(devices)}, this one takes "
-            f"{plan.step_time_ns} ns on {', '.join(plan.devices)}; give what `gdp run` printed of this one"
+            f"{plan.step_time_ns} ns on {', '.join(plan.cards)}; give what `gdp run` printed of this one"
         )
     return run
 

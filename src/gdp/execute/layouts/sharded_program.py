@@ -29,7 +29,7 @@ from gdp.models.pytorch.program import Program, named_state
 from gdp.models.pytorch.recorded_calls import Call, Ref
 from gdp.models.pytorch.routine import OpRoutine
 from gdp.models.pytorch.shards.collectives import OF_ALL_RANKS
-from gdp.models.pytorch.shards.cuts import AxisCut
+from gdp.models.pytorch.shards.cuts import OUTPUT, AxisCut
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -115,20 +115,15 @@ class ShardedProgram(Program):
         return frozenset(self.numbered([dict.fromkeys(getattr(rank, name)) for rank in self.ranks]))
 
     def _pairs(self, name: str) -> dict[int, int]:
-        count = len(self.ranks)
-        of_ranks = [getattr(rank, name).items() for rank in self.ranks]
-        return {a * count + rank: b * count + rank for rank, pairs in enumerate(of_ranks) for a, b in pairs}
+        pairs, count = self.numbered([getattr(rank, name) for rank in self.ranks]), len(self.ranks)
+        return {n: own * count + n % count for n, own in pairs.items()}
 
+    loss_tensors = cached_property(lambda self: self._numbers("loss_tensors"))
     result_tensors = cached_property(lambda self: self._numbers("result_tensors"))
     state_tensors = cached_property(lambda self: self._numbers("state_tensors"))
     piece_tensors = cached_property(lambda self: self._numbers("piece_tensors"))
     keepers = cached_property(lambda self: self._pairs("keepers"))
     completed_by = cached_property(lambda self: self._pairs("completed_by"))
-
-    @cached_property
-    def loss_tensors(self) -> frozenset[int]:
-        """The tensors that `loss_of` reads: those of the first rank."""
-        return frozenset(tensor * len(self.ranks) for tensor in self.ranks[0].loss_tensors)
 
     # -- the whole model ---------------------------------------------------------------------------------------------
 
@@ -138,22 +133,19 @@ class ShardedProgram(Program):
         return whole if cut is None or tuple(whole.shape) != cut.shape else cut.part_of(whole, rank, len(self.ranks))
 
     def whole_of(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """Returns a parameter, or a tensor of its shape, from what the ranks have of it."""
-        return self.cuts[name].whole_of(parts) if name in self.cuts and parts[0].dim() else parts[0]
+        """Returns a parameter, a tensor of its shape, or an output, from what the ranks have of it."""
+        cut = self.cuts.get(name.partition("@")[0])
+        return parts[0] if cut is None or not parts[0].dim() else cut.whole_of(parts)
 
-    def wholes_of(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns tensors by name of parameter, from those of all ranks."""
-        return {name: self.whole_of(name, [of_rank[name] for of_rank in parts]) for name in parts[0]}
+    def wholes_of(self, parts: Sequence[Mapping[str, Tensor]], of: str = "") -> dict[str, Tensor]:
+        """Returns tensors by name, of a parameter or `of` an output, from those of all ranks."""
+        return {name: self.whole_of(of + name, [each[name] for each in parts]) for name in parts[0]}
 
     def bind_state(self, state: nn.Module | Mapping[str, Tensor]) -> dict[int, Tensor]:
         """Copies parameters and buffers, of parameters each rank its part; see `Program.bind`."""
         named = dict(named_state(state)) if isinstance(state, nn.Module) else state
-        return self.numbered(
-            [
-                program.bind_state({name: self.part_of(name, whole, rank) for name, whole in named.items()})
-                for rank, program in enumerate(self.ranks)
-            ]
-        )
+        parts = [{name: self.part_of(name, named[name], rank) for name in named} for rank in range(len(self.ranks))]
+        return self.numbered([each.bind_state(own) for each, own in zip(self.ranks, parts, strict=True)])
 
     def bind_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Tensor]:
         """Copies inputs, which all ranks have; see `Program.bind`."""
@@ -161,8 +153,8 @@ class ShardedProgram(Program):
 
     def state_by_name(self, held: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """Returns the whole parameters, and the buffers of the first rank."""
-        of_ranks = zip(self.ranks, self.of_ranks(held), strict=True)
-        return self.wholes_of([program.state_by_name(own) for program, own in of_ranks])
+        own = zip(self.ranks, self.of_ranks(held), strict=True)
+        return self.wholes_of([each.state_by_name(tensors) for each, tensors in own])
 
     def loss_of(self, held: Mapping[int, Tensor]) -> Tensor | None:
         """Returns the loss of the first rank, which all have."""
@@ -170,19 +162,14 @@ class ShardedProgram(Program):
 
     def named_outputs(self, held: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """Returns the whole outputs by name, as `results` does."""
-        of_ranks = zip(self.ranks, self.of_ranks(held), strict=True)
-        return self._whole_outputs([program.named_outputs(own) for program, own in of_ranks])
-
-    def _whole_outputs(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        cuts = {name: f"output.{name.partition('@')[0]}" for name in parts[0]}
-        return {name: self.whole_of(cuts[name], [of_rank[name] for of_rank in parts]) for name in parts[0]}
+        own = zip(self.ranks, self.of_ranks(held), strict=True)
+        return self.wholes_of([each.named_outputs(tensors) for each, tensors in own], OUTPUT)
 
     def results(self, held: Mapping[int, Tensor]) -> Replay:
         """Returns the results of a step, from tensors by number; others are ignored."""
-        found = [program.results(own) for program, own in zip(self.ranks, self.of_ranks(held), strict=True)]
-        gradients, state = (self.wholes_of([getattr(each, key) for each in found]) for key in ("gradients", "state"))
-        outputs = self._whole_outputs([each.outputs for each in found])
-        return replace(found[0], outputs=outputs, gradients=gradients, state=state)
+        found = [each.results(tensors) for each, tensors in zip(self.ranks, self.of_ranks(held), strict=True)]
+        gradients = self.wholes_of([each.gradients for each in found])
+        return Replay(found[0].loss, self.named_outputs(held), gradients, self.state_by_name(held))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +180,7 @@ class RankRoutine:
     rank: int
     num_ranks: int
 
-    def run(
-        self, inputs: MutableMapping[int, Any], private: MutableMapping[int, Tensor], seed: int = 0
-    ) -> dict[int, Any]:
+    def run(self, inputs: MutableMapping[int, Any], private: Any, seed: int = 0) -> dict[int, Any]:
         """Executes the op; see `Program.run`."""
         made = self.routine.run(_HeldByRank(inputs, self.rank, self.num_ranks), private, seed)
         return {tensor * self.num_ranks + self.rank: content for tensor, content in made.items()}
@@ -225,6 +210,11 @@ class _HeldByRank(MutableMapping[int, Any]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def ranks_of(program: Program) -> Sequence[Program]:
+    """Returns the programs of the ranks that a device of a plan stands for; where ops are not cut, the program."""
+    return program.ranks if isinstance(program, ShardedProgram) else (program,)
 
 
 def is_among_ranks(graph: Graph) -> Bool:

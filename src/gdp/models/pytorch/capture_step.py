@@ -34,7 +34,7 @@ from gdp.models.pytorch.own_step import Step, has_own_step, record_own_step
 from gdp.models.pytorch.program import Program, named_inputs, named_state, named_tensors
 from gdp.models.pytorch.recorded_calls import Ref
 from gdp.models.pytorch.recorder import Recorder
-from gdp.models.pytorch.shards.cuts import STORED, AxisCut, cut_of
+from gdp.models.pytorch.shards.cuts import OUTPUT, STORED, AxisCut, cut_of
 from gdp.models.pytorch.shards.local_program import localise
 from gdp.models.pytorch.step_calls import building
 from gdp.models.shards import WHOLE, Shards
@@ -323,7 +323,7 @@ def _record(
                         gradients[path] = recorder.record_update(path, parameter, rule)
                 loss_ref = recorder.memories.ref(value)
             outputs = {path: recorder.memories.ref(tensor) for path, tensor in named_tensors(output, "")}
-            results = [(f"output.{path}", tensor) for path, tensor in named_tensors(output, "")]
+            results = [(OUTPUT + path, tensor) for path, tensor in named_tensors(output, "")]
             results += model.named_parameters(remove_duplicate=False)
             cuts = {path: cut for path, tensor in results if (cut := getattr(tensor, STORED, cut_of(tensor)))}
     finally:

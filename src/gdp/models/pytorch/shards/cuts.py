@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 ATTRIBUTE = "gdp_cut"
 STORED = "gdp_stored"  # of a parameter: its cut, of experts too, with which a rank computes as with all of them
+OUTPUT = "output."  # begins the names of outputs among cuts
 PARTIAL = -1
 SEQUENCE = "tokens"
 """The source of a cut of tokens, in place of weights."""

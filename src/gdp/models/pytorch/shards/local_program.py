@@ -53,7 +53,7 @@ def localise(
     with torch.set_grad_enabled(training):
         layers = AlikeLayers.of(model, args, kwargs)
         whole = _product_flops(model, args, kwargs, layers)
-        options = {"by_tokens": by_tokens, "num_expert_parts": shards.expert, "layers": layers}
+        options: dict[str, Any] = {"by_tokens": by_tokens, "num_expert_parts": shards.expert, "layers": layers}
         plan = planned(model, args, kwargs, num_ranks, **options)
         cut_weights(model, plan, num_ranks, rank=rank, by_tokens=by_tokens)
         local = _product_flops(model, args, kwargs, layers)
@@ -108,7 +108,8 @@ def _cut_parameter(parameter: Tensor, path: str, role: Role, rank: int, num_rank
     local = cut.part_of(parameter.detach(), rank, num_ranks)
     copy = nn.Parameter(local.clone(memory_format=torch.contiguous_format), parameter.requires_grad)
     setattr(copy, STORED, cut)
-    return mark(copy, None if role.is_experts else cut)
+    mark(copy, None if role.is_experts else cut)
+    return copy
 
 
 def _run_locally(model: nn.Module, num_ranks: int, rank: int, by_tokens: bool, gathered: frozenset[str]) -> None:
