@@ -21,7 +21,6 @@ from gdp import InputError
 from gdp.models.model import Reading
 from gdp.models.source import ModelSource
 from gdp.search.question import plan_of
-from tests.models.shard_cases import case
 
 SAVED, LOSSES = "training.safetensors", "losses.txt"
 
@@ -73,6 +72,8 @@ def train_sharded(
     name: str, num_cards: int, text: str, steps: Sequence[int], *, resume: Path | None = None, saves: Path | None = None
 ) -> dict[str, Any]:
     """Trains a model of `shard_cases` on cores in a layout; returns losses, the state, and the model's weights."""
+    from tests.models.shard_cases import case  # with Transformers, which other jobs do without
+
     model, inputs = case(name)
     source = ModelSource.of_example((model, (), inputs), Reading(optimizer="sgd-momentum"))
     clusters = gdp.Cluster.parse(f"{num_cards}xcpu-16core")
