@@ -77,7 +77,7 @@ def devices_of_layers() -> list[set[int]]:
 
 def test_layers_are_whole_and_in_order_by_default(place: Place) -> None:
     """A decode plan has each layer on one device, in order; what single ops would take is a note, or is asked for."""
-    options = ["llama?batch=64&context=1024", "--devices", "2xl4-24g", *limits("0.15GiB", 2)]
+    options = ["llama?batch=64&context=1024", "--devices", "l4-24g+rtx4090-24g", *limits("0.15GiB", 2)]
     status, answer, notes = place(*options)
     assert status == 0
     assert answer["advice"]["what_ifs"]
@@ -90,6 +90,19 @@ def test_layers_are_whole_and_in_order_by_default(place: Place) -> None:
     assert free["step_time_ns"] <= answer["step_time_ns"]
     if free["step_time_ns"] < answer["step_time_ns"]:
         assert "no server runs it (--parallel none has it)" in notes
+
+
+def test_equal_cards_cut_layers_where_that_is_faster(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    """On equal cards servers' tensor parallelism is looked at unasked: as fast as asked for, faster than stages."""
+    options = ["llama?batch=64&context=1024", "--devices", "2xl4-24g", *limits("0.15GiB", 2)]
+    _, answer, _ = place(*options)
+    _, asked, _ = place(*options, "--parallel", "tensor=2")
+    _, stages, _ = place(*options, "--for", "vllm")
+    assert answer["layout"]["tensor"] == asked["layout"]["tensor"] == 2
+    assert answer["step_time_ns"] == asked["step_time_ns"] < stages["step_time_ns"]
+    assert answer["serving"] == asked["serving"]
+    assert main(["simulate", answer["plan"], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["serving"] == answer["serving"]
 
 
 def test_experts_may_be_on_a_cpu_by_default(place: Place) -> None:

@@ -24,7 +24,7 @@ from gdp.search.candidate import Candidate, Figures
 from gdp.search.place import place
 from gdp.search.place_question import PlaceQuestion
 from gdp.search.question import Solution, plan_of, search_record
-from gdp.search.shards import stamped
+from gdp.search.shards import over_degrees, stamped
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
@@ -134,7 +134,7 @@ def best_for(target: ExportTarget, question: PlaceQuestion, clock: Clock, **opti
         found.append(placed)
         return solution
 
-    best = solve(question, clock)
+    best = over_degrees(question, clock, solve)
     assert best.plan is not None
     placed = next(each for each in found if each.plan.placement is best.plan.placement)
     return replace(placed, plan=best.plan)

@@ -96,6 +96,7 @@ def place_document(
         "seconds": plan.search.seconds,
         "simulations": plan.search.simulations,
         "plan": None if path is None else str(path),
+        **({"layout": plan.layout} if plan.num_ranks > 1 else {}),
         "microbatches": max(int(simulation.problem.microbatch.max()) + 1, 1),
         "order": plan.search.order,
         "under_noise": None if noisy is None else asdict(noisy),

@@ -37,6 +37,7 @@ class SweepAnswer:
         self._decodes = any(each is not None and each.phase == "decode" for each in self._served)
         self.noun = noun if any(row.work for row in rows) else "steps"
         self.fitting = [row for row in rows if row.is_ok]
+        self._has_layouts = any(row.layout for row in rows)
 
     def report(self) -> Iterator[RenderableType]:
         """Yields the table, the best row in bold, and sentences on the smallest value that does and on the cheapest."""
@@ -47,6 +48,7 @@ class SweepAnswer:
         columns = (values, ">step time", f">{noun}/s", ">above bound", ">fullest device", "plan")
         if self._decodes:
             columns = (values, ">time per token", f">{noun}/s", ">first token", ">cache", ">fullest device")
+            columns += ("layout",) * self._has_layouts
         notes = list(map(_note, self.rows))
         table = new_table(*columns, *costs, *["note"] * any(notes))
         for row, note, served in zip(self.rows, notes, self._served, strict=True):
@@ -75,7 +77,8 @@ class SweepAnswer:
         fullest = format_gib(int(plan.peak_memory_bytes.max()))
         if self._decodes:
             first = "-" if row.first_token_ns is None else format_ms(row.first_token_ns)
-            return first, "-" if served is None else format_gib(served.cache_bytes), fullest
+            cache = "-" if served is None else format_gib(served.cache_bytes)
+            return first, cache, fullest, *[row.layout or "layers"] * self._has_layouts
         above = f"{plan.step_time_ns / row.bound_ns - 1:.1%}" if row.bound_ns else "-"
         layout = row.layout or (order if self.what == MICROBATCHES else "ops")
         return above, fullest, f"{layout:.{_MOST_LAYOUT}}"
