@@ -232,17 +232,18 @@ class Cluster:
         return str(self.exchanges[source, target]) if self.exchanges.size else ""
 
     def device_number(self, name: str) -> int:
-        """The number of the device called `name`; InputError lists near matches."""
-        names = [device.name for device in self.devices]
-        if name not in names:
+        """The number of the device called `name`, or of the group that has this card; InputError lists near matches."""
+        numbers = [number for number, device in enumerate(self.devices) if name in (device.name, *device.group)]
+        if not numbers:
+            names = [device.name for device in self.devices]
             raise InputError(f"device {name!r}: is not in cluster {self.name!r}; {suggest(name, names)}")
-        return names.index(name)
+        return numbers[0]
 
     def devices_called(self, name: str) -> list[int]:
         """Returns the number of the device called `name`, else of all devices of this kind; InputError if there is
         none.
         """
-        named = [number for number, device in enumerate(self.devices) if device.name == name]
+        named = [number for number, device in enumerate(self.devices) if name in (device.name, *device.group)]
         numbers = named or [number for number, device in enumerate(self.devices) if device.kind == name]
         if not numbers:
             candidates = list(dict.fromkeys(text for device in self.devices for text in (device.name, device.kind)))

@@ -201,7 +201,7 @@ class PlanSource:
     @property
     def constraints(self) -> Constraints:
         """The limits of the plan."""
-        return constraints_of(self.options, self.cluster)
+        return constraints_of(self.options, self.cluster).on_groups(self.cluster)
 
     def problem(self) -> Problem:
         """Returns the problem that the plan solves."""
