@@ -45,10 +45,10 @@ class SweepAnswer:
         has_watts = any(row.price.watts for row in self.fitting)
         costs = [">$/hour", f">{noun}/$"] * has_dollars + [f">{noun}/J"] * has_watts
         values = self.what if self.what == MACHINES else f">{self.what}"
-        columns = (values, ">step time", f">{noun}/s", ">above bound", ">fullest device", "plan")
+        columns = [values, ">step time", f">{noun}/s", ">above bound", ">fullest device", "plan"]
         if self._decodes:
-            columns = (values, ">time per token", f">{noun}/s", ">first token", ">cache", ">fullest device")
-            columns += ("layout",) * self._has_layouts
+            columns = [values, ">time per token", f">{noun}/s", ">first token", ">cache", ">fullest device"]
+            columns += ["layout"] * self._has_layouts
         notes = list(map(_note, self.rows))
         table = new_table(*columns, *costs, *["note"] * any(notes))
         for row, note, served in zip(self.rows, notes, self._served, strict=True):
