@@ -12,8 +12,7 @@ of a class, which are alike, have equal weights.
 The same holds of ops that are cut over the ranks of groups: pieces of a product have its flops, and all ranks together
 read its weights at least once. Ranks repeat ops or run pieces of them, but for a few whose place others take: copies
 are views where a rank has one head, and the loss is summed over parts of a vocabulary. They are not counted where cards
-form groups. N ops, C classes.
-"""
+form groups. N ops, C classes."""
 
 import math
 from collections.abc import Mapping
@@ -35,12 +34,10 @@ _OTHERWISE = ("transpose", "gather", "element_gather", "softmax")  # classes of 
 
 
 def layout_bound(steps: Mapping[int, Graph], cluster: Cluster) -> int:
-    """Returns a time in ns that no layout on `cluster` can beat.
-
-    `steps[K]` is the step of 1/K of the batch. The work of the whole batch is K times its forward and backward work,
-    and one update. The bound is the smallest over all K, since small parts may run other kernels. Measured times of ops
-    say nothing about parts of them: with any, the bound is 0.
-    """
+    """Returns a time in ns that no layout on `cluster` can beat. `steps[K]` is the step of 1/K of the batch. The work
+    of the whole batch is K times its forward and backward work, and one update. The bound is the smallest over all K,
+    since small parts may run other kernels. Measured times of ops say nothing about parts of them: with any, the bound
+    is 0."""
     if any(any(graph.times_ns) for graph in steps.values()):
         return 0
     has_groups, bounds = bool(cluster.group_sizes()), []
@@ -73,9 +70,7 @@ def _whole(device: Device) -> Device:
 
 def _shared_out(work_ns: I64, counts: I64) -> int:
     """Returns the least load of the most loaded device, from below, over all ways to share `work_ns` [N, C] out.
-
-    `counts` [C] are the numbers of devices, over which the work of a class is spread evenly.
-    """
+    `counts` [C] are the numbers of devices, over which the work of a class is spread evenly."""
     rates = 1.0 / np.maximum(work_ns.sum(axis=0), 1)
     weights = rates / (rates * counts).sum()
     best = 0.0

@@ -8,8 +8,7 @@ A tensor that goes from group to group is sent T times at once, from each member
     gpu0 --> gpu4    gpu1 --> gpu5    gpu2 --> gpu6    gpu3 --> gpu7            one transfer from gpu0-3 to gpu4-7
 
 It takes as long as the slowest of them, and n times as long where n of them take turns on a channel, such as a network
-card. A CPU works for all ranks: a rank has a T-th of its memory and rates. D devices, C cards.
-"""
+card. A CPU works for all ranks: a rank has a T-th of its memory and rates. D devices, C cards."""
 
 import re
 from collections import Counter
@@ -35,10 +34,8 @@ _Members = tuple[int, ...]
 
 def islands(cluster: "Cluster", least: int = 2, *, of_cpus: bool = False) -> list[_Members]:
     """Returns the cards of one kind and one host that its fastest links join: of the links that join `least` of them.
-
     Links that are slower are left out unless it takes them to join as many; those between hosts always are. `of_cpus`:
-    the CPUs in place of cards.
-    """
+    the CPUs in place of cards."""
     alike: dict[object, list[int]] = {}
     for number, device in enumerate(cluster.devices):
         if device.is_cpu == of_cpus and not device.group:
@@ -75,10 +72,8 @@ def divisors(count: int) -> tuple[int, ...]:
 
 def grouped(cluster: "Cluster", num_ranks: int) -> tuple[list[Device], dict[tuple[int, int], Route]]:
     """Returns the devices of `cluster` in groups of `num_ranks` cards, CPUs beside them, and the routes of all pairs.
-
     Islands are cut in the order of devices; cards that are left over are left out. Without cards CPUs are in groups.
-    InputError where there is no group.
-    """
+    InputError where there is no group."""
     of_cpus = all(device.is_cpu for device in cluster.devices)
     joined = islands(cluster, num_ranks, of_cpus=of_cpus)
     cut = [[island[n : n + num_ranks] for n in range(0, len(island) - num_ranks + 1, num_ranks)] for island in joined]
@@ -114,9 +109,7 @@ def _channels(cluster: "Cluster", pair: tuple[int, int]) -> tuple[int, ...]:
 
 def _device(cluster: "Cluster", members: _Members, uses: Mapping[int, int], num_used: int) -> Device:
     """Returns the group of `members`, with the least of their figures; `num_used` cards of the host exchange at once.
-
-    `uses` counts the hops of their rings on each channel.
-    """
+    `uses` counts the hops of their rings on each channel."""
     cards = [cluster.devices[card] for card in members]
     if len(cards) == 1:
         return cards[0]

@@ -1,8 +1,6 @@
-"""Ranges: how far steps on cards are from their predictions, by kind of step; and when two plans are a tie.
-
-A range has 80 % of measured steps of its kind. ranges.toml has factors on the predicted time, made from what others
-measured (`python -m benchmarks measured --ranges FILE`), and says how. N ops, D devices.
-"""
+"""Ranges: how far steps on cards are from their predictions, by kind of step; and when two plans are a tie. A range has
+80 % of measured steps of its kind. ranges.toml has factors on the predicted time, made from what others measured
+(`python -m benchmarks measured --ranges FILE`), and says how. N ops, D devices."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -83,10 +81,8 @@ def range_of(graph: Graph, cluster: Cluster, placement: I64) -> StepRange | None
 
 
 def range_on(kind: StepKind, cards: Sequence[str], table: Mapping[str, Any] | None = None) -> StepRange:
-    """Returns the range of steps of a kind on `cards`, by the figures of `table` or of ranges.toml.
-
-    A spread that comes in addition is independent: squares of the logarithms add up.
-    """
+    """Returns the range of steps of a kind on `cards`, by the figures of `table` or of ranges.toml. A spread that comes
+    in addition is independent: squares of the logarithms add up."""
     figures = table or _table()
     cell = next((cell for cell in figures["cells"] if StepKind(*cell["kind"]) == kind), None)
     low, high = (cell or figures["other"])["factors"]

@@ -132,8 +132,7 @@ def run(
 
     `options` (`training`, `optimizer`, `precision`, `loss`) are those of the capture that was placed; the inputs
     are those of the whole batch. `on` says where devices are, as in `gdp.execute.targets.find_targets`; see
-    `gdp.execute.run.run_on_host` for the others and for errors. The model is left as it is.
-    """
+    `gdp.execute.run.run_on_host` for the others and for errors. The model is left as it is."""
     captured = capture(model, args, kwargs, name=type(model).__name__, **options)
     check_executable(captured.program)
     executable = Executable(captured, model, tuple(args), dict(kwargs or {}), options.get("loss"))
@@ -163,8 +162,7 @@ def run_on_host(
 
     `graph` is the one that was placed, where it has measured times; `cluster` allows to compare op by op. The results
     of the first step are compared with PyTorch's own step, or, where the model draws random numbers, with the same
-    program on one core. ExecutionError if an op fails, InputError if the plan is of another model or cluster.
-    """
+    program on one core. ExecutionError if an op fails, InputError if the plan is of another model or cluster."""
     program, simulation = executable.program, _simulation(executable, plan, graph, cluster)
     notes = tuple(machine_notes(targets, cluster))
     content = executable.content()
@@ -202,10 +200,8 @@ def run_on_ranks(
     steps: int = 20,
     warm_up_steps: int = 2,
 ) -> RunResult | None:
-    """Measures and checks as `run_on_host`, with a process for each device and no run on one device.
-
-    All ranks make this call with the same model and plan. None on all ranks but the first.
-    """
+    """Measures and checks as `run_on_host`, with a process for each device and no run on one device. All ranks make
+    this call with the same model and plan. None on all ranks but the first."""
     program, simulation = executable.program, _simulation(executable, plan, graph, cluster)
     content = executable.content()
     order = order_of(program, plan)
@@ -235,10 +231,8 @@ def op_times(executable: Executable, run: RunResult, kinds: Sequence[str]) -> di
             for op, start, finish in zip(device.ops, device.start_ns, device.finish_ns, strict=True):
                 if names[op]:
                     samples[kind][names[op]].append(finish - start)
-    return {
-        kind: [OpTime.of(signature, times) for signature, times in by_signature.items()]
-        for kind, by_signature in samples.items()
-    }
+    pairs = samples.items()
+    return {kind: [OpTime.of(signature, times) for signature, times in by.items()] for kind, by in pairs}
 
 
 def first_step(program: Program, order: Order, targets: Sequence[Target], content: Mapping[int, Tensor]) -> Replay:
@@ -253,12 +247,10 @@ def first_step(program: Program, order: Order, targets: Sequence[Target], conten
 def check_results(
     executable: Executable, content: Mapping[int, Tensor], results: Replay, order: Order, targets: Sequence[Target]
 ) -> tuple[Equality, str]:
-    """Compares the results of a step of `order`, and names the reference that they are compared with.
-
-    It is PyTorch's own step on one core, part by part of the batch where the step is cut, or, where random numbers are
-    drawn, the same program on one core. Kernels that add in another order, and gradients that replicas sum in another
-    order, may differ by the noise of rounding.
-    """
+    """Compares the results of a step of `order`, and names the reference that they are compared with. It is PyTorch's
+    own step on one core, part by part of the batch where the step is cut, or, where random numbers are drawn, the same
+    program on one core. Kernels that add in another order, and gradients that replicas sum in another order, may differ
+    by the noise of rounding."""
     program, devices = executable.program, [*targets, Target("host", CPU)]
     alone = drawing_alike(program, order, targets)
     is_alike = add_alike(targets) and program.adds_in_order
@@ -319,9 +311,7 @@ def add_alike(targets: Sequence[Target]) -> bool:
 
 def drawing_alike(program: Program, order: Order, targets: Sequence[Target]) -> list[I64]:
     """[D + 1] Returns the order of all ops on one device more, the host, except ops that draw random numbers on GPUs.
-
-    GPUs draw other numbers by the same seed, so these ops stay on the GPU of `order`, with their groups.
-    """
+    GPUs draw other numbers by the same seed, so these ops stay on the GPU of `order`, with their groups."""
     groups = program.graph.groups
     home = np.full(program.graph.num_ops, len(targets))
     for number, (ops, target) in enumerate(zip(order, targets, strict=True)):

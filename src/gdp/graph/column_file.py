@@ -32,13 +32,8 @@ if TYPE_CHECKING:
     from gdp.graph.graph import Graph
 
 SUFFIX = ".safetensors"
-COLUMNS = TensorFormat(
-    name=FORMAT,
-    version=VERSION,
-    fields=MappingProxyType({"name": files.is_string}),
-    writer="`gdp capture`",
-    remedy="write or copy the file again",
-)
+_HEADER = MappingProxyType({"name": files.is_string})
+COLUMNS = TensorFormat(FORMAT, VERSION, _HEADER, "`gdp capture`", "write or copy the file again")
 _OP, _TENSOR, _CONSUMER, _OFFSET = "op", "tensor", "consumer", "offset"  # what a column has an entry for
 _OFFSETS = "tensor/consumers.offsets"
 _NUMBERS = {

@@ -176,10 +176,8 @@ class OpTimer:
         if not steps:
             return graph
         tables = [dict(table) for table in graph.times_ns]
-        modelled = {
-            count: op_time_classes(with_times(step, [{}] * step.num_ops), self.cluster)
-            for count, step in (*steps.items(), (samples, graph))
-        }
+        counted = (*steps.items(), (samples, graph))
+        modelled = {x: op_time_classes(with_times(step, [{}] * step.num_ops), self.cluster) for x, step in counted}
         device_class = modelled[samples][1]
         for kind, device in self.device_kinds.items():
             for op, table in enumerate(tables):

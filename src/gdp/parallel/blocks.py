@@ -61,10 +61,8 @@ class Blocks:
         """Finds the blocks that `modules` names; see `block_paths` for errors."""
         paths = block_paths(graph, modules)
         number = {path: block for block, path in enumerate(paths)}
-        by_module = {
-            module: next((number[path] for path in _prefixes(module) if path in number), -1)
-            for module in set(graph.modules)
-        }
+        captured = set(graph.modules)
+        by_module = {x: next((number[path] for path in _prefixes(x) if path in number), -1) for x in captured}
         of_op = np.array([by_module[module] for module in graph.modules], np.int64)
         return cls(graph, tuple(paths), of_op, modules == SELECTIVE)
 

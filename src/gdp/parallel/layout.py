@@ -170,14 +170,9 @@ class Layout:
             raise InputError(f"--parallel: sequence is {sequence!r}; on, off or auto (on in training) is expected")
         try:
             tensor, *others = (_integer(values, key, 1) for key in ("tensor", "expert", "context"))
-            return cls(
-                counts if len(counts) == data else counts * data,
-                _integer(values, "zero", 0),
-                recompute,
-                _integer(values, "stages", 0) if "stages" in values else None,
-                offload,
-                Shards(tensor, _SEQUENCE[sequence], *others),
-            )
+            even, zero = counts if len(counts) == data else counts * data, _integer(values, "zero", 0)
+            stages = _integer(values, "stages", 0) if "stages" in values else None
+            return cls(even, zero, recompute, stages, offload, Shards(tensor, _SEQUENCE[sequence], *others))
         except InputError as error:
             raise InputError(f"--parallel: {error}") from None
 

@@ -125,10 +125,9 @@ class _Rewrite:
         makers, waiting = self._releases(tensors, consumers)
         before, after = np.concatenate((producers[tensors], makers)), np.concatenate((consumers, waiting))
         late = unordered(len(origin), before, after, self._overwrites() + self._late_gradients(waiting))
-        makers, waiting = (
-            np.concatenate((ops, np.array(more, np.int64)))
-            for ops, more in ((makers, [op for op, _ in late]), (waiting, [op for _, op in late]))
-        )
+        readers, writers = [op for op, _ in late], [op for _, op in late]
+        longer = (makers, readers), (waiting, writers)
+        makers, waiting = (np.concatenate((ops, np.array(more, np.int64))) for ops, more in longer)
         distinct, which = np.unique(makers, return_inverse=True)
         pairs = np.unique(np.stack((len(producers) + which, waiting)), axis=1)
         tensors, consumers = np.concatenate((tensors, pairs[0])), np.concatenate((consumers, pairs[1]))

@@ -60,11 +60,8 @@ def call_grids(problem: Problem) -> list[Placement]:
         return []
     units = Units.of(problem, forward_units(problem))
     layers = _Layers(problem, units, np.where(problem.graph.is_in_phase("backward"), NO_CALL, call))
-    return [
-        units.place_allowed(layers.on_grid(problem.num_devices // num_columns, num_columns))
-        for num_columns in range(2, problem.num_devices + 1)
-        if problem.num_devices % num_columns == 0
-    ]
+    widths = [width for width in range(2, problem.num_devices + 1) if problem.num_devices % width == 0]
+    return [units.place_allowed(layers.on_grid(problem.num_devices // width, width)) for width in widths]
 
 
 class _Layers:

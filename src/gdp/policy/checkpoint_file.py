@@ -11,13 +11,8 @@ from gdp.tensor_file import TensorFormat
 TRAINING = "optimizer/"  # prefix of the names of tensors of a training's state
 
 
-CHECKPOINT = TensorFormat(
-    name="gdp-checkpoint",
-    version=5,
-    fields=MappingProxyType({"policy": files.is_string, "config": files.is_mapping, "manifest": files.is_mapping}),
-    writer="`gdp train`",
-    remedy="copy or train it again",
-)
+_FIELDS = MappingProxyType({"policy": files.is_string, "config": files.is_mapping, "manifest": files.is_mapping})
+CHECKPOINT = TensorFormat("gdp-checkpoint", 5, _FIELDS, "`gdp train`", "copy or train it again")
 
 
 def read_config(config_class: Any, document: object, where: str) -> Any:

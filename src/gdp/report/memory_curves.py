@@ -106,10 +106,8 @@ class MemoryParts:
         parameters, state, other = HeldMemory.by_op(graph)
         cache = other * is_cache(graph)
         count = simulation.problem.num_devices
-        held = {
-            name: np.bincount(placement, own, count).astype(np.int64)
-            for name, own in ((PARAMETERS, parameters), (CACHE, cache), (STATE, state), (OTHER, other - cache))
-        }
+        uses = (PARAMETERS, parameters), (CACHE, cache), (STATE, state), (OTHER, other - cache)
+        held = {name: np.bincount(placement, own, count).astype(np.int64) for name, own in uses}
         use = _uses(graph)
         is_hop = graph.is_collective[graph.producers]
         return cls(MappingProxyType(held), use, np.where(is_hop, PARTS.index(CHUNKS), use), allocations)

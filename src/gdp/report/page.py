@@ -65,10 +65,8 @@ def render(data: PageData) -> str:
     library = gzip.decompress(_file("echarts.min.js.gz").read_bytes()).decode()
     script = '"use strict";(() => {\n' + "\n".join(asset(f"report-{name}.js") for name in SCRIPTS) + "\n})();"
     style = asset("report.css")
-    policy = (
-        f"default-src 'none'; script-src {_digest(library)} {_digest(script)}; style-src {_digest(style)}; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
-    )
+    scripts = f"script-src {_digest(library)} {_digest(script)}; style-src {_digest(style)}"
+    policy = f"default-src 'none'; {scripts}; img-src data:; base-uri 'none'; form-action 'none'"
     parts = {
         "policy": policy,
         "title": html.escape(f"{short(document['graph'])} on {short(document['cluster'])}: gdp report"),

@@ -141,10 +141,8 @@ def _prediction(prediction: Prediction) -> Iterator[RenderableType]:
         for each in prediction.devices
     ]
     yield new_table("device", ">ops", ">busy, predicted", ">busy, measured", ">waiting", rows=devices)
-    ways = [
-        (f"{row.source} to {row.destination}", f"{row.num_tensors:,}", *_times(row), f"{row.median_error:.0%}")
-        for row in prediction.hand_overs
-    ]
+    sent = prediction.hand_overs
+    ways = [(f"{x.source} to {x.destination}", f"{x.num_tensors:,}", *_times(x), f"{x.median_error:.0%}") for x in sent]
     if ways:
         yield ""
         yield new_table("transfer", ">measured", ">predicted, median", ">measured, median", ">error, median", rows=ways)

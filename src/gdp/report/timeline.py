@@ -55,14 +55,9 @@ def figure_bytes(simulation: Simulation, kind: str) -> bytes:
             figure.legend(handles.values(), handles.keys(), loc="outside upper right", ncols=4, frameon=False)
         for curve in memory_curves(simulation, Allocations.of(simulation)):
             times, used = curve.thinned(_MOST_POINTS)
-            memory.step(
-                [*(times / 1e6), end_ms],
-                [*(used / 2**30), used[-1] / 2**30],
-                where="post",
-                linewidth=1,
-                color=line_colour(curve.device),
-                label=short(cluster.devices[curve.device].name, _LABEL),
-            )
+            colour, name = line_colour(curve.device), short(cluster.devices[curve.device].name, _LABEL)
+            places = [*(times / 1e6), end_ms], [*(used / 2**30), used[-1] / 2**30]
+            memory.step(*places, where="post", linewidth=1, color=colour, label=name)
         highest = int(simulation.peak_memory_bytes.max())
         for limit in sorted(set(simulation.problem.memory_limit_bytes.tolist())):
             if limit <= 4 * highest:

@@ -112,8 +112,7 @@ class Parts:
     def sharded(self, shards: Shards) -> "Parts":
         """Returns the parts of the local program of a rank, which knows what was read of it before.
 
-        InputError where there is no MODEL whose ops can be cut so.
-        """
+        InputError where there is no MODEL whose ops can be cut so."""
         if self.source is None:
             raise InputError(f"--parallel: {shards} cuts the ops of a MODEL; a step as it is has no shards")
         shards = shards.settled(training=self.source.reading.training)

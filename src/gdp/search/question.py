@@ -143,10 +143,8 @@ class BatchQuestion(SearchTerms):
     groups: I64 | None = None  # [N] of the ops of a batch: a server has those of one on one device, in order
 
     def on_groups(self, shards: Shards) -> "BatchQuestion":
-        """Returns the same question about the local program of a rank, on groups of the devices.
-
-        InputError where the model is not cut so, or there is no such group.
-        """
+        """Returns the same question about the local program of a rank, on groups of the devices. InputError where the
+        model is not cut so, or there is no such group."""
         parts, cluster = self.parts.sharded(shards), self.cluster.grouped(shards.num_ranks)
         parts.exact(1)
         return replace(self, parts=parts, cluster=cluster, constraints=self.constraints.on_groups(cluster))

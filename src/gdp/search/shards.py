@@ -5,8 +5,7 @@
 
 A degree whose bound is above the best step found is not looked at. The step as it is is one of the degrees. Groups are
 looked at where copies of the model do not use all cards well: in a forward pass, with fewer samples than cards, where a
-copy and its optimizer state are too large for a card, and where nothing else fits.
-"""
+copy and its optimizer state are too large for a card, and where nothing else fits."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -27,10 +26,8 @@ _MOST_REASON = 160  # characters
 
 
 def over_degrees(question: PlaceQuestion, clock: Clock, solve: Solve) -> Solution:
-    """Returns the best that `solve` finds for `question` and, where they may win, for local programs on groups.
-
-    An answer without groups is kept unless another one fits better or is faster.
-    """
+    """Returns the best that `solve` finds for `question` and, where they may win, for local programs on groups. An
+    answer without groups is kept unless another one fits better or is faster."""
     degrees = question.degrees
     if not degrees:
         return solve(question, clock)

@@ -5,8 +5,7 @@
     rank 1   mm --+--> all_reduce --> add
 
 Of an op, tensor or device n of a group, rank r has the number n * T + r. Each rank has the constants of its own
-capture, such as the first row of its part of a table.
-"""
+capture, such as the first row of its part of a table."""
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, replace

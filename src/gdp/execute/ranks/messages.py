@@ -127,9 +127,8 @@ class Messages:
             key = tuple(name) if isinstance(name, list) else name
             is_own, takes = source == self.ranks.rank, everywhere or self.ranks.is_first
             if is_own or takes:
-                held[key] = memory = torch.empty_strided(
-                    size, stride, dtype=getattr(torch, dtype.removeprefix("torch."))
-                )
+                plain = getattr(torch, dtype.removeprefix("torch."))
+                held[key] = memory = torch.empty_strided(size, stride, dtype=plain)
             if is_own:
                 bytes_of(memory).copy_(bytes_of(own[key]))
                 takers = self._peers if everywhere else [0] * (source != 0)
@@ -179,9 +178,8 @@ class RankTransport:
         self._awaited = [tensor for task in script for tensor in task.awaited]
         self._sizes = program.graph.tensor_bytes.tolist()
         self._from = {peer: tensors for (peer, to), tensors in traffic.items() if to == ranks.rank}
-        self._places = {
-            tensor: (peer, place) for peer, tensors in self._from.items() for place, tensor in enumerate(tensors)
-        }
+        pairs = self._from.items()
+        self._places = {tensor: (peer, place) for peer, tensors in pairs for place, tensor in enumerate(tensors)}
         self._pending = deque[tuple[int, SentTensor]]()  # for gloo, whose ops a GPU has not yet done
         self._sent_by_nccl = deque[tuple[int, Any]]()
         self.sent: Queue[tuple[int, Any, Tensor] | None] = Queue()

@@ -99,9 +99,8 @@ class ProcessExecutor(PlanExecutor):
         devices = [DeviceRecord({})] * len(self.targets)
         if request.is_timed:
             gathered = self._messages.gather(replace(own, held={}))
-            devices = [
-                DeviceRecord(**record).shifted(by_ns) for record, by_ns in zip(gathered, offsets_ns, strict=True)
-            ]
+            pairs = zip(gathered, offsets_ns, strict=True)
+            devices = [DeviceRecord(**record).shifted(by_ns) for record, by_ns in pairs]
             own = replace(devices[self._rank], held=own.held)
         devices[self._rank] = own
         return StepRecord.of_host(devices, start_ns)

@@ -304,10 +304,8 @@ def join(
         abouts = [json.loads(store.get(f"about/{other}")) for other in range(count)]
         if errors := [item["error"] for item in abouts if "error" in item]:
             raise InputError(errors[0])
-        targets = [
-            Target(name, torch.device(item["device"]), tuple(item["cores"]))
-            for name, item in zip(names, abouts, strict=True)
-        ]
+        pairs = zip(names, abouts, strict=True)
+        targets = [Target(name, torch.device(item["device"]), tuple(item["cores"])) for name, item in pairs]
         gpus = {(item["host"], item["device"]) for item in abouts if item["device"].startswith("cuda")}
         nccl = len(gpus) == count > 1 and dist.is_nccl_available()
         if nccl:

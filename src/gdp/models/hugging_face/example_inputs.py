@@ -234,12 +234,8 @@ class _Inputs:
         return torch.randn(*shape, dtype=self.dtype)
 
 
-_MAKERS: dict[str, Callable[[_Inputs], Any]] = {
-    "input_ids": _Inputs.input_ids,
-    "pixel_values": _Inputs.pixel_values,
-    "input_features": _Inputs.input_features,
-    "input_values": _Inputs.input_values,
-}
+_MAKERS: dict[str, Callable[[_Inputs], Any]] = {"input_ids": _Inputs.input_ids, "pixel_values": _Inputs.pixel_values}
+_MAKERS |= {"input_features": _Inputs.input_features, "input_values": _Inputs.input_values}
 _SEQUENCES = {"input_ids", "decoder_input_ids", "labels", "input_values", "encoder_hidden_states"}
 _IMAGES = {"pixel_values", "sample", "hidden_states"}
 _VIDEOS = {"sample", "hidden_states"}

@@ -86,13 +86,9 @@ def mixed_35(inputs: int, pool: int, divisor: int) -> Mixed:
 def reduction_35(inputs: int, divisor: int) -> Mixed:
     """35 x 35 to 17 x 17: 480 more channels."""
     c64, c96, c384 = 64 // divisor, 96 // divisor, 384 // divisor
-    return Mixed(
-        three=Convolution(inputs, c384, 3, stride=2),
-        double_three=nn.Sequential(
-            Convolution(inputs, c64, 1), Convolution(c64, c96, 3, padding=1), Convolution(c96, c96, 3, stride=2)
-        ),
-        pool=InceptionPool("maximum"),
-    )
+    double = Convolution(inputs, c64, 1), Convolution(c64, c96, 3, padding=1), Convolution(c96, c96, 3, stride=2)
+    three = Convolution(inputs, c384, 3, stride=2)
+    return Mixed(three=three, double_three=nn.Sequential(*double), pool=InceptionPool("maximum"))
 
 
 def mixed_17(inputs: int, inner: int, divisor: int) -> Mixed:
@@ -151,15 +147,9 @@ class Inception(nn.Module):
         super().__init__()
         d = config.width_divisor
         c32, c64, c80, c192 = 32 // d, 64 // d, 80 // d, 192 // d
-        self.stem = nn.Sequential(
-            Convolution(3, c32, 3, stride=2),
-            Convolution(c32, c32, 3),
-            Convolution(c32, c64, 3, padding=1),
-            InceptionPool("maximum"),
-            Convolution(c64, c80, 1),
-            Convolution(c80, c192, 3),
-            InceptionPool("maximum"),
-        )
+        before = Convolution(3, c32, 3, stride=2), Convolution(c32, c32, 3), Convolution(c32, c64, 3, padding=1)
+        after = InceptionPool("maximum"), Convolution(c64, c80, 1), Convolution(c80, c192, 3), InceptionPool("maximum")
+        self.stem = nn.Sequential(*before, *after)
         self.blocks_35 = nn.Sequential(
             mixed_35(c192, 32, d), mixed_35(256 // d, 64, d), mixed_35(288 // d, 64, d), reduction_35(288 // d, d)
         )

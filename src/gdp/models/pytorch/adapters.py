@@ -45,11 +45,8 @@ def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     head: Any = getattr(model, "get_output_embeddings", lambda: None)
     outputs = head()
     inner = nn.modules.linear.NonDynamicallyQuantizableLinear
-    return {
-        path: part
-        for path, part in model.named_modules()
-        if (isinstance(part, nn.Linear) or _is_transposed(part)) and part is not outputs and type(part) is not inner
-    }
+    linear = [x for x in model.named_modules() if isinstance(x[1], nn.Linear) or _is_transposed(x[1])]
+    return {path: part for path, part in linear if part is not outputs and type(part) is not inner}
 
 
 def _is_transposed(layer: nn.Module) -> bool:

@@ -5,8 +5,7 @@
       tokens are cut                       rows go to the ranks of their experts, and their results back: all-to-all
       tokens are whole                     each rank computes with the rows of its experts; partial sums
 
-Captures know no content. Each rank is taken to have as many rows as the others: balanced routing.
-"""
+Captures know no content. Each rank is taken to have as many rows as the others: balanced routing."""
 
 # mypy: disable-error-code="no-any-return,no-untyped-call"
 
