@@ -138,7 +138,7 @@ def test_heads_that_ranks_do_not_divide() -> None:
     """Attention with fewer heads than ranks is repeated by each rank, and a note says why and how much."""
     (note,) = (note for note in captured("phi3", 8).notes if "tensor=8" in note)
     assert "of the FLOPs whole on each card" in note
-    assert "qkv_proj.weight is 4 heads" in note
+    assert "qkv_proj.weight has 4 key heads" in note
 
 
 def test_nothing_to_cut() -> None:

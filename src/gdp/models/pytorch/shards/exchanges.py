@@ -30,6 +30,7 @@ class Exchanges(TorchFunctionMode):
         self.gathered, self.plan = gathered, plan
         self.is_off = False
         self._once: dict[tuple[Any, ...], tuple[Tensor, Any]] = {}
+        self._sources: dict[int, tuple[Tensor, Tensor]] = {}
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -64,8 +65,24 @@ class Exchanges(TorchFunctionMode):
     def for_cut_work(self, x: Tensor) -> Tensor:
         """Returns the whole of a tensor for cut work; views and rows that are taken from it are for cut work, too."""
         x = self.summed(x)
-        result = self.entered(x) if cut_of(x) is None else self.whole(x, is_summed=True)
+        cut = cut_of(x)
+        if cut is None:
+            result = self.entered(x)
+        elif (source := self.source(x)) is not None:
+            source = self.for_cut_work(source)
+            result = self.expanded(source.expand(cut.shape), source)
+        else:
+            result = self.whole(x, is_summed=True)
         return self.kept(("enter",), result, lambda: result)
+
+    def expanded(self, x: Tensor, source: Tensor) -> Tensor:
+        """Notes what a tensor has been expanded from, so that no copies are exchanged."""
+        self._sources[id(x)] = x, source
+        return x
+
+    def source(self, x: Tensor) -> Tensor | None:
+        """Returns what a tensor has been expanded from."""
+        return self._sources.get(id(x), (x, None))[1]
 
     def summed(self, x: Tensor, *, is_whole: bool = False) -> Tensor:
         """Returns the sum of the partial results of all ranks, with tokens cut; others stay as they are."""
@@ -111,6 +128,10 @@ class Exchanges(TorchFunctionMode):
         of_y = AxisCut(tuple(y.shape), dim, cut.num_parts, cut.outer, cut.segments, cut.sources)
 
         def make() -> Tensor:
+            source = self.source(y)
+            if source is not None and source.shape[dim] == 1 and y.shape[dim] % cut.num_parts == 0:
+                size = y.shape[dim] // cut.num_parts
+                return self.entered(source).expand(*y.shape[:dim], size, *y.shape[dim + 1 :])
             is_even = cut.num_parts == self.num_ranks and not cut.segments and y.shape[dim] % cut.num_parts == 0
             if is_even and y.requires_grad and torch.is_grad_enabled():
                 return Own.apply(y, dim, cut.outer, self.num_ranks, self.rank)

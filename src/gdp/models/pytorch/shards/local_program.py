@@ -25,6 +25,7 @@ from gdp.models.shards import Shards
 from gdp.models.stored_weights import ATTRIBUTE, stored_weights
 
 _MOST_REPEATED = 0.25  # of the FLOPs of products
+_NAMED = 0.0005  # of the FLOPs of products, on all cards together
 _SHOWN = 4  # weights in a note
 
 
@@ -62,21 +63,19 @@ def localise(
 
 
 def _notes(plan: CutPlan, num_ranks: int, share: float, name: str) -> list[str]:
-    reasons = plan.whole | {path: f"is {count} heads" for path, count in plan.repeated.items()} or plan.refused
+    reasons = plan.whole | plan.repeated or plan.refused
     text = "; ".join(f"{path} {reason}" for path, reason in list(reasons.items())[:_SHOWN])
-    text += f"; {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
+    text = text + f"; {len(reasons) - _SHOWN} more" * (len(reasons) > _SHOWN) or "convolutions"
     if share > _MOST_REPEATED or not plan.roles:
         raise InputError(
             f"{name}: tensor={num_ranks} would repeat {share:.1%} of the FLOPs on each card"
-            f"{f' ({text})' if text else ': no linear layers to cut'}; take a smaller number or tensor=1"
+            f"{f' ({text})' if reasons else ': no linear layers to cut'}; take a smaller number or tensor=1"
         )
     notes = []
     if plan.num_expert_parts > 1:
         notes.append(f"expert={plan.num_expert_parts}: each rank gets equally many rows (balanced routing is assumed)")
-    if share > 1e-6:
-        notes.append(
-            f"tensor={num_ranks} leaves {share:.1%} of the FLOPs whole on each card: {text or 'no linear layers'}"
-        )
+    if share * (num_ranks - 1) > _NAMED:
+        notes.append(f"tensor={num_ranks} leaves {share:.2%} of the FLOPs whole on each card: {text}")
     return notes
 
 

@@ -113,7 +113,7 @@ class LocalRun(Exchanges):
             result = func(*args, **kwargs)
             if name in _ROWS and self.is_entered(args[0]):
                 self.kept(("enter",), result, lambda: result)
-            return result
+            return self.expanded(result, args[0]) if name in parts.EXPANDS and result.dim() == args[0].dim() else result
         return _RULES.get(name, parts.by_broadcast)(self, name, func, args, kwargs)
 
     def finished(self, output: Any, *, keeps_cuts: bool) -> Any:

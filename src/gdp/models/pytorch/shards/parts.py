@@ -8,6 +8,7 @@ parts gets whole tensors: correct for any model, and told to the plan.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from gdp.models.pytorch.shards.cuts import (
     SEQUENCE,
     AxisCut,
     cut_of,
+    cuts_in,
     divided,
     mapped,
     mark,
@@ -30,7 +32,7 @@ from gdp.models.pytorch.shards.cuts import (
 from gdp.models.pytorch.shards.exchanges import Exchanges
 
 _VIEWS = names("view reshape unflatten flatten view_as reshape_as _unsafe_view ravel")
-_EXPANDS = names("expand expand_as broadcast_to")
+EXPANDS = names("expand expand_as broadcast_to")
 _SPLITS = names("split split_with_sizes chunk tensor_split unsafe_chunk unsafe_split unbind")
 _SAME = names(
     """
@@ -54,7 +56,8 @@ _REFUSED = names("as_strided __setitem__ __bool__ item tolist nonzero unique mas
 def by_broadcast(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     """Runs a function whose operands are broadcast against each other, or that has one."""
     if name.startswith("new_"):
-        return func(*args, **kwargs)
+        return _blank(func, args, kwargs)
+    args, kwargs = _tokens_gathered(run, args, kwargs)
     operands = list(tensors_in((args, kwargs)))
     if name.endswith("_") and not name.endswith("__") and cut_of(operands[0]) is None:
         return run.on_wholes(f"is written into a whole tensor by {name}", func, args, kwargs)
@@ -72,6 +75,35 @@ def by_broadcast(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -
     if len(operands) > 1:
         args, kwargs = mapped((args, kwargs), local)
     return on_parts(run, name, func, args, kwargs, lead)
+
+
+def _blank(func: Any, args: Any, kwargs: Any) -> Any:
+    """Makes a tensor of given sizes, cut as the one that it is made like if it has as many there."""
+    cut, whole = cut_of(args[0]), without_content(func, args, kwargs)
+    if (
+        cut is None
+        or cut.is_partial
+        or len(whole.shape) != len(cut.shape)
+        or whole.shape[cut.dim] != cut.shape[cut.dim]
+    ):
+        return func(*args, **kwargs)
+    size = [*whole.shape[: cut.dim], args[0].shape[cut.dim], *whole.shape[cut.dim + 1 :]]
+    content = args[2:] if isinstance(args[1], (tuple, list)) else ()
+    result = func(args[0], size, *content, **{key: value for key, value in kwargs.items() if key != "size"})
+    return mark(result, replace(cut, shape=tuple(whole.shape)))
+
+
+def _tokens_gathered(run: Exchanges, args: Any, kwargs: Any) -> Any:
+    """Returns arguments whose tokens are whole where they meet tensors that are cut otherwise."""
+    by_tokens = [SEQUENCE in cut.sources for cut in cuts_in((args, kwargs))]
+    if all(by_tokens) or not any(by_tokens):
+        return args, kwargs
+
+    def whole(tensor: Tensor) -> Tensor:
+        cut = cut_of(tensor)
+        return tensor if cut is None or SEQUENCE not in cut.sources else run.for_cut_work(tensor)
+
+    return mapped((args, kwargs), whole)
 
 
 def _clash(operands: Sequence[Tensor], cut: AxisCut, place: int) -> str:
@@ -170,7 +202,8 @@ def _expand(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any
     shape = list(without_content(func, args, kwargs).shape)
     dim = cut.dim + len(shape) - x.dim()
     local = [*shape[:dim], x.shape[cut.dim], *shape[dim + 1 :]]
-    return mark(x.expand(local), AxisCut(tuple(shape), dim, cut.num_parts, cut.outer, cut.segments, cut.sources))
+    cut = AxisCut(tuple(shape), dim, cut.num_parts, cut.outer, cut.segments, cut.sources)
+    return run.expanded(mark(x.expand(local), cut), x)
 
 
 def _split(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -264,6 +297,8 @@ def _sum(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         return on_parts(run, name, func, args, kwargs, x)
     if cut.num_parts != run.num_ranks or cut.shape[cut.dim] % cut.num_parts:
         return run.on_wholes(f"is read along the cut by {name}", func, args, kwargs)
+    if run.plan is not None:
+        run.plan.normed.update(cut.sources)
     result = func(*args, **kwargs) / (cut.num_parts if name == "mean" else 1)
     return run.summed(mark(result, AxisCut(tuple(result.shape), PARTIAL, run.num_ranks)), is_whole=True)
 
@@ -334,7 +369,7 @@ Rule = Callable[[Exchanges, str, Any, Any, Any], Any]
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_ALONG, _along),
     **dict.fromkeys(_VIEWS, _view),
-    **dict.fromkeys(_EXPANDS, _expand),
+    **dict.fromkeys(EXPANDS, _expand),
     **dict.fromkeys(_SPLITS, _split),
     **dict.fromkeys(_SUMS, _sum),
     **dict.fromkeys(_REFUSED | _BY_CHANNEL, _refuse),

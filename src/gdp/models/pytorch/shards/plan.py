@@ -24,6 +24,7 @@ from gdp.models.pytorch.shards.products import Product
 
 _SMALL = 0.01  # of all parameters: weights whose products are repeated rather than gathered
 _MOST_PASSES = 32
+_WIDENED = 2  # times as many columns as rows, from which the operand is gathered instead of the result summed up
 _FILLED = 64  # rows of a rank from which a size that is no multiple is filled up: at most 1.6 % more
 
 
@@ -78,6 +79,7 @@ class CutPlan:
         """Forgets the roles, before another pass."""
         parts = self.num_expert_parts
         self.roles = {path: Role(0, parts, len(weight), is_experts=True) for path, weight in self._experts.items()}
+        self.normed: set[str] = set()  # paths of weights whose columns have been summed up or averaged
         self.has_changed = False
         self._is_new: set[str] = set()  # patterns that have learned in this pass
         self._rows: dict[int, tuple[Tensor, str]] = {}
@@ -88,10 +90,13 @@ class CutPlan:
         return frozenset(path for path in self._paths if _pattern(path) in self.refused)
 
     @property
-    def repeated(self) -> dict[str, int]:
-        """The parts that are fewer than ranks, by pattern."""
-        few = {path: role.num_parts for path, role in self.roles.items() if role.num_parts < self.num_ranks}
-        return {_pattern(path): num_parts for path, num_parts in few.items()}
+    def repeated(self) -> dict[str, str]:
+        """The heads of weights, by pattern, that are fewer than ranks: of keys, where others are with them."""
+        few = {path: role for path, role in self.roles.items() if role.num_parts < self.num_ranks}
+        return {
+            _pattern(path): f"{'has' if role.segments else 'is'} {role.num_parts} {'key ' * bool(role.segments)}heads"
+            for path, role in few.items()
+        }
 
     def is_small(self, paths: frozenset[str]) -> bool:
         """Returns whether weights have a small part of all parameters."""
@@ -163,6 +168,10 @@ class CutPlan:
                 operands[at] = self._column(weight, letters.index(columns[-1]))
             return operands
         letter = product.letters[x_at][cut.dim]
+        widths = [size for each, size in zip(letters, weight.shape, strict=True) if each in product.result]
+        if letter in letters and widths and widths[-1] > _WIDENED * cut.shape[cut.dim] and cut.sources & self.normed:
+            operands[x_at] = run.refused(x, "is normalised and widened")  # sums are larger than what is gathered
+            return operands
         if letter not in letters or letter in product.result or cut.num_parts < self.num_ranks:
             return operands
         base = self._base(weight)

@@ -51,7 +51,10 @@ def _product(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> An
     sources = frozenset().union(*(cut.sources for cut in cuts))
     if is_sum:
         bias = operands[product.bias] if product.bias is not None else None
-        result = product.call(func, operands, with_bias=False)
+        is_flat = run.by_tokens and len(product.result) == 2  # to be viewed by sequence before tokens are cut
+        if product.bias is not None and is_flat:  # a part of it is in the summand of each rank
+            operands[product.bias], bias = run.entered(operands[product.bias]) / run.num_ranks, None
+        result = product.call(func, operands, with_bias=is_flat)
         result = mark(result, AxisCut(tuple(result.shape), PARTIAL, run.num_ranks, sources=sources))
         if bias is None:
             return result
