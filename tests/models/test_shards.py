@@ -11,6 +11,7 @@ from torch import nn
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.shapes import parsed_calls
+from gdp.models.lora import Lora
 from gdp.models.model import Model, Reading
 from gdp.models.shards import Shards
 from gdp.models.source import ModelSource
@@ -139,6 +140,14 @@ def test_heads_that_ranks_do_not_divide() -> None:
     (note,) = (note for note in captured("phi3", 8).notes if "tensor=8" in note)
     assert "of the FLOPs whole on each card" in note
     assert "qkv_proj.weight has 4 key heads" in note
+
+
+def test_adapters_are_not_cut() -> None:
+    """Adapters of LoRA on groups are refused in one line."""
+    model, inputs = case("llama")
+    source = ModelSource.of_example((model, (), inputs), Reading(lora=Lora.parse("rank=4")))
+    with pytest.raises(InputError, match="adapters are not cut in this version; leave tensor=2,sequence=on or it out"):
+        source.sharded(Shards(2)).part(1)
 
 
 def test_nothing_to_cut() -> None:

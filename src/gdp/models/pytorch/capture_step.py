@@ -75,6 +75,8 @@ class StepOptions:
                 "and --lora rank=16,weights=nf4 to train adapters beside quantised weights"
             )
         if self.shards.num_ranks > 1:
+            if self.lora is not None:
+                raise InputError(f"--lora: adapters are not cut in this version; leave {self.shards} or it out")
             with explained(name):
                 notes += localise(model, args, kwargs, self.shards, name, training=self.training, rank=self.rank)
         return model if self.lora is None else adapted(model, self.lora, name)
