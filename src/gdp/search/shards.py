@@ -1,11 +1,12 @@
 """The choice whether ops are cut over groups of cards: the same question about local programs of several degrees.
 
-    question --as it is--------------> bound --.
-             --tensor=2, 4, .. on groups-> bound --+--a look, the least bound first--> the best --the time left--> it
+    question --tensor=2, 4, .. on groups--> bounds --a look, the least bound first--> solution --.
+             --as it is--> its bound ------------------most of the time-------------> solution --+--> the best
+                                                              a degree that is best has the time left
 
-A degree whose bound is above the best step found is not looked at. The step as it is is one of the degrees. Groups are
-looked at where copies of the model do not use all cards well: in a forward pass, with fewer samples than cards, where a
-copy and its optimizer state are too large for a card, and where nothing else fits."""
+A question whose bound is above the best step found is not asked. Groups are looked at where copies of the model do not
+use all cards well: in a forward pass, with fewer samples than cards, where a copy and its optimizer state are too large
+for a card, and where nothing else fits."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -21,7 +22,8 @@ from gdp.search.place_question import PlaceQuestion
 from gdp.search.question import Solution
 
 Solve = Callable[[PlaceQuestion, Clock], Solution]
-_LOOK = 0.5  # of the time is for a look at each degree, the rest for the best of them; untuned
+_LOOK = 0.3  # of the time is for a look at all degrees,
+_WHOLE = 0.6  # of the rest for the step as it is, if a degree fits: placing ops and stages takes long; untuned
 _MOST_REASON = 160  # characters
 
 
@@ -32,11 +34,11 @@ def over_degrees(question: PlaceQuestion, clock: Clock, solve: Solve) -> Solutio
     if not degrees:
         return solve(question, clock)
     if question.needs_groups:
-        return _Contest(question, clock, solve).run([question], degrees)
+        return _Contest(question, clock, solve).run(degrees)
     whole = solve(question, clock)
     if clock.stop.is_set() or (whole.plan is not None and whole.plan.status == "ok"):
         return whole
-    return _Contest(question, clock, solve, {1: whole}).run([], degrees)
+    return _Contest(question, clock, solve, {1: whole}).run(degrees)
 
 
 class _Contest:
@@ -50,21 +52,20 @@ class _Contest:
         self.found = dict(known)
         self.failures: dict[int, InputError] = {}
 
-    def run(self, questions: Iterable[PlaceQuestion], degrees: Iterable[int]) -> Solution:
-        """Returns the best answer to `questions` and those of local programs, with all that was looked at."""
-        open_ones = [*questions, *filter(None, map(self._opened, degrees))]
-        open_ones.sort(key=lambda each: each.bound_ns)
-        look, num_asked = self.clock.part(_LOOK), 0
-        for turn, asked in enumerate(open_ones):
-            is_late = self.clock.stop.is_set() or (self.clock.is_up and bool(self.found))
-            if not is_late and asked.bound_ns < self._best_ns:
-                num_asked += 1
-                self._ask(asked, look.part(1 / (len(open_ones) - turn)))
+    def run(self, degrees: Iterable[int]) -> Solution:
+        """Returns the best answer for local programs and, unless it is known, the step as it is."""
+        groups = sorted(filter(None, map(self._opened, degrees)), key=lambda each: each.bound_ns)
+        look = self.clock.part(_LOOK)
+        for turn, asked in enumerate(groups):
+            if asked.bound_ns < self._best_ns and not self.clock.is_up:
+                self._ask(asked, look.part(1 / (len(groups) - turn)))
+        if 1 not in self.found and (self.question.bound_ns < self._best_ns and not (self.found and self.clock.is_up)):
+            self._ask(self.question, self.clock.part(_WHOLE if self._best_ns < inf else 1.0))
         if not self.found:
             raise self.failures.get(1) or next(iter(self.failures.values()))
         best = min(self.found, key=lambda degree: _rank(self.found[degree]))
-        again = next((each for each in open_ones if each.shards.num_ranks == best), None)
-        if again is not None and num_asked and not self.clock.is_up:
+        again = next((each for each in groups if each.shards.num_ranks == best), None)
+        if again is not None and not self.clock.is_up:
             self._ask(again, self.clock.part())
         return self._answer(min(self.found.values(), key=_rank))
 
