@@ -37,6 +37,25 @@ def tied() -> Example:
     return Tied().eval(), (torch.arange(16).reshape(2, 8),)
 
 
+class Block(nn.Module):
+    """Adds to its input what two linear layers make of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())  # type: ignore[no-any-return]
+
+
+def blocks() -> Example:
+    """Layers without attention, whose head is the embedding."""
+    torch.manual_seed(0)
+    model = Tied()
+    model.layers = nn.ModuleList(Block() for _ in range(3))
+    return model, (torch.arange(16).reshape(2, 8),)
+
+
 def bert() -> Example:
     from transformers import BertConfig, BertForMaskedLM
 
@@ -52,7 +71,7 @@ def bert() -> Example:
     return BertForMaskedLM(config).eval(), (torch.arange(32).reshape(2, 16),)
 
 
-def llama(num_layers: int = 4) -> Example:
+def llama(num_layers: int = 4, num_heads: int = 2) -> Example:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -60,13 +79,18 @@ def llama(num_layers: int = 4) -> Example:
         vocab_size=200,
         hidden_size=32,
         num_hidden_layers=num_layers,
-        num_attention_heads=2,
+        num_attention_heads=num_heads,
         num_key_value_heads=2,
         intermediate_size=64,
         max_position_embeddings=32,
         use_cache=False,
     )
     return LlamaForCausalLM(config).eval(), (torch.arange(32).reshape(2, 16),)
+
+
+def grouped() -> Example:
+    """A decoder with two query heads for each head of keys and values."""
+    return llama(2, 4)
 
 
 class Body(nn.Module):
@@ -193,7 +217,7 @@ def queries() -> Example:
 
 
 MODELS = {"tied": tied, "bert": bert, "llama": llama, "owned": owned, "clip": clip, "gemma3n": gemma3n}
-MODELS |= {"siglip": siglip, "queries": queries}
+MODELS |= {"siglip": siglip, "queries": queries, "blocks": blocks, "grouped": grouped}
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Trains `export_models.tied` one step with each exported module that is named, on ranks, and compares.
+"""Trains a model of `export_models` one step with each exported module `MODEL_NUMBER`, on ranks, and compares.
 
 Gradients and weights after the step are to be those of PyTorch's own step of the whole batch on one device.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from export_models import tied
+from export_models import MODELS
 from torch import Tensor, nn
 
 
@@ -21,7 +21,9 @@ def check_rounded(found: Tensor, expected: Tensor) -> None:
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
+    output = model(tokens)
+    logits = getattr(output, "logits", output)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -36,7 +38,7 @@ def train(out: Path, environment: dict[str, str], *names: str) -> None:
     tokens = torch.arange(64).reshape(8, 8) * 7 % 50
     for name in names:
         exported = importlib.import_module(name)
-        plain, _ = tied()
+        plain, _ = MODELS[name.partition("_")[0]]()
         model = exported.parallelize(copy.deepcopy(plain), device)
         losses = [loss_of(plain, tokens)]
         losses[0].backward()

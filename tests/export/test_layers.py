@@ -11,9 +11,10 @@ from readers import read_devices
 
 import gdp
 from gdp.errors import InputError
-from gdp.export import llama_cpp, megatron, vllm
+from gdp.export import llama_cpp, megatron
 from gdp.export.adapt import adapt
 from gdp.export.gguf_names import gguf_tensors
+from gdp.export.servers import VLLM
 from gdp.search.question import plan_of
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
@@ -215,13 +216,13 @@ def test_devices_of_layers_and_cache(problem: Problem, devices: list[int], optio
 @pytest.mark.parametrize("cuts", [(1, 3), (2,), ()])
 def test_partition_of_vllm(problem: Problem, cuts: tuple[int, ...]) -> None:
     """The partition for vLLM counts the layers of each rank."""
-    units = vllm.read_units(problem)
+    units = VLLM.read_units(problem)
     devices = np.array([2, 0, 1])[np.searchsorted(cuts, np.arange(4), side="right")]
-    text = vllm.write(problem, units, devices)
+    text = VLLM.write(problem, units, devices)
     sizes = np.diff([0, *cuts, 4]).tolist()
     assert f"VLLM_PP_LAYER_PARTITION={','.join(map(str, sizes))}\n" in text
     assert f"CUDA_VISIBLE_DEVICES={','.join('201'[: len(sizes)])}\n" in text
-    assert np.array_equal(read_devices(vllm.NAME, text, problem, units), devices)
+    assert np.array_equal(read_devices(VLLM.name, text, problem, units), devices)
     # the embedding is on the first rank, the head on the last
     placed = dict(zip(problem.graph.op_names, units.place(devices).tolist(), strict=True))
     assert placed["model.embed_tokens.weight"] == devices[0]
@@ -251,15 +252,15 @@ def test_models_of_other_names() -> None:
     with pytest.raises(InputError, match="no GGUF tensor for the parameters of 'bert"):
         llama_cpp.TARGET.read_units(Problem.build(graph_of("bert"), cluster))
     flat = gdp.Graph.build("flat", [gdp.graph.graph.Op("a", "mm")], [])
-    for read_units in (llama_cpp.TARGET.read_units, vllm.read_units, megatron.read_units):
+    for read_units in (llama_cpp.TARGET.read_units, VLLM.read_units, megatron.read_units):
         with pytest.raises(InputError, match="its ops have no module paths"):
             read_units(Problem.build(flat, cluster))
     two = [
         gdp.graph.graph.Op(f"{op}", "mm", 10**9, module=f"{op}") for op in ("encoder.0", "encoder.1", "dec.0", "dec.1")
     ]
     chain = gdp.Graph.build("two", two, [gdp.graph.graph.Tensor(op, (op + 1,), 4) for op in range(3)])
-    for read_units in (llama_cpp.TARGET.read_units, vllm.read_units, megatron.read_units):
+    for read_units in (llama_cpp.TARGET.read_units, VLLM.read_units, megatron.read_units):
         with pytest.raises(InputError, match=r"has layers in encoder and in dec; .*try torch-pipelining"):
             read_units(Problem.build(chain, cluster))
     with pytest.raises(InputError, match="a rank is a GPU"):
-        vllm.read_units(Problem.build(graph_of("llama"), gdp.Cluster.parse("2xcpu-16core")))
+        VLLM.read_units(Problem.build(graph_of("llama"), gdp.Cluster.parse("2xcpu-16core")))

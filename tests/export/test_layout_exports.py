@@ -69,7 +69,7 @@ def test_fsdp_trains_as_one_device(tmp_path: Path) -> None:
         "data=2,recompute=selective",
     ]
     layouts += ["data=2,microbatches=2", "data=2,microbatches=2,zero=2", "data=2,microbatches=2,zero=3"]
-    names = [f"step{number}" for number in range(len(layouts))]
+    names = [f"tied_{number}" for number in range(len(layouts))]
     for name, layout in zip(names, layouts, strict=True):
         problem, plan = planned(layout, "2xp100-pcie-16g", model="tied")
         step = cut_step(problem, plan, torch_fsdp.NAME, has_stages=False)
@@ -271,7 +271,10 @@ def test_the_command(run: Run) -> None:
     )
     assert done.stdout.startswith("0,1,2,3 --standalone --nproc-per-node 4 pretrain_gpt.py --bf16 --tensor-model-par")
     for name, target in LAYOUT_TARGETS.items():
-        status, out, _ = run("export", "plan.json", "--to", name)
+        status, out, err = run("export", "plan.json", "--to", name)
+        if name == "transformers":  # cuts no graph
+            assert (status, "takes models of hf:" in err) == (2, True)
+            continue
         assert status == 0
         assert f"{target.level}: " in out
         assert Path(target.file_name).is_file()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gdp.cluster import Cluster
-from gdp.export import vllm
+from gdp.export.servers import VLLM
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.held_memory import is_cache
 from gdp.models.model import Model, Reading
@@ -104,7 +104,7 @@ def test_decode_of_70b_by_hand(llama_70b: Model) -> None:
     assert weights == 80 * LAYER_BYTES + 2 * TABLE_BYTES + 2 * 8192
     cluster = Cluster.parse("4xa100-sxm-80g:cuda-graphs")
     problem = Problem.build(graph, cluster)
-    units = vllm.read_units(problem)
+    units = VLLM.read_units(problem)
     simulation = simulate(problem, units.place(np.repeat(np.arange(4), 20)))
     read = weights - TABLE_BYTES + served.cache_bytes
     least_ns = read / cluster.devices[0].memory_bytes_per_second * 1e9

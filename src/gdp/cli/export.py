@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from gdp.simulator.problem import Problem
 
 _TARGETS = (
-    "hf-device-map, torch-pipelining, onnxruntime, openvino, llama-cpp, vllm or megatron; "
-    "for plans of --parallel torch-fsdp, torchtitan or megatron."
+    "hf-device-map, torch-pipelining, onnxruntime, openvino, llama-cpp, vllm, sglang, tensorrt-llm or megatron; "
+    "for plans of --parallel torch-fsdp, torchtitan, megatron or transformers."
 )
 
 
@@ -49,8 +49,6 @@ def export(
 
         source = open_plan(plan, given, graph, devices)
         read, asked = source.plan, source.options.get("target")
-        with prefixed(plan):
-            read.check_runnable("exported")
         name = to or asked
         if name is None:
             raise InputError(f"{plan}: was placed for no target; name one with --to, such as --to hf-device-map")
@@ -71,7 +69,7 @@ def export(
     warm_up(())
     with live(f"writing {path}"):
         try:
-            answer = exported(problem, read, target)
+            answer = exported(problem, read, target, source.known_model)
             answer.content  # noqa: B018 - InputError for what the tool has no words for
         except InputError as error:
             raise InputError(f"{error}{_nearest(source, problem, target)}") from None
@@ -105,7 +103,7 @@ def _nearest(source: "PlanSource", problem: "Problem", target: "ExportTarget | L
             other = Problem.build(step.graph, source.cluster, source.constraints)
             placement = [devices[name.replace("!", "")] for name in step.graph.op_names]
             own = replace(plan_of(simulate(other, placement), 0, plan.placer, plan.seed), layout=layout)
-            answer = exported(other, own, target)
+            answer = exported(other, own, target, source.model)
             if answer.fits and answer.content:
                 found.append((answer.step_time_ns, str(Layout.of_document(layout))))
     return "".join(

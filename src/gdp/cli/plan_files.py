@@ -165,8 +165,6 @@ class PlanFiles:
     def next_command(self, request: PlaceRequest, plan: Plan) -> str:
         """Returns the command to go on with, which needs nothing but the plan: the export for its likely tool."""
         target, plan_file = request.target, str(self.plan)
-        if plan.num_ranks > 1:
-            return shlex.join(["gdp", "simulate", plan_file])
         tool, options = (_likely_tool(request, plan), ()) if target is None else (target.name, target.options)
         return shlex.join(
             ["gdp", "simulate", plan_file] if tool is None else ["gdp", "export", plan_file, "--to", tool, *options]
@@ -179,6 +177,8 @@ def _likely_tool(request: PlaceRequest, plan: Plan) -> str | None:
     if cut is not None and in_flight(cut) and cut["data"] > 1:  # a server for each replica
         return "vllm" if reading.serving.has_cache and GGUF not in text else None
     if cut is not None and not in_flight(cut):
+        if not reading.training:  # on groups of cards
+            return "vllm" if text.startswith(HUGGING_FACE) and GGUF not in text else None
         assert plan.problem is not None
         layout = Layout.of_document(cut)
         num_places = layout.stages or len(set(cut.get("places") or (0,)))

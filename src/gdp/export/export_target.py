@@ -1,5 +1,7 @@
 """ExportTarget: a tool that plans are exported for, with the placements that it can express and its file."""
 
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
@@ -36,6 +38,7 @@ class ExportTarget:
     reserve: float = 0.0  # share of each device's memory that the tool leaves free, unless it is told otherwise
     layers: Callable[[ExportUnits], Sequence[int]] = lambda _: ()  # units that any device may have more or fewer of
     takes_replicas: bool = False  # of batches in flight: a server each
+    takes_shards: bool = False  # ops that are cut over the cards of a group
 
     def within_share(self, problem: Problem) -> Problem:
         """Returns `problem` with the memory that the tool takes of each device by default."""
@@ -72,6 +75,32 @@ def gpu_numbers(problem: Problem) -> list[int]:
     return numbers
 
 
+def cards_of(problem: Problem) -> list[list[tuple[str, int]]]:
+    """[D] Returns (host, number there) of each device's GPUs, in the cluster's order; [] for a CPU.
+
+    The cards of groups are numbered by the ends of their names, if all have one: cards in no group are left out.
+    """
+    names = [
+        [] if is_host else list(device.group or (device.name,))
+        for device, is_host in zip(problem.cluster.devices, is_cpu(problem).tolist(), strict=True)
+    ]
+    ends = {name: re.search(r"\d+$", name) for own in names for name in own}
+    is_named, count, cards = len(ends) > len(list(filter(None, names))) and all(ends.values()), Counter[str](), []
+    for own in names:
+        cards.append(list[tuple[str, int]]())
+        for name in own:
+            host, end = host_of(name), ends[name]
+            cards[-1].append((host, int(end[0]) if is_named and end is not None else count[host]))
+            count[host] += 1
+    return cards
+
+
+def visible_cards(problem: Problem, devices: Sequence[int]) -> str:
+    """Returns the value of CUDA_VISIBLE_DEVICES for these devices in order."""
+    cards = cards_of(problem)
+    return ",".join(str(number) for device in devices for _, number in cards[device])
+
+
 def gpus(problem: Problem, target: str) -> Bool:
     """[D] Returns which devices are GPUs, since no other can be a rank; InputError if there are none."""
     is_gpu = ~is_cpu(problem)
@@ -82,5 +111,5 @@ def gpus(problem: Problem, target: str) -> Bool:
 
 def write_ranks(problem: Problem, devices: I64, command: str, variable: str) -> str:
     """Writes the command as a comment, the `NAME=value` of a layout, and the GPUs in the order of pipeline ranks."""
-    numbers = np.array(gpu_numbers(problem))[devices[stage_starts(devices)]]
-    return f"# {command}\n{variable}\nCUDA_VISIBLE_DEVICES={','.join(map(str, numbers))}\n"
+    visible = visible_cards(problem, devices[stage_starts(devices)].tolist())
+    return f"# {command}\n{variable}\nCUDA_VISIBLE_DEVICES={visible}\n"

@@ -10,6 +10,9 @@ from gdp.export.adapt import AdaptedPlan, adapt
 from gdp.export.export_target import ExportTarget
 from gdp.export.layouts.cut_step import CutStep, cut_step
 from gdp.export.layouts.target import LayoutTarget
+from gdp.export.refusals import check_training
+from gdp.models.shards import WHOLE, Shards
+from gdp.models.source import ModelSource
 from gdp.parallel.batches import in_flight, layout_in_flight
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
@@ -71,17 +74,37 @@ class Exported:
         return Path(path)
 
 
-def exported(problem: Problem, plan: Plan, target: ExportTarget | LayoutTarget) -> Exported:
-    """Returns `plan`, which solves `problem`, for `target`. InputError, with the remedy, for what it cannot run."""
+def exported(
+    problem: Problem, plan: Plan, target: ExportTarget | LayoutTarget, source: ModelSource | None = None
+) -> Exported:
+    """Returns `plan`, which solves `problem`, for `target`; `source` is MODEL, where it is known.
+
+    InputError, with the remedy, for what the target cannot run.
+    """
     if isinstance(target, LayoutTarget):
-        step = cut_step(problem, plan, target.name, has_stages=target.has_stages, held_by=target.held_by)
+        check_training(problem, target.name)
+        step = cut_step(problem, plan, target.name, has_stages=target.has_stages, held_by=target.held_by, source=source)
+        for key in ("expert", "context"):
+            if getattr(step.layout.shards, key) > 1 and key not in target.degrees:
+                raise InputError(f"{target.name}: has no {key} shards; export to torchtitan or megatron")
         return Exported(target, step, plan)
     return Exported(target, adapt(problem, plan, target), plan)
 
 
 def check_takes_layout(plan: Plan, target: ExportTarget) -> None:
     """Raises InputError if the plan has a layout that a tool for one copy of the model does not take."""
-    layout = plan.layout
+    layout, shards = plan.layout, WHOLE if plan.layout is None else Shards.of_document(plan.layout)
+    if shards != WHOLE and not (target.takes_shards and shards == Shards(shards.tensor, False)):
+        options = plan.question.options
+        is_training = not options.get("inference") and options.get("phase", "step") == "step"
+        tools = "torch-fsdp, torchtitan or megatron" if is_training else "vllm, sglang or tensorrt-llm"
+        remedy = f"export to {tools}"
+        if target.takes_shards and not is_training:
+            remedy = "place with --parallel tensor alone"
+        raise InputError(
+            f"has ops cut over {shards.num_ranks} cards ({shards}), which {target.name} does not take; {remedy}, or "
+            "leave tensor out of --parallel"
+        )
     if layout is not None and in_flight(layout) and layout["data"] > 1:
         if not target.takes_replicas:
             raise InputError(

@@ -60,6 +60,15 @@ def check_inference(problem: Problem, target: str) -> None:
         )
 
 
+def check_training(problem: Problem, target: str) -> None:
+    """Raises InputError for inference, which a tool that trains in layouts does not run."""
+    if not _is_training(problem):
+        raise InputError(
+            f"{target}: graph {problem.graph.name!r} is inference, and {target} trains in layouts; export to vllm, "
+            "sglang or tensorrt-llm"
+        )
+
+
 def check_one_batch(problem: Problem, target: str, *, pipelines: bool = True) -> None:
     """Raises InputError for micro-batches, where the target's tool runs one after the other.
 

@@ -3,18 +3,21 @@
 import contextlib
 
 from gdp.errors import InputError, suggest
-from gdp.export import hf_device_map, llama_cpp, megatron, onnxruntime, openvino, torch_pipelining, vllm
+from gdp.export import hf_device_map, llama_cpp, megatron, onnxruntime, openvino, servers, torch_pipelining
 from gdp.export.export_target import ExportTarget, is_cpu
-from gdp.export.layouts import megatron_lm, torch_fsdp, torchtitan
+from gdp.export.layouts import megatron_lm, torch_fsdp, torchtitan, transformers_tp
 from gdp.export.layouts.target import LayoutTarget
 from gdp.simulator.problem import Problem
 
-_MODULES = (hf_device_map, torch_pipelining, onnxruntime, openvino, llama_cpp, vllm, megatron)
-TARGETS: dict[str, ExportTarget] = {module.NAME: module.TARGET for module in _MODULES}
+_MODULES = (hf_device_map, torch_pipelining, onnxruntime, openvino, llama_cpp, megatron)
+TARGETS: dict[str, ExportTarget] = {
+    target.name: target for target in (*(module.TARGET for module in _MODULES), *servers.TARGETS)
+}
 LAYOUT_TARGETS: dict[str, LayoutTarget] = {
-    module.NAME: module.TARGET for module in (torch_fsdp, torchtitan, megatron_lm)
+    module.NAME: module.TARGET for module in (torch_fsdp, torchtitan, megatron_lm, transformers_tp)
 }
 _ALIASES = {"device-map": hf_device_map.NAME, "accelerate": hf_device_map.NAME, "llama.cpp": llama_cpp.NAME}
+_ALIASES |= dict.fromkeys(("trtllm", "trt-llm", "tensorrtllm"), servers.TENSORRT_LLM.name)
 
 
 def find_target(name: str, *, context: int | None = None, split_layers: bool = False) -> ExportTarget:
@@ -46,8 +49,9 @@ def serving_target(problem: Problem) -> ExportTarget | None:
     """
     is_on_groups = any(device.group for device in problem.cluster.devices)
     in_parts, whole = (llama_cpp.LlamaCpp(split_layers=are_split).target() for are_split in (True, False))
-    tools: list[ExportTarget] = [in_parts] if is_cpu(problem).any() else [vllm.TARGET, whole]
-    for target in (vllm.TARGET,) if is_on_groups else (*tools, hf_device_map.TARGET):
+    vllm = servers.TARGETS[0]
+    tools: list[ExportTarget] = [in_parts] if is_cpu(problem).any() else [vllm, whole]
+    for target in (vllm,) if is_on_groups else (*tools, hf_device_map.TARGET):
         with contextlib.suppress(InputError):
             target.read_units(problem)
             return target

@@ -6,6 +6,9 @@ from typing import Any
 
 from gdp.errors import InputError
 
+Styles = list[tuple[str, str]]
+"""Modules, by paths with `*` for any number, and how `parallelize_module` of PyTorch cuts each, in Python."""
+
 MAX_RANKS = 64  # of a group: as many cards as one island of fast links has today
 
 

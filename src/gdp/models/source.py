@@ -7,7 +7,7 @@ or `Workload`.
 import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -25,7 +25,7 @@ from gdp.models.model import HUGGING_FACE, PUBLISHED, Model, Reading, even_part
 from gdp.models.model_text import check_no_python_file, in_directory, is_graph_file, is_onnx, with_prefix
 from gdp.models.papers import PAPERS, Workload
 from gdp.models.serving import ServedStep
-from gdp.models.shards import Shards
+from gdp.models.shards import Shards, Styles
 from gdp.models.user_function import Example, JaxFunction, UserFunction, in_order
 
 if TYPE_CHECKING:
@@ -119,6 +119,24 @@ class ModelSource:
         source.reading = replace(self.reading, shards=shards.settled(training=self.reading.training))
         source._timed_parts, source._time_steps = {}, {}
         return source
+
+    def styles(self, shards: Shards, layers: Sequence[str], name: str) -> Styles:
+        """Returns (paths, style) of the modules that PyTorch's `parallelize_module` cuts over ranks.
+
+        InputError, with the `name` of the tool, for a file, and for modules that it does not cut.
+        """
+        source = self.sharded(shards)
+        if source.reading.lora is not None:
+            raise InputError(f"{name}: cuts no adapters (--lora); leave tensor out of --parallel")
+        with user_function.printing_to_stderr():
+            built = source._unused if source._is_function else source._built
+            return built.styles(source.reading.shards, layers, name)
+
+    @property
+    def has_tensor_plan(self) -> bool:
+        """True for a model that Transformers cuts by a plan of its own."""
+        config = getattr(self._built.answer[0], "config", None)
+        return getattr(config, "base_model_tp_plan", None) is not None
 
     def _timed(self, num_parts: int) -> Model:
         """Returns the step of a part of the batch with the times of its ops, measured with as many samples or others.

@@ -98,6 +98,13 @@ class PlanSource:
         return ModelSource(question.model, reading_of(self.resolved), Path(question.directory))
 
     @property
+    def known_model(self) -> ModelSource | None:
+        """MODEL; None where the plan does not say it."""
+        with contextlib.suppress(InputError):
+            return self.model
+        return None
+
+    @property
     def resolved(self) -> dict[str, Any]:
         """The options with the files of those that were asked found from where the plan was asked."""
         files = {

@@ -16,7 +16,7 @@ from gdp.export.layouts.target import LayoutTarget
 from gdp.export.targets_by_name import find_layout_target, find_target
 from gdp.graph import Graph, GraphSource
 from gdp.notebook import digits
-from gdp.planning.plan_source import simulation_of
+from gdp.planning.plan_source import PlanSource, simulation_of
 from gdp.report import sentences
 from gdp.report.console import device_report
 from gdp.report.documents import cluster_document, graph_document
@@ -32,7 +32,6 @@ def write_export(plan: Plan, to: str, path: str | Path | None = None, graph: Gra
 
     A plan from a file reads its graph and devices again; `graph` is another to be taken. InputError, with the remedy,
     for what the tool cannot run, and where the step does not fit."""
-    plan.check_runnable("exported")
     problem = simulation_of(plan, None if graph is None else Graph.of(graph)).problem
     target: ExportTarget | LayoutTarget | None = find_layout_target(to, is_cut=plan.layout is not None)
     if target is None:
@@ -40,7 +39,7 @@ def write_export(plan: Plan, to: str, path: str | Path | None = None, graph: Gra
         with prefixed(plan.path or "plan"):
             check_takes_layout(plan, target)
         problem = problem if "reserve" in plan.question.options else target.within_share(problem)
-    answer = exported(problem, plan, target)
+    answer = exported(problem, plan, target, PlanSource(plan).known_model)
     if path is not None:
         answer.save(path)
     return answer

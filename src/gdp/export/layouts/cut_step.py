@@ -16,13 +16,14 @@ from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.export import megatron
 from gdp.export.adapt import adapt_within, simulated
-from gdp.export.export_target import host_of, is_cpu, stage_members, stage_starts
+from gdp.export.export_target import cards_of, is_cpu, stage_members, stage_starts
 from gdp.export.export_units import ExportUnits
 from gdp.export.layouts.precision import Held
 from gdp.export.module_chains import find_layers
 from gdp.graph import Graph
 from gdp.graph.builder import GraphBuilder
 from gdp.graph.copies import HOST_COPY
+from gdp.models.source import ModelSource
 from gdp.parallel.layout import Layout
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
@@ -44,6 +45,7 @@ class CutStep:
     num_moved: int  # ops that the plan has on another device
     held: Held = field(default_factory=Held)
     refused: tuple[tuple[Held, Simulation], ...] = ()  # what the tool would rather hold, and that does not fit
+    source: ModelSource | None = None  # MODEL, where it is known
 
     @property
     def num_stages(self) -> int:
@@ -69,6 +71,7 @@ def cut_step(
     *,
     has_stages: bool,
     held_by: Callable[[Graph, Layout], Sequence[Held]] = lambda graph, layout: (Held(),),
+    source: ModelSource | None = None,
 ) -> CutStep:
     """Returns the step of a plan with a layout, as a tool runs it with (`has_stages`) or without pipelines.
 
@@ -117,6 +120,7 @@ def cut_step(
         int((placement != plan.placement).sum()),
         held,
         tuple(refused),
+        source,
     )
 
 
@@ -136,7 +140,8 @@ def _order(problem: Problem, devices: I64, ring: Sequence[int] | None) -> I64:
     order = np.arange(len(devices)) if ring is None else np.array(ring, np.int64)
     if sorted(order.tolist()) != list(range(len(devices))):
         raise InputError("layout: ring is no order of the replicas; the plan is of another model, place it anew")
-    hosts = np.array([host_of(problem.cluster.devices[device].name) for device in devices[order, 0].tolist()])
+    cards = cards_of(problem)
+    hosts = np.array([cards[device][0][0] for device in devices[order, 0].tolist()])
     first = {host: place for place, host in reversed(list(enumerate(hosts.tolist())))}
     return np.asarray(order[np.argsort([first[host] for host in hosts.tolist()], kind="stable")], np.int64)
 

@@ -2,7 +2,8 @@
 
     sh megatron.sh pretrain_gpt.py --num-layers 32 ...
 
-Ranks are numbered stage by stage, with `--use-tp-pp-dp-mapping` replica by replica (megatron/core/parallel_state.py).
+Ranks are numbered stage by stage, with `--use-tp-pp-dp-mapping` replica by replica (megatron/core/parallel_state.py);
+those of a group follow each other.
 """
 
 from gdp.errors import InputError
@@ -41,13 +42,20 @@ def options(step: CutStep) -> list[str]:
     check_even(step, NAME)
     layout = step.layout
     found = [
-        "--tensor-model-parallel-size 1",
+        f"--tensor-model-parallel-size {layout.shards.tensor}",
         f"--pipeline-model-parallel-size {step.num_stages}",
         f"--micro-batch-size {step.samples}",
         f"--global-batch-size {step.samples * layout.num_parts}",
     ]
     if step.num_stages > 1:
         found.append(f"--pipeline-model-parallel-layout '{megatron.layout_of(step.stages)}'")
+    if layout.shards.sequence:
+        found.append("--sequence-parallel")
+    if layout.shards.context > 1:
+        found.append(f"--context-parallel-size {layout.shards.context}")
+    if layout.shards.expert > 1:
+        found.append(f"--expert-model-parallel-size {layout.shards.expert}")
+        found.append(f"--expert-tensor-parallel-size {layout.shards.tensor // layout.shards.expert}")
     if layout.data > 1:
         found.append("--overlap-grad-reduce")
     if layout.zero:
@@ -112,4 +120,6 @@ def held_by(graph: Graph, layout: Layout) -> list[Held]:
     ]
 
 
-TARGET = LayoutTarget(NAME, "a device a replica and stage", "megatron.sh", True, write, notes, held_by)
+TARGET = LayoutTarget(
+    NAME, "a device a replica and stage", "megatron.sh", True, write, notes, held_by, ("expert", "context")
+)

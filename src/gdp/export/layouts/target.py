@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gdp.errors import InputError
-from gdp.export.export_target import host_of, is_cpu
+from gdp.export.export_target import cards_of
 from gdp.export.layouts.cut_step import CutStep
 from gdp.export.layouts.precision import Held
 from gdp.graph import Graph
@@ -24,6 +24,7 @@ class LayoutTarget:
     write: Callable[[CutStep], str]  # InputError for what the tool has no words for
     notes: Callable[[CutStep], list[str]]  # sentences on what the tool does otherwise
     held_by: Callable[[Graph, Layout], Sequence[Held]]  # what it holds in training, the first that fits
+    degrees: tuple[str, ...] = ()  # of shards beside `tensor`
 
 
 @dataclass(frozen=True)
@@ -34,21 +35,15 @@ class RankOrder:
 
     @classmethod
     def of(cls, problem: Problem, devices: Sequence[int]) -> "RankOrder | None":
-        """Returns the ranks on `devices`; None if those of a host are not neighbours, or hosts have unlike numbers."""
-        names = [device.name for device in problem.cluster.devices]
-        local: dict[int, int] = {}
-        count: dict[str, int] = {}
-        for number, is_host in enumerate(is_cpu(problem).tolist()):
-            if not is_host:
-                host = host_of(names[number])
-                local[number] = count[host] = count.get(host, -1) + 1
-        runs: dict[str, list[int]] = {}
-        last = None
-        for device in devices:
-            host = host_of(names[device])
+        """Returns the ranks on `devices`, those of a group one behind the other.
+
+        None if the ranks of a host are not neighbours, or hosts have unlike numbers.
+        """
+        cards, runs, last = cards_of(problem), dict[str, list[int]](), None
+        for host, number in (card for device in devices for card in cards[device]):
             if host != last and host in runs:
                 return None
-            runs.setdefault(host, []).append(local[device])
+            runs.setdefault(host, []).append(number)
             last = host
         if len({len(run) for run in runs.values()}) > 1:
             return None

@@ -1,4 +1,4 @@
-"""`torch-fsdp`: a Python module with the layout in terms of PyTorch's DDP, ZeroRedundancyOptimizer and `fully_shard`.
+"""`torch-fsdp`: a Python module with the layout in terms of PyTorch's DDP, `fully_shard` and `parallelize_module`.
 
 It is `training_step.py` with the constants of the layout.
 """
@@ -8,12 +8,14 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from gdp.errors import InputError
 from gdp.export.layouts.cut_step import CutStep
 from gdp.export.layouts.precision import HALF, Held, as_fsdp
 from gdp.export.layouts.target import LayoutTarget, common_notes, ranks_of, title_of
 from gdp.export.refusals import check_modules
 from gdp.graph import Graph
 from gdp.graph.layers import LayerPaths
+from gdp.models.shards import WHOLE, Styles
 from gdp.parallel.blocks import block_paths
 from gdp.parallel.layout import NONE, SELECTIVE, Layout
 
@@ -45,9 +47,11 @@ def write(step: CutStep) -> str:
     lists = [path for path, of_list in zip(layers.names, layers.lists, strict=True) if of_list]
     constants = {
         "MICROBATCHES": step.microbatches,
+        "TENSOR": layout.shards.tensor,
+        "STYLES": _styles(step, lists),
         "ZERO": layout.zero,
         "COMPUTED_IN": step.held.options[0] if step.held.options else "",
-        "SHARDED": tuple(lists) if layout.zero >= 2 else (),
+        "SHARDED": tuple(lists) if layout.zero >= 2 or (layout.shards.tensor > 1 and layout.data > 1) else (),
         "SELECTIVE": layout.recompute == SELECTIVE,
         "RECOMPUTED": () if layout.recompute == NONE else tuple(block_paths(graph, layout.recompute)),
     }
@@ -71,15 +75,30 @@ def _commands(step: CutStep) -> str:
 
 def _written(value: object) -> str:
     """Returns a constant in Python, paths of modules with one a line."""
+    if isinstance(value, list):
+        return "(\n" + "".join(f"    ({json.dumps(path)}, {style}),\n" for path, style in value) + ")"
     if isinstance(value, tuple) and value and isinstance(value[0], str):
         return "(\n" + "".join(f"    {json.dumps(path)},\n" for path in value) + ")"
     return repr(value)
 
 
+def _styles(step: CutStep, layers: list[str]) -> Styles | tuple[()]:
+    if step.layout.shards == WHOLE:
+        return ()
+    if step.source is None:
+        raise InputError(f"{NAME}: asks the MODEL how its layers are cut, and the plan is of a graph; name MODEL")
+    return step.source.styles(step.layout.shards, layers, NAME)
+
+
 def notes(step: CutStep) -> list[str]:
     """Returns sentences on what PyTorch does otherwise than the plan."""
-    sentences = common_notes(step)
-    if step.layout.zero == 1:
+    sentences, is_cut = common_notes(step), step.layout.shards != WHOLE
+    if is_cut and step.layout.zero < 2 and step.layout.data > 1:
+        also = ", and cuts gradients and parameters as well" if step.layout.zero else ""
+        sentences.append(f"fully_shard sums gradients over replicas, in place of DDP, which takes no cut layers{also}.")
+    if step.layout.shards.sequence:
+        sentences.append("Tokens are cut from the first layer to the last; embedding, last norm and head have all.")
+    if step.layout.zero == 1 and not is_cut:
         sentences.append(
             "ZeroRedundancyOptimizer gives each rank whole parameters to update, and sums whole gradients (all-reduce)."
         )

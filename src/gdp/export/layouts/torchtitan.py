@@ -3,7 +3,7 @@
     sh torchtitan.sh --module llama3 --config llama3_8b
 
 torchtitan trains decoders of its own, whose layers are called `layers.N`; they are those of the plan. Ranks are
-numbered stage by stage (torchtitan/distributed/parallel_dims.py: the mesh has pp, dp_replicate, dp_shard).
+numbered stage by stage (torchtitan/distributed/parallel_dims.py: the mesh has pp, dp_replicate, dp_shard, tp).
 """
 
 from dataclasses import replace
@@ -42,9 +42,14 @@ def options(step: CutStep) -> list[str]:
         "parallelism.data_parallel_replicate_degree": replicas,
         "parallelism.data_parallel_shard_degree": shards,
     }
+    for key in ("tensor", "expert", "context"):
+        if (degree := getattr(layout.shards, key)) > 1:
+            values[f"parallelism.{key}_parallel_degree"] = degree
     if layout.zero:
         values["parallelism.fsdp_reshard_after_forward"] = "always" if layout.zero == 3 else "never"
     options = [f"--{key} {value}" for key, value in values.items()]
+    if layout.shards.sequence is False:
+        options.append("--parallelism.no-enable_sequence_parallel")
     if is_cut:
         options += _pipeline(step)
     recomputed = recomputed_layers(step, NAME)
@@ -100,4 +105,6 @@ def held_by(graph: Graph, layout: Layout) -> list[Held]:
     return [replace(held, options=options)]
 
 
-TARGET = LayoutTarget(NAME, "a device a replica and stage", "torchtitan.sh", True, write, notes, held_by)
+TARGET = LayoutTarget(
+    NAME, "a device a replica and stage", "torchtitan.sh", True, write, notes, held_by, ("expert", "context")
+)

@@ -37,7 +37,7 @@ from gdp.models.pytorch.recorder import Recorder
 from gdp.models.pytorch.shards.cuts import OUTPUT, STORED, AxisCut, cut_of
 from gdp.models.pytorch.shards.local_program import localise
 from gdp.models.pytorch.step_calls import building
-from gdp.models.shards import WHOLE, Shards
+from gdp.models.shards import WHOLE, Shards, Styles
 from gdp.models.stored_weights import stored_weights
 
 OptimizerChoice = str | torch.optim.Optimizer
@@ -257,6 +257,13 @@ class Built:
         with _isolated(), copies_allowed(), explained(self.name):
             notes = tuple(wrapper_notes(self.answer[0]))
             return replace(self, answer=_fake_copies(*self._example(), self.mode), notes=notes)
+
+    def styles(self, shards: Shards, layers: Sequence[str], name: str) -> Styles:
+        """Returns the local program in the terms of PyTorch, see `gdp.models.pytorch.shards.styles`."""
+        from gdp.models.pytorch.shards.styles import styles
+
+        with _isolated(self.dtype, has_card=self.has_card), explained(name), self.mode:
+            return styles(lambda: self.copied()._example(), shards, layers, name)
 
     def with_inputs(self, change: Callable[[Any], Any]) -> "Built":
         """Returns the same model with other inputs: `change` makes each from the one that is there."""

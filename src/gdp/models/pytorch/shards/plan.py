@@ -60,7 +60,7 @@ class CutPlan:
     def __init__(self, model: nn.Module, num_ranks: int, num_expert_parts: int = 1) -> None:
         self.num_ranks, self.num_expert_parts = num_ranks, num_expert_parts
         self._experts = {} if num_expert_parts == 1 else expert_weights(model)
-        named = dict(model.named_parameters())
+        self.weights = named = dict(model.named_parameters())
         self.num_parameters = sum(parameter.numel() for parameter in named.values())
         self._parameters: dict[int, tuple[str, Tensor] | None] = {}
         self._numels: dict[str, int] = {}
@@ -68,7 +68,7 @@ class CutPlan:
         for path, parameter in named.items():
             memory = parameter.untyped_storage()._cdata
             self._parameters[memory] = None if memory in self._parameters else (path, parameter)
-            self._numels[_pattern(path)] = self._numels.get(_pattern(path), 0) + parameter.numel()
+            self._numels[pattern_of(path)] = self._numels.get(pattern_of(path), 0) + parameter.numel()
         self.refused: dict[str, str] = {}  # by pattern: why a weight's columns are not left cut
         self.whole: dict[str, str] = {}  # by pattern: why a weight is not cut at all
         self._bounds: dict[str, tuple[int, ...]] = {}  # by pattern: the sizes of the segments of columns
@@ -87,20 +87,20 @@ class CutPlan:
     @property
     def gathered(self) -> frozenset[str]:
         """The paths of weights whose results are gathered at once."""
-        return frozenset(path for path in self._paths if _pattern(path) in self.refused)
+        return frozenset(path for path in self._paths if pattern_of(path) in self.refused)
 
     @property
     def repeated(self) -> dict[str, str]:
         """The heads of weights, by pattern, that are fewer than ranks: of keys, where others are with them."""
         few = {path: role for path, role in self.roles.items() if role.num_parts < self.num_ranks}
         return {
-            _pattern(path): f"{'has' if role.segments else 'is'} {role.num_parts} {'key ' * bool(role.segments)}heads"
+            pattern_of(path): f"{'has' if role.segments else 'is'} {role.num_parts} {'key ' * bool(role.segments)}heads"
             for path, role in few.items()
         }
 
     def is_small(self, paths: frozenset[str]) -> bool:
         """Returns whether weights have a small part of all parameters."""
-        patterns = {_pattern(path) for path in paths}
+        patterns = {pattern_of(path) for path in paths}
         return sum(self._numels.get(pattern, 0) for pattern in patterns) < _SMALL * self.num_parameters
 
     def extend(self, layers: AlikeLayers) -> None:
@@ -114,18 +114,18 @@ class CutPlan:
     def refuse(self, sources: frozenset[str], reason: str, *, is_result: bool = False) -> None:
         """Notes that a tensor made of the columns of these weights cannot stay cut."""
         for path in sources - {SEQUENCE}:
-            is_known = _pattern(path) in self.refused or _pattern(path) in self._is_new
+            is_known = pattern_of(path) in self.refused or pattern_of(path) in self._is_new
             if is_known or (is_result and not self.is_small(frozenset({path}))):
                 continue
-            self.refused[_pattern(path)] = reason
+            self.refused[pattern_of(path)] = reason
             self.has_changed = True
 
     def repeat(self, sources: frozenset[str], num_parts: int) -> None:
         """Notes that the columns of a weight are so many heads, which several ranks have each."""
         for path in sources - {SEQUENCE}:
-            if self._repeated.get(_pattern(path)) != num_parts:
-                self._repeated[_pattern(path)] = num_parts
-                self._is_new.add(_pattern(path))
+            if self._repeated.get(pattern_of(path)) != num_parts:
+                self._repeated[pattern_of(path)] = num_parts
+                self._is_new.add(pattern_of(path))
                 self.has_changed = True
 
     def segment(self, cut: AxisCut, sizes: Sequence[int]) -> bool:
@@ -138,12 +138,12 @@ class CutPlan:
             (width, *others) = {sum(sizes) for sizes in self.roles[path].pieces.values()} or {self.roles[path].size}
             if others or width % total:
                 return False
-            segments = divided(self._bounds.get(_pattern(path), ()), [size * (width // total) for size in sizes])
+            segments = divided(self._bounds.get(pattern_of(path), ()), [size * (width // total) for size in sizes])
             if any(size % cut.num_parts for size in segments):
                 return False
-            if self._bounds.get(_pattern(path)) != segments:
-                self._bounds[_pattern(path)] = segments
-                self._is_new.add(_pattern(path))
+            if self._bounds.get(pattern_of(path)) != segments:
+                self._bounds[pattern_of(path)] = segments
+                self._is_new.add(pattern_of(path))
                 self.has_changed = True
         return True
 
@@ -188,7 +188,7 @@ class CutPlan:
         base = self._base(weight)
         assert base is not None
         path, size = base[0], weight.shape[dim]
-        pattern, num_parts = _pattern(path), self.num_ranks
+        pattern, num_parts = pattern_of(path), self.num_ranks
         if path not in self.roles:
             if pattern in self.refused and self.is_small(frozenset({path})):
                 self.whole.setdefault(pattern, self.refused[pattern])
@@ -251,7 +251,7 @@ def _cut(shape: tuple[int, ...], dim: int, num_parts: int, segments: tuple[int, 
     return AxisCut(shape, dim, num_parts, outer, segments if len(set(segments)) > 1 else (), frozenset({path}))
 
 
-def _pattern(path: str) -> str:
+def pattern_of(path: str) -> str:
     """Returns what the weights of alike layers have in common."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 

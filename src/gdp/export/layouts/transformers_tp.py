@@ -1,0 +1,53 @@
+"""`transformers`: the layout as a `DistributedConfig` of Transformers, whose models know how their layers are cut.
+
+config = DistributedConfig(**json.load(open("distributed.json")))
+model = AutoModelForCausalLM.from_pretrained(MODEL, distributed_config=config)
+"""
+
+import json
+
+from gdp.errors import InputError
+from gdp.export.layouts.cut_step import CutStep
+from gdp.export.layouts.target import LayoutTarget, check_even, common_notes, ranks_of
+from gdp.export.layouts.torch_fsdp import held_by
+from gdp.models.model import HUGGING_FACE
+from gdp.parallel.layout import BLOCKS, NONE
+
+NAME = "transformers"
+
+
+def write(step: CutStep) -> str:
+    """Writes the degrees. InputError for a MODEL without a plan of its own, and for tokens that are cut."""
+    layout, source = step.layout, step.source
+    ranks_of(step, NAME)
+    check_even(step, NAME)
+    if layout.shards.sequence:
+        raise InputError(f"{NAME}: cuts no tokens; place with sequence=off, or export to torch-fsdp")
+    if layout.recompute not in (NONE, BLOCKS):
+        raise InputError(f"{NAME}: recomputes all layers or none; place with recompute=blocks or none")
+    if source is None or not source.text.startswith(HUGGING_FACE) or not source.has_tensor_plan:
+        raise InputError(f"{NAME}: takes models of hf: whose config has a base_model_tp_plan; export to torch-fsdp")
+    degrees = {"fsdp_size": layout.data} if layout.zero else {"fsdp_size": 1, "dp_replicate_size": layout.data}
+    tensor = {"tp_size": layout.shards.tensor, "tp_plan": "auto"} if layout.shards.tensor > 1 else {}
+    return json.dumps(tensor | (degrees if layout.data > 1 else {}), indent=2) + "\n"
+
+
+def notes(step: CutStep) -> list[str]:
+    """Returns sentences on what Transformers does otherwise than the plan, and on options that it takes elsewhere."""
+    sentences, layout, ranks = common_notes(step), step.layout, ranks_of(step, NAME)
+    sentences.append(f"Start it with CUDA_VISIBLE_DEVICES={ranks.visible[0]} {ranks.torchrun()}.")
+    if layout.shards.tensor > 1:
+        sentences.append(
+            "Transformers sums the gradient of an input for each linear layer that reads it: five all-reduces a layer "
+            "in backward of a Llama, where the plan has two."
+        )
+    if layout.zero in (1, 2):
+        sentences.append("FSDP cuts parameters as well, and gathers them in each pass.")
+    if max(step.microbatches) > 1:
+        sentences.append(f"Give Trainer gradient_accumulation_steps={step.microbatches[0]}.")
+    if layout.recompute == BLOCKS:
+        sentences.append("Give Trainer gradient_checkpointing=True.")
+    return sentences
+
+
+TARGET = LayoutTarget(NAME, "a device a replica", "distributed.json", False, write, notes, held_by)

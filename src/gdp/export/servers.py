@@ -1,0 +1,151 @@
+"""`vllm`, `sglang`, `tensorrt-llm`: decoder layers by pipeline rank, and ranks in groups, as servers take them.
+
+`VLLM_PP_LAYER_PARTITION` gives the number of layers of each rank (vllm/distributed/utils.py, get_pp_indices), and so do
+SGLang's variable (sglang/srt/distributed/utils.py) and the `pp_partition` of TensorRT-LLM (LlmArgs). The embedding is
+on the first rank, the last norm and the head are on the last. The ranks of a group follow each other.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gdp.arrays import I64, Bool
+from gdp.errors import InputError
+from gdp.export.export_target import ExportTarget, gpus, visible_cards
+from gdp.export.export_units import ExportUnits
+from gdp.export.module_chains import find_layers
+from gdp.export.refusals import check_inference
+from gdp.simulator.problem import Problem
+
+_RESERVE = 0.08  # vLLM's gpu_memory_utilization is 0.92 by default (vllm/config/cache.py; 0.9 in earlier versions)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A tool that serves decoders, and its words."""
+
+    name: str
+    command: str
+    tensor: str  # the option for the ranks of a group
+    stages: str
+    variable: str  # with the layers of each rank
+    memory: str = ""  # the option for the share of memory; "": the tool chooses
+    port: int = 8000  # of the first server, by default
+    is_yaml: bool = False  # options are in a file
+    note: str = ""
+
+    def read_units(self, problem: Problem) -> ExportUnits:
+        """Makes a unit of each decoder layer; ops before them go with the first, ops after them with the last.
+
+        The layers of each replica follow those of the one before. InputError for a training step.
+        """
+        check_inference(problem, self.name)
+        layers, replicas = find_layers(problem), problem.graph.replicas
+        count = len(layers.names)
+        positions = np.clip(layers.positions - 1, 0, count - 1) + count * replicas
+        names = layers.names * (int(replicas.max()) + 1)
+        return ExportUnits.chain(problem, positions, names, devices=gpus(problem, self.name))
+
+    def write(self, problem: Problem, units: ExportUnits, devices: I64) -> str:
+        """Writes `VLLM_PP_LAYER_PARTITION=10,11,11` and the GPUs in the order of ranks; of replicas a command each."""
+        used = np.unique(devices)
+        memory = [problem.cluster.devices[device].memory_bytes for device in used]
+        share = float((problem.memory_limit_bytes[used] / memory).max())
+        num_cards = problem.cluster.devices[used[0]].num_cards
+        servers, parts = self._servers(problem, units, devices), []
+        for number, ranks in enumerate(servers):
+            sizes = [sum(len(units.members[unit]) for unit in np.flatnonzero(own)) for own in ranks.values()]
+            visible = f"CUDA_VISIBLE_DEVICES={visible_cards(problem, list(ranks))}"
+            if self.is_yaml:
+                values = {self.tensor: num_cards, self.stages: len(sizes), self.variable: sizes}
+                lines = [f"{key}: {value}" for key, value in values.items()]
+                return "\n".join((f"# {visible} {self.command} {self.file_name}", *lines, ""))
+            tensor = f" {self.tensor} {num_cards}" if num_cards > 1 else ""
+            limit = f" {self.memory} {share:.4g}" if self.memory else ""
+            command = f"{self.command}{tensor} {self.stages} {len(sizes)}{limit}"
+            partition = f"{self.variable}={','.join(map(str, sizes))}"
+            if len(servers) == 1:
+                return "\n".join((f"# {command}", partition, visible, ""))
+            parts.append(f"{partition} {visible} {command} --port {self.port + number}")
+        return "\n".join((f"# {len(servers)} servers", *parts, ""))
+
+    def _servers(self, problem: Problem, units: ExportUnits, devices: I64) -> list[dict[int, Bool]]:
+        """Returns the units [U] by device of each replica, in the order of ranks.
+
+        InputError where two replicas share a device.
+        """
+        replica = problem.graph.replicas[units.first_op]
+        servers = [
+            {
+                int(device): (replica == own) & (devices == device)
+                for device in dict.fromkeys(devices[replica == own].tolist())
+            }
+            for own in range(int(replica.max()) + 1)
+        ]
+        if sum(map(len, servers)) > len(np.unique(devices)):
+            raise InputError(
+                f"{self.name}: replicas are servers, and two of them share a device; place with fewer --batches"
+            )
+        return servers
+
+    def notes(self, problem: Problem, units: ExportUnits, devices: I64) -> list[str]:
+        """Returns sentences on the servers of a plan of replicas, and on the tool."""
+        servers = self._servers(problem, units, devices)
+        names = [device.name for device in problem.cluster.devices]
+        each = [", ".join(names[device] for device in ranks) for ranks in servers]
+        notes = [f"{len(each)} servers, a line of the file each: on {'; on '.join(each)}."] if len(each) > 1 else []
+        return [*notes, self.note] if self.note else notes
+
+    @property
+    def file_name(self) -> str:
+        """The name of the file, beside the plan."""
+        return f"{self.name}.{'yaml' if self.is_yaml else 'env'}"
+
+    @property
+    def target(self) -> ExportTarget:
+        """The tool among those that plans are exported for."""
+        return ExportTarget(
+            self.name,
+            "whole decoder layers by rank",
+            self.file_name,
+            self.read_units,
+            self.write,
+            reserve=_RESERVE,
+            notes=self.notes,
+            layers=_layers,
+            takes_replicas=not self.is_yaml,
+            takes_shards=True,
+        )
+
+
+def _layers(units: ExportUnits) -> range:
+    return range(0 if units.problem.graph.replicas.any() else units.num_units)
+
+
+VLLM = Server(
+    "vllm",
+    "vllm serve MODEL",
+    "--tensor-parallel-size",
+    "--pipeline-parallel-size",
+    "VLLM_PP_LAYER_PARTITION",
+    "--gpu-memory-utilization",
+)
+SGLANG = Server(
+    "sglang",
+    "python -m sglang.launch_server --model-path MODEL",
+    "--tp-size",
+    "--pp-size",
+    "SGLANG_PP_LAYER_PARTITION",
+    port=30000,
+    note="SGLang chooses its share of memory (--mem-fraction-static).",
+)
+TENSORRT_LLM = Server(
+    "tensorrt-llm",
+    "trtllm-serve MODEL --extra_llm_api_options",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "pp_partition",
+    is_yaml=True,
+    note="TensorRT-LLM takes a share of the memory that weights leave for its cache (free_gpu_memory_fraction).",
+)
+TARGETS = tuple(server.target for server in (VLLM, SGLANG, TENSORRT_LLM))

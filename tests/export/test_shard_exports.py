@@ -1,0 +1,140 @@
+"""`gdp export` of layouts with shards: PyTorch trains with its module, and other tools read their options."""
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from export_models import MODELS
+from layout_training import train
+
+import gdp
+from execute.rank_processes import start_ranks, statuses_of
+from gdp.errors import InputError
+from gdp.export.export_target import cards_of
+from gdp.export.exported_plan import Exported, check_takes_layout, exported
+from gdp.export.targets_by_name import LAYOUT_TARGETS, TARGETS
+from gdp.models.model import Reading
+from gdp.models.source import ModelSource
+from gdp.parallel.layout import Layout
+from gdp.parallel.step import Step
+from gdp.search.question import plan_of
+from gdp.simulator.plan import Plan
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import simulate
+
+
+def planned(
+    text: str, model: str = "grouped", devices: str = "4xp100-pcie-16g", *, training: bool = True
+) -> tuple[Problem, Plan, ModelSource]:
+    """A plan of a layout with shards whose replicas are on neighbouring groups, and the model."""
+    layout, source = Layout.parse(text), ModelSource.of_example(MODELS[model](), Reading(training=training))
+    local = source.sharded(layout.shards)
+    shards = local.reading.shards
+    graph, cluster = local.whole().graph, gdp.Cluster.parse(devices).grouped(shards.num_ranks)
+    step = Step.of(graph, layout.of_groups)
+    problem = Problem.build(step.graph, cluster)
+    placement = step.placement(np.zeros(graph.num_ops, np.int64), np.arange(layout.data).reshape(-1, 1))
+    plan = plan_of(simulate(problem, placement), 0, "by hand", 0)
+    asked = replace(plan.question, options={"inference": not training})
+    document = step.document() | shards.document() | {"batch": layout.num_parts}
+    return problem, replace(plan, layout=document, asked=asked), source
+
+
+def for_tool(tool: str, text: str, **options: str) -> Exported:
+    problem, plan, source = planned(text, **options)
+    return exported(problem, plan, LAYOUT_TARGETS[tool], source)
+
+
+def test_parts_train_as_the_whole(tmp_path: Path) -> None:
+    """Two ranks that have parts of a model, also of its tokens, have the loss and gradients of the whole one."""
+    cases = [
+        ("grouped", "tensor=2,sequence=off"),
+        ("grouped", "tensor=2,microbatches=2"),
+        ("grouped", "tensor=2,recompute=blocks"),
+        ("blocks", "tensor=2"),
+    ]
+    names = [f"{model}_{number}" for number, (model, _) in enumerate(cases)]
+    for name, (model, text) in zip(names, cases, strict=True):
+        tmp_path.joinpath(f"{name}.py").write_text(for_tool("torch-fsdp", text, model=model).content)
+    assert statuses_of(start_ranks(train, tmp_path, 2, *names), patience_seconds=240) == [0, 0]
+    assert (tmp_path / "equal.txt").read_text().split() == names
+
+
+def test_replicas_of_parts(tmp_path: Path) -> None:
+    """Four ranks, two for each replica, train as one device, with and without ZeRO."""
+    names = []
+    for number, text in enumerate(("", ",zero=2,microbatches=2", ",zero=3")):
+        names.append(f"grouped_{number}")
+        tmp_path.joinpath(f"{names[-1]}.py").write_text(for_tool("torch-fsdp", f"data=2,tensor=2{text}").content)
+    assert statuses_of(start_ranks(train, tmp_path, 4, *names), patience_seconds=240) == [0] * 4
+    assert (tmp_path / "equal.txt").read_text().split() == names
+
+
+def test_degrees_of_training_tools() -> None:
+    """Megatron-LM and torchtitan get the degree, and whether tokens are cut; ranks of a group are neighbours."""
+    both = [for_tool(tool, "data=2,tensor=2,zero=1").content for tool in ("megatron", "torchtitan")]
+    assert "--tensor-model-parallel-size 2 " in both[0]
+    assert "--sequence-parallel " in both[0]
+    assert all("CUDA_VISIBLE_DEVICES=0,1,2,3\n" in text for text in both)
+    words = shlex.split(for_tool("torchtitan", "data=2,tensor=2,sequence=off").content.partition('"$@"')[2])
+    assert words[words.index("--parallelism.tensor_parallel_degree") + 1] == "2"
+    assert "--sequence-parallel" not in for_tool("megatron", "data=2,tensor=2,sequence=off").content
+    manager = pytest.importorskip("torchtitan.config.manager")
+    config = manager.ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_8b", *words]).parallelism
+    degrees = config.tensor_parallel_degree, config.data_parallel_replicate_degree, config.data_parallel_shard_degree
+    assert (*degrees, config.enable_sequence_parallel) == (2, 2, 1, False)
+
+
+def test_degrees_of_servers() -> None:
+    """Servers get the ranks of a group as their tensor degree, and the cards of it next to each other."""
+    problem, plan, _ = planned("tensor=2", training=False)
+    texts = {name: exported(problem, plan, TARGETS[name]).content for name in ("vllm", "sglang", "tensorrt-llm")}
+    share = "--gpu-memory-utilization 0.92"
+    for name in ("vllm", "sglang"):
+        assert "PP_LAYER_PARTITION=2\nCUDA_VISIBLE_DEVICES=0,1\n" in texts[name]
+    within = TARGETS["vllm"].within_share(problem)
+    command = f"# vllm serve MODEL --tensor-parallel-size 2 --pipeline-parallel-size 1 {share}\n"
+    assert exported(within, plan, TARGETS["vllm"]).content.startswith(command)
+    assert texts["sglang"].startswith("# python -m sglang.launch_server --model-path MODEL --tp-size 2 --pp-size 1\n")
+    assert texts["tensorrt-llm"] == (
+        "# CUDA_VISIBLE_DEVICES=0,1 trtllm-serve MODEL --extra_llm_api_options tensorrt-llm.yaml\n"
+        "tensor_parallel_size: 2\npipeline_parallel_size: 1\npp_partition: [2]\n"
+    )
+
+
+def test_cards_left_out_of_groups_keep_their_numbers() -> None:
+    """Of two slow cards and four fast ones, groups of four are cards 2 to 5."""
+    cluster = gdp.Cluster.parse("2xp100-pcie-16g+4xa100-sxm-80g").grouped(4)
+    problem = Problem.build(planned("tensor=2")[0].graph, gdp.Cluster.parse("4xp100-pcie-16g").grouped(2))
+    assert cards_of(replace(problem, cluster=cluster))[-1] == [("", number) for number in range(2, 6)]
+
+
+def test_degrees_of_transformers() -> None:
+    """Transformers builds its configuration from the degrees, and says that it sums gradients more often."""
+    transformers = pytest.importorskip("transformers")
+    problem, plan, source = planned("data=2,tensor=2,sequence=off")
+    source.text = "hf:grouped"
+    answer = exported(problem, plan, LAYOUT_TARGETS["transformers"], source)
+    config = transformers.DistributedConfig(**json.loads(answer.content))
+    assert (config.tp_size, config.dp_replicate_size, config.fsdp_size) == (2, 2, 1)
+    assert any("five all-reduces" in note for note in LAYOUT_TARGETS["transformers"].notes(answer.step))
+
+
+@pytest.mark.parametrize("name", ["hf-device-map", "torch-pipelining", "onnxruntime", "openvino", "llama-cpp", "vllm"])
+def test_tools_without_shards(name: str) -> None:
+    """A tool that does not cut ops refuses them in one line, and names those that do."""
+    _, plan, _ = planned("tensor=2")
+    with pytest.raises(InputError, match=f"which {name} does not take; export to torch-fsdp, torchtitan or megatron"):
+        check_takes_layout(plan, TARGETS[name])
+
+
+def test_modules_that_are_not_cut() -> None:
+    """Weights that PyTorch's styles do not cut as the plan does are named, with a remedy."""
+    problem, plan, source = planned("tensor=2", "tied")
+    with pytest.raises(InputError, match=r"torch-fsdp: layers.0.self_attn.in_proj_weight is of a MultiheadAttention"):
+        exported(problem, plan, LAYOUT_TARGETS["torch-fsdp"], source).content  # noqa: B018
+    with pytest.raises(InputError, match="is inference, and megatron trains in layouts; export to vllm"):
+        exported(*planned("tensor=2", training=False)[:2], LAYOUT_TARGETS["megatron"])
