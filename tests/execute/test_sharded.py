@@ -17,6 +17,7 @@ from gdp.execute.equality import eager_step
 from gdp.execute.layouts.sharded_program import ShardedProgram
 from gdp.execute.run import RunResult, run
 from gdp.models.pytorch import capture
+from gdp.models.pytorch.capture_step import StepOptions, capture_step
 from gdp.models.shards import Shards
 from tests.models.shard_cases import case
 from tests.models.test_shards import NAMES
@@ -29,7 +30,7 @@ def check_ranks(name: str, tensor: int, sequence: bool, expert: int = 1, roundin
     model, inputs = case(name)
     expected = eager_step(capture(model, (), inputs).program, model, (), inputs)
     shards = Shards(tensor, sequence, expert)
-    ranks = [capture(model, (), inputs, shards=shards, rank=rank) for rank in range(tensor)]
+    ranks = [capture_step(model, (), inputs, StepOptions(shards=shards, rank=rank)) for rank in range(tensor)]
     found = ShardedProgram.of([rank.program for rank in ranks], ranks[0].cuts).replay(model, (), inputs)
     assert found.outputs.keys() == expected.outputs.keys()
     assert found.gradients.keys() == expected.gradients.keys()
@@ -144,6 +145,8 @@ def test_what_is_not_run(tmp_path: Path) -> None:
         pytest.raises(InputError, match="clip_norm and scaler read whole gradients"),
     ):
         trained(**inputs)
-    ranks = [capture(model, (), inputs, optimizer="adafactor", shards=Shards(2), rank=rank) for rank in range(2)]
+    ranks = [
+        capture_step(model, (), inputs, StepOptions(optimizer="adafactor", shards=Shards(2), rank=r)) for r in range(2)
+    ]
     with pytest.raises(InputError, match=r"tensor=2: an optimizer with .* needs whole parameters, and each rank"):
         ShardedProgram.of([rank.program for rank in ranks], ranks[0].cuts)

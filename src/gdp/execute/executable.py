@@ -20,8 +20,8 @@ from gdp.graph.builder import topological_order
 from gdp.graph.copies import EXCHANGE_START, exchange_of
 from gdp.graph.difference import difference
 from gdp.models.op_costs import without_costs
-from gdp.models.pytorch import Capture, Program, capture
-from gdp.models.pytorch.capture_step import OptimizerChoice, StepOptions, rule_choice
+from gdp.models.pytorch import Capture, Program
+from gdp.models.pytorch.capture_step import OptimizerChoice, StepOptions, capture_step, rule_choice
 from gdp.models.pytorch.loss import Loss
 from gdp.models.pytorch.program import named_inputs
 from gdp.models.pytorch.recorded_calls import Call
@@ -96,17 +96,10 @@ def read_executable(
     text, reading = source.text, source.reading
     source.check_runnable("executed")
 
+    options = StepOptions(reading.training, reading.optimizer, precision=reading.precision)
+
     def captured(args: Any, kwargs: Any, **of_rank: Any) -> Capture:
-        return capture(
-            model,
-            args,
-            kwargs,
-            name=text,
-            training=reading.training,
-            optimizer=reading.optimizer,
-            precision=reading.precision,
-            **of_rank,
-        )
+        return capture_step(model, args, kwargs, replace(options, **of_rank), text)
 
     with printing_to_stderr():
         with torch.random.fork_rng(devices=[]):
@@ -297,7 +290,7 @@ def placed_program(
         raise InputError("the plan serves batches in flight, and gdp.placed runs one; place without --batches")
 
     def captured(args: Sequence[Any], kwargs: Mapping[str, Any], **of_rank: Any) -> Capture:
-        part = capture(model, args, kwargs, name=type(model).__name__, **options, **of_rank)
+        part = capture_step(model, args, kwargs, StepOptions(**options, **of_rank))
         check_executable(part.program)
         program = part.program
         return part if learning_rate is None else replace(part, program=_with_learning_rate(program, learning_rate))

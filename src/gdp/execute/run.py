@@ -48,6 +48,7 @@ from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
 from gdp.models.measured_times import OpTime
 from gdp.models.pytorch import Program, Replay, capture
+from gdp.models.pytorch.capture_step import StepOptions, capture_step
 from gdp.parallel.batches import layout_in_flight
 from gdp.parallel.layout import Layout
 from gdp.simulator.plan import Plan
@@ -139,7 +140,7 @@ def run(
     executable = as_planned(
         executable,
         plan,
-        lambda args, kwargs, **rank: capture(model, args, kwargs, name=captured.graph.name, **options, **rank),
+        lambda args, kwargs, **of_rank: capture_step(model, args, kwargs, StepOptions(**options, **of_rank)),
         placed=graph,
     )
     return run_on_host(executable, plan, find_targets(plan.cards, on), graph=graph, cluster=cluster, steps=steps)

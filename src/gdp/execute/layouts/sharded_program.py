@@ -190,7 +190,7 @@ class RankRoutine:
 
 
 class _HeldByRank(MutableMapping[int, Any]):
-    """What a device holds, by the numbers of one rank."""
+    """The tensors that a device holds, by the numbers of one rank."""
 
     def __init__(self, held: MutableMapping[int, Any], rank: int, num_ranks: int) -> None:
         self._held, self._rank, self._num_ranks = held, rank, num_ranks

@@ -129,8 +129,6 @@ def capture(
     precision: str = "",
     lora: str | Lora = "",
     loss: Loss | None = None,
-    shards: Shards = WHOLE,
-    rank: int = 0,
 ) -> Capture:
     """Records one step of `model(*args, **kwargs)`: forward, backward and update, or with `training=False` inference.
 
@@ -143,8 +141,8 @@ def capture(
     the outputs. `optimizer`, a name of `gdp.models.pytorch.optimizers.OPTIMIZERS` or an optimizer over the model's
     parameters, updates one parameter per op. The precision "mixed" keeps float32 copies of bfloat16 and float16
     parameters; "pure-bf16" and "float32" are checked. `lora`, such as "rank=16,weights=nf4", freezes the model and
-    trains adapters of its linear layers. `shards` cut the ops over ranks, of which one is recorded. `name` is by
-    default that of the module's class.
+    trains adapters of its linear layers. `name` is by default that of
+    the module's class.
 
     Gradients are ordinary tensors, from the op that makes them to the update, as with `zero_grad(set_to_none=True)`;
     `resident_bytes` of a parameter are its own and its optimizer state's (Adam: two moments; the step count, one
@@ -156,6 +154,17 @@ def capture(
 
     Raises InputError if the model fails or takes decisions from tensors' content, or if nothing in it can be trained.
     """
+    return capture_step(model, args, kwargs, StepOptions(training, optimizer, loss, precision, Lora.parse(lora)), name)
+
+
+def capture_step(
+    model: nn.Module | Step,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    options: "StepOptions",
+    name: str | None = None,
+) -> Capture:
+    """Records one step, or one rank's local program of it where `options` have shards; see `capture`."""
     if not callable(model):
         raise InputError(f"model is a {type(model).__name__}; a PyTorch module or a training step is expected")
     if name is None:
@@ -166,7 +175,6 @@ def capture(
         raise InputError(f"{name}: args is a {type(args).__name__}; give inputs by name as kwargs")
     with _isolated():
         mode = FakeTensorMode()
-        options = StepOptions(training, optimizer, loss, precision, Lora.parse(lora), shards, rank)
         if not isinstance(model, nn.Module) or is_own_step(model, options):
             return _record_own(model, args, kwargs or {}, mode, name, options)
         choice = rule_choice(options, model, name)

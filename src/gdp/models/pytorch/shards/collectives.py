@@ -137,7 +137,7 @@ class Scatter(torch.autograd.Function):
         return ops.all_gather(gradient, *context.cut), None, None
 
 
-class Exchange(torch.autograd.Function):
+class Shuffle(torch.autograd.Function):
     """Sends an equal part of the rows to each rank, and gets as many from each."""
 
     @staticmethod

@@ -13,15 +13,15 @@ from torch.overrides import TorchFunctionMode
 from gdp.models.pytorch.shards.collectives import Enter, Gather, Leave, Own, Scatter
 from gdp.models.pytorch.shards.cuts import SEQUENCE, AxisCut, cut_of, mapped, mark, part
 
-_RUNS: list["Exchanges"] = []  # the innermost last
+_RUNS: list["RankExchanges"] = []  # the innermost last
 
 
-def current_run() -> "Exchanges | None":
+def current_run() -> "RankExchanges | None":
     """Returns the rank whose forward pass runs; None outside of one."""
     return _RUNS[-1] if _RUNS else None
 
 
-class Exchanges(TorchFunctionMode):
+class RankExchanges(TorchFunctionMode):
     """A rank of `num_ranks`; `plan` decides on weights, and is None once they are cut."""
 
     def __init__(self, num_ranks: int, rank: int = 0, *, by_tokens: bool = False, gathered: frozenset[str], plan: Any):

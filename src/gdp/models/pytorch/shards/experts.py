@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gdp.models.pytorch.shards.collectives import Exchange
+from gdp.models.pytorch.shards.collectives import Shuffle
 from gdp.models.pytorch.shards.cuts import PARTIAL, SEQUENCE, AxisCut, cut_of, mark
-from gdp.models.pytorch.shards.exchanges import Exchanges, current_run
+from gdp.models.pytorch.shards.exchanges import RankExchanges, current_run
 
 
 def experts_in(model: nn.Module) -> dict[str, nn.Module]:
@@ -67,7 +67,9 @@ def _forward_of(kind: Any) -> Any:
     return forward
 
 
-def _whole_experts(run: Exchanges, module: Any, compute: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+def _whole_experts(
+    run: RankExchanges, module: Any, compute: Any, hidden: Tensor, index: Tensor, weights: Tensor
+) -> Tensor:
     """Computes with rows [row, width], each of which goes to one expert, as if there were one choice for each token."""
     cuts = [cut_of(each) for each in (hidden, index, weights)]
     lead, count = cuts[0], run.num_ranks
@@ -86,13 +88,13 @@ def _whole_experts(run: Exchanges, module: Any, compute: Any, hidden: Tensor, in
             experts, order = experts[own], order[own]
         rows, scales = hidden[order // per_token], weights.reshape(-1)[order]
         if by_tokens:
-            experts, rows, scales = (Exchange.apply(each, count) for each in (experts, rows, scales))
+            experts, rows, scales = (Shuffle.apply(each, count) for each in (experts, rows, scales))
         if run.plan is None:
             rows = compute(module, rows, (experts - first).unsqueeze(1), scales.unsqueeze(1))
         if by_tokens:
             back = torch.empty_like(order)
             back[order] = torch.arange(order.shape[0], device=order.device)
-            rows = Exchange.apply(rows, count)[back]
+            rows = Shuffle.apply(rows, count)[back]
             assert lead is not None
             result = rows.view(*index.shape, -1).sum(1)
             return mark(result, AxisCut((*lead.shape[:1], *result.shape[1:]), 0, count, lead.outer, (), lead.sources))

@@ -21,7 +21,7 @@ from torch.utils import checkpoint
 from gdp.models.names import names
 from gdp.models.pytorch.shards import parts, products, weights
 from gdp.models.pytorch.shards.cuts import PARTIAL, AxisCut, cut_of, cuts_in, mapped, mark, tensors_in
-from gdp.models.pytorch.shards.exchanges import _RUNS, Exchanges, current_run
+from gdp.models.pytorch.shards.exchanges import _RUNS, RankExchanges, current_run
 
 _SIZES = names("shape size numel nelement __len__")
 _FACTS = names(  # of a tensor, which its part has too
@@ -43,7 +43,7 @@ _GENERATOR, _OPTIONS = "_checkpoint_without_reentrant_generator", 5  # and its a
 _RULES = {**parts.RULES, **weights.RULES}
 
 
-class LocalRun(Exchanges):
+class LocalRun(RankExchanges):
     """Runs a forward pass as one rank of several."""
 
     @contextlib.contextmanager

@@ -29,7 +29,7 @@ from gdp.models.pytorch.shards.cuts import (
     tensors_in,
     without_content,
 )
-from gdp.models.pytorch.shards.exchanges import Exchanges
+from gdp.models.pytorch.shards.exchanges import RankExchanges
 
 _VIEWS = names("view reshape unflatten flatten view_as reshape_as _unsafe_view ravel")
 EXPANDS = names("expand expand_as broadcast_to")
@@ -53,7 +53,7 @@ _BY_CHANNEL = names("group_norm batch_norm instance_norm conv1d conv2d conv3d co
 _REFUSED = names("as_strided __setitem__ __bool__ item tolist nonzero unique masked_select index_put index_put_")
 
 
-def by_broadcast(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+def by_broadcast(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     """Runs a function whose operands are broadcast against each other, or that has one."""
     if name.startswith("new_"):
         return _blank(func, args, kwargs)
@@ -93,7 +93,7 @@ def _blank(func: Any, args: Any, kwargs: Any) -> Any:
     return mark(result, replace(cut, shape=tuple(whole.shape)))
 
 
-def _tokens_gathered(run: Exchanges, args: Any, kwargs: Any) -> Any:
+def _tokens_gathered(run: RankExchanges, args: Any, kwargs: Any) -> Any:
     """Returns arguments whose tokens are whole where they meet tensors that are cut otherwise."""
     by_tokens = [SEQUENCE in cut.sources for cut in cuts_in((args, kwargs))]
     if all(by_tokens) or not any(by_tokens):
@@ -120,7 +120,7 @@ def _clash(operands: Sequence[Tensor], cut: AxisCut, place: int) -> str:
     return ""
 
 
-def aligned(run: Exchanges, y: Tensor, cut: AxisCut, place: int) -> Tensor:
+def aligned(run: RankExchanges, y: Tensor, cut: AxisCut, place: int) -> Tensor:
     """Returns an operand as it meets one with this cut, broadcast from the right."""
     other = cut_of(y)
     if other is not None:
@@ -137,7 +137,7 @@ def aligned(run: Exchanges, y: Tensor, cut: AxisCut, place: int) -> Tensor:
     return run.entered(y)
 
 
-def on_parts(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any, lead: Tensor) -> Any:
+def on_parts(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any, lead: Tensor) -> Any:
     """Runs a function on parts, and marks its results."""
     cut = cut_of(lead)
     assert cut is not None
@@ -164,7 +164,7 @@ def on_parts(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any, lead:
     return result
 
 
-def _view(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+def _view(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     x, cut = args[0], cut_of(args[0])
     if cut is None or (len(args) > 1 and isinstance(args[1], torch.dtype)):
         return by_broadcast(run, name, func, args, kwargs)
@@ -195,7 +195,7 @@ def _view(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     return run.on_wholes(reason, func, args, kwargs)
 
 
-def _expand(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+def _expand(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     x, cut = args[0], cut_of(args[0])
     if cut is None:
         return func(*mapped(args, run.whole), **kwargs)
@@ -206,7 +206,7 @@ def _expand(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any
     return run.expanded(mark(x.expand(local), cut), x)
 
 
-def _split(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+def _split(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     x, cut = args[0], cut_of(args[0])
     assert cut is not None
     dim = kwargs.get("dim", args[-1] if len(args) == (2 if name == "unbind" else 3) else 0) % x.dim()
@@ -225,7 +225,7 @@ def _split(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _groups(run: Exchanges, cut: AxisCut, sizes: Sequence[int]) -> list[tuple[int, ...]] | None:
+def _groups(run: RankExchanges, cut: AxisCut, sizes: Sequence[int]) -> list[tuple[int, ...]] | None:
     """Returns the segments in each of consecutive pieces of a cut dimension; None if they are cut otherwise."""
     if any(size % cut.num_parts for size in sizes):
         return None
@@ -243,7 +243,7 @@ def _groups(run: Exchanges, cut: AxisCut, sizes: Sequence[int]) -> list[tuple[in
     return groups
 
 
-def _item(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+def _item(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     x, cut = args[0], cut_of(args[0])
     if cut is None:  # a cut index
         return func(*mapped(args, lambda tensor: run.refused(tensor, "is an index")), **kwargs)
@@ -275,7 +275,7 @@ def _item(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     return run.on_wholes("is indexed along the cut", func, args, kwargs)
 
 
-def _along(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+def _along(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     cut, (place, default) = cut_of(args[0]), _ALONG[name]
     dim = kwargs.get("dim", args[place] if len(args) > place else default)
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
@@ -288,7 +288,7 @@ def _along(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     return on_parts(run, name, func, args, kwargs, args[0])
 
 
-def _sum(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+def _sum(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     x, cut = args[0], cut_of(args[0])
     assert cut is not None
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -303,7 +303,7 @@ def _sum(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     return run.summed(mark(result, AxisCut(tuple(result.shape), PARTIAL, run.num_ranks)), is_whole=True)
 
 
-def _norm(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+def _norm(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     x, cut = args[0], cut_of(args[0])
     shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
     if cut is None or cut.dim >= len(cut.shape) - len(shape):
@@ -312,18 +312,18 @@ def _norm(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     return on_parts(run, name, func, args, kwargs, x)
 
 
-def _refuse(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+def _refuse(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     return run.on_wholes(f"is read whole by {name}", func, args, kwargs)
 
 
-def _pad(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+def _pad(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     x, cut = args[0], cut_of(args[0])
     if cut is None or cut.dim >= len(cut.shape) - len(args[1]) // 2:
         return run.on_wholes("is padded along the cut", func, args, kwargs)
     return on_parts(run, name, func, args, kwargs, x)
 
 
-def _cat(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+def _cat(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     tensors = list(args[0])
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % max(tensor.dim() for tensor in tensors)
     cuts = [cut_of(tensor) for tensor in tensors]
@@ -340,7 +340,7 @@ def _cat(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     return mark(func(tensors, dim), of_segments(tuple(shape), dim, tuple(segments), lead))
 
 
-def _glu(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+def _glu(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
     with run:
         first, second = args[0].chunk(2, dim)
@@ -365,7 +365,7 @@ def _entry(index: tuple[Any, ...], dim: int, ndim: int) -> int | None:
     return None
 
 
-Rule = Callable[[Exchanges, str, Any, Any, Any], Any]
+Rule = Callable[[RankExchanges, str, Any, Any, Any], Any]
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_ALONG, _along),
     **dict.fromkeys(_VIEWS, _view),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gdp.models.pytorch.shards.alike_layers import AlikeLayers
 from gdp.models.pytorch.shards.cuts import SEQUENCE, AxisCut, cut_of, divided, mark, part
-from gdp.models.pytorch.shards.exchanges import Exchanges
+from gdp.models.pytorch.shards.exchanges import RankExchanges
 from gdp.models.pytorch.shards.experts import expert_weights, run_experts_locally
 from gdp.models.pytorch.shards.local_run import LocalRun
 from gdp.models.pytorch.shards.products import Product
@@ -149,7 +149,7 @@ class CutPlan:
 
     # Decisions
 
-    def choose(self, run: Exchanges, product: Product, operands: list[Tensor]) -> list[Tensor]:
+    def choose(self, run: RankExchanges, product: Product, operands: list[Tensor]) -> list[Tensor]:
         """Returns the operands of a product with its weight cut, if it has one and that is to be."""
         found = [
             place
@@ -200,7 +200,7 @@ class CutPlan:
         segments = self._bounds.get(pattern, ())
         return self._cut_if(weight, dim, num_parts, segments if sum(segments) == size else ())
 
-    def table(self, run: Exchanges, weight: Tensor) -> Tensor:
+    def table(self, run: RankExchanges, weight: Tensor) -> Tensor:
         """Returns a table of a lookup, its rows cut if it is large."""
         base = self._base(weight)
         if base is None:

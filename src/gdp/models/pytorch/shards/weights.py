@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from gdp.models.pytorch.shards import products
 from gdp.models.pytorch.shards.collectives import Repeated
 from gdp.models.pytorch.shards.cuts import PARTIAL, SEQUENCE, AxisCut, cut_of, cuts_in, mapped, mark, whole_shape
-from gdp.models.pytorch.shards.exchanges import Exchanges
+from gdp.models.pytorch.shards.exchanges import RankExchanges
 from gdp.models.pytorch.shards.loss import parallel_cross_entropy
 from gdp.models.pytorch.shards.parts import Rule, aligned
 
 
-def _product(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+def _product(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     product = products.read(name, args, kwargs)
     if product is None:
         return run.on_wholes(f"is multiplied by {name}", func, args, kwargs)
@@ -78,7 +78,7 @@ def _agree(letters: Sequence[str], operands: Sequence[Tensor], letter: str, lead
     return True
 
 
-def _attention(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+def _attention(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     query, key, value = args[:3] if len(args) > 2 else (kwargs.pop(part) for part in ("query", "key", "value"))
     rest = list(args[3:])
     triple = []
@@ -111,7 +111,7 @@ def _attention(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> 
     return mark(func(*parts, *rest, **kwargs), AxisCut(shape, len(shape) - 3, run.num_ranks, sources=sources))
 
 
-def _embedding(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+def _embedding(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     table, ids = args[:2]
     if run.plan is not None and cut_of(table) is None:
         table = run.plan.table(run, table)
@@ -129,7 +129,7 @@ def _embedding(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> 
     return mark(result, AxisCut(tuple(result.shape), PARTIAL, run.num_ranks, sources=cut.sources))
 
 
-def _cross_entropy(run: Exchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+def _cross_entropy(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     logits, target, weight, reduction, ignored, smoothing = [*args, *(None, None, 1, -100, 0.0)[len(args) - 1 :]][:6]
     options = {"weight": weight, "reduction": reduction, "ignore_index": ignored, "label_smoothing": smoothing}
     options |= kwargs
