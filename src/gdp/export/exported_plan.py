@@ -94,7 +94,8 @@ def exported(
 def check_takes_layout(plan: Plan, target: ExportTarget) -> None:
     """Raises InputError if the plan has a layout that a tool for one copy of the model does not take."""
     layout, shards = plan.layout, WHOLE if plan.layout is None else Shards.of_document(plan.layout)
-    if shards != WHOLE and not (target.takes_shards and shards == Shards(shards.tensor, False)):
+    is_more = bool(shards.sequence) or shards.expert > 1 or shards.context > 1
+    if shards != WHOLE and (is_more or not target.takes_shards):
         options = plan.question.options
         is_training = not options.get("inference") and options.get("phase", "step") == "step"
         tools = "torch-fsdp, torchtitan or megatron" if is_training else "vllm, sglang or tensorrt-llm"
