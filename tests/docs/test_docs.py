@@ -31,10 +31,12 @@ LONG = {"exports.md", "tutorial.md"} | {
 }
 LAST_COMMIT = re.compile(r"commit [0-9a-f]{7} is the last")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*(?=[\s`=\]'\",):;|/]|\.\s|$)")
-OF_OTHER_TOOLS = {  # options of torchrun, vLLM, Megatron-LM, torchtitan and pip
+OF_OTHER_TOOLS = {  # options of torchrun, vLLM, llama.cpp, Megatron-LM, torchtitan and pip
     "--nproc-per-node",
     "--standalone",
     "--pipeline-parallel-size",
+    "--tensor-parallel-size",
+    "--split-mode",
     "--gpu-memory-utilization",
     "--pipeline-model-parallel-layout",
     "--global-batch-size",

@@ -71,6 +71,12 @@ def _ranks(variable: str, sizes_of: Callable[[str], list[int]]) -> Callable[[str
     return read
 
 
+def _as_variables(text: str) -> str:
+    """Returns the lines of a YAML file, and the variable in its first one, as variables."""
+    first, *lines = text.splitlines()
+    return "\n".join([first.split()[1], *(line.replace(": ", "=") for line in lines)])
+
+
 def _sizes_of_megatron(stages: str) -> list[int]:
     unrolled = re.sub(r"(.)\*(\d+)", lambda run: run[1] * int(run[2]), stages.strip("'"))
     return list(map(len, unrolled.split("|")))
@@ -83,5 +89,7 @@ _READERS: Mapping[str, Callable[[str, Problem, ExportUnits], list[int]]] = {
     "openvino": lambda text, *about: _nodes(json.loads(text), *about),
     "llama-cpp": _patterns,
     "vllm": _ranks("VLLM_PP_LAYER_PARTITION", lambda sizes: list(map(int, sizes.split(",")))),
+    "sglang": _ranks("SGLANG_PP_LAYER_PARTITION", lambda sizes: list(map(int, sizes.split(",")))),
+    "tensorrt-llm": lambda text, *about: _ranks("pp_partition", json.loads)(_as_variables(text), *about),
     "megatron": _ranks("PIPELINE_LAYOUT", _sizes_of_megatron),
 }

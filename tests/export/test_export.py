@@ -28,7 +28,7 @@ Run = Callable[..., tuple[int, str, str]]
 MIB = 2**20
 LAYERS = [f"model.layers.{number}" for number in range(4)]
 FOR_MODULES = [name for name in TARGETS if name not in ("onnxruntime", "openvino")]
-INFERENCE = ("llama-cpp", "vllm")
+INFERENCE = ("llama-cpp", "vllm", "sglang", "tensorrt-llm")
 
 
 @pytest.fixture

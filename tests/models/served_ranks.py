@@ -7,34 +7,51 @@ import os
 import sys
 import tempfile
 import zlib
-from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gdp.models.hugging_face.build import ServedBuild
 from gdp.models.pytorch.shards import local_program
-from gdp.models.pytorch.shards.collectives import run_over
+from gdp.models.pytorch.shards.collectives import OF_ALL_RANKS
 from gdp.models.pytorch.shards.cuts import cut_of, part
 from gdp.models.serving import Serving
 from gdp.models.shards import WHOLE, Shards
 
 
+class OverGloo(TorchDispatchMode):
+    """Computes exchanges from what all ranks send."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in OF_ALL_RANKS:
+            return func(*args, **(kwargs or {}))
+        x, num_ranks, *options = args
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(num_ranks)]
+        torch.distributed.all_gather(parts, x.contiguous())
+        return OF_ALL_RANKS[func](torch.distributed.get_rank(), parts, *options)
+
+
 def logits(text: str, phase: str, shards: Shards, rank: int) -> Tensor:
     """Returns the logits of a rank, whose weights and cache are its part of those that are drawn."""
     torch.manual_seed(1)
-    own = partial(local_program.cut_weights, rank=rank)
+    cut = local_program.cut_weights
+
+    def own(*args: Any, **options: Any) -> None:
+        cut(*args, **options | {"rank": rank})
+
     with torch.no_grad(), patch.object(local_program, "cut_weights", own):
         model, _, inputs = ServedBuild(text, Serving(phase), 1, shards)()
         for name, buffer in model.named_buffers():
             if "_cache" in name:
-                cut = cut_of(buffer)
+                place = cut_of(buffer)
                 drawn = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                content = torch.randn(buffer.shape if cut is None else cut.shape, generator=drawn)
-                if cut is not None:
-                    own_part = rank * cut.num_parts // shards.num_ranks
-                    content = part(content, cut.dim, cut.num_parts, own_part, cut.outer, cut.segments)
+                content = torch.randn(buffer.shape if place is None else place.shape, generator=drawn)
+                if place is not None:
+                    own_part = rank * place.num_parts // shards.num_ranks
+                    content = part(content, place.dim, place.num_parts, own_part, place.outer, place.segments)
                 buffer.copy_(content)
         result: Tensor = model(**inputs).logits
         return result
@@ -46,7 +63,7 @@ def _rank(rank: int, num_ranks: int, steps: list[str], path: str) -> None:
     for step in steps:
         phase, _, text = step.partition("=")
         whole = logits(text, phase, WHOLE, 0)
-        with run_over(torch.distributed.group.WORLD):
+        with OverGloo():
             local = logits(text, phase, Shards(num_ranks), rank)
         worst = (local - whole).abs().max() / whole.abs().max()
         torch.distributed.all_reduce(worst, torch.distributed.ReduceOp.MAX)

@@ -68,7 +68,7 @@ def _layers(
     batch_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the output and the states after all layers, given the weights of each layer and direction."""
-    steps = input.transpose(0, 1) if batch_first else input
+    steps = (input.transpose(0, 1) if batch_first else input).contiguous()  # as cuDNN and oneDNN read them
     num_directions = 2 if bidirectional else 1
     hidden, cells = list[Tensor](), list[Tensor]()
     for layer in range(num_layers):
