@@ -52,7 +52,7 @@ def blocks() -> Example:
     """Layers without attention, whose head is the embedding."""
     torch.manual_seed(0)
     model = Tied()
-    model.layers = nn.ModuleList(Block() for _ in range(3))
+    model.layers = nn.ModuleList(Block() for _ in range(4))
     return model, (torch.arange(16).reshape(2, 8),)
 
 
