@@ -224,7 +224,7 @@ class _Calls:
 
     def _input(self, path: str, key: int | str, own: str, desired: str, *, is_local: bool) -> str:
         if isinstance(key, str):
-            values = f'input_kwarg_layouts={{"{key}": {own}}}, desired_input_kwarg_layouts={{"{key}": {desired}}}'
+            values = f"input_kwarg_layouts={{{key!r}: {own}}}, desired_input_kwarg_layouts={{{key!r}: {desired}}}"
         else:
             count = len(self.inputs[path][0])
             values = f"input_layouts={_tuple(key, count, own)}, desired_input_layouts={_tuple(key, count, desired)}"
@@ -259,7 +259,8 @@ def _failure(copies: Copies, found: Sequence[tuple[str, str]], num_ranks: int) -
     try:
         with unset_fake_temporarily():
             mesh = init_device_mesh("cpu", (num_ranks,))
-        names = {**vars(parallel), "Shard": Shard, "Replicate": Replicate}
+        # the very text that is exported is tried: calls of these names, written above
+        names = {**vars(parallel), "Shard": Shard, "Replicate": Replicate, "__builtins__": {}}
         for path, style in found:
             parallel.parallelize_module(model, mesh, {path: eval(style, names)}, src_data_rank=None)
         with torch.no_grad(), parallel.loss_parallel():
