@@ -36,3 +36,9 @@ def _frozen() -> None:
     """Whatever is loaded by now is not searched for garbage anew: that took up to half of the time of captures."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prints no line for a stage that takes long: a slow machine is no claim of tests of what is printed."""
+    monkeypatch.setattr("gdp.report.progress.LOG_SECONDS", 1e6)

@@ -11,7 +11,6 @@ from batch_cases import forward_layers, machine
 from gdp.bounds.lower_bound import lower_bound
 from gdp.cli import main
 from gdp.cluster.achieved import figures_of_kind
-from gdp.report import progress
 from gdp.search.question import plan_of
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
@@ -39,7 +38,6 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a model of four layers."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(progress, "LOG_SECONDS", 1e6)
     Path("deep.py").write_text(SOURCE)
     return tmp_path
 

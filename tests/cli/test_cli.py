@@ -25,7 +25,6 @@ from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
 from gdp.models.source import ModelSource
 from gdp.planning import plan_cache
-from gdp.report import progress
 from gdp.search import place as search
 from gdp.search.place_question import PlaceQuestion
 from gdp.search.question import OnProgress, Solution
@@ -54,7 +53,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     """`gdp` in a directory with `graph.json.gz`: (exit status, standard output, standard error)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(progress, "LOG_SECONDS", 1e6)  # a slow machine is no claim of these tests
     two_chains().save("graph.json.gz")
 
     def call(*args: str) -> Answer:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from gdp.cli import main
-from gdp.report import progress
 from gdp.simulator.plan import Plan
 
 DEVICES = "4xp100-pcie-16g"
@@ -42,7 +41,6 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a model that replicas serve well."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(progress, "LOG_SECONDS", 1e6)
     Path("wide.py").write_text(SOURCE)
     return tmp_path
 

@@ -12,7 +12,6 @@ import pytest
 from batch_cases import machine
 from gdp.cli import main
 from gdp.planning.plan_source import PlanSource
-from gdp.report import progress
 from gdp.simulator.plan import Plan
 
 SIZES = {
@@ -48,7 +47,6 @@ def place(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     """Calls `gdp place --json`, decode by default: returns the status, the answer, and what it notes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "cache"))
-    monkeypatch.setattr(progress, "LOG_SECONDS", 1e6)
 
     def run(model: str, *options: str, phase: str = "decode") -> tuple[int, dict[str, Any], str]:
         capsys.readouterr()

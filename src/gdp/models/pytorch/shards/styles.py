@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, parallel
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from gdp.errors import InputError
 from gdp.models.pytorch.shards.cuts import SEQUENCE, AxisCut, cut_of
@@ -36,13 +37,15 @@ def styles(copies: Copies, shards: Shards, layers: Sequence[str], name: str) -> 
     `copies` makes models on fake tensors, with their inputs. InputError, with `name`, where they cannot be cut so.
     """
     model, args, kwargs = copies()
-    calls, reason = _Calls(model, args, kwargs, shards, layers, name), ""
+    calls, reasons = _Calls(model, args, kwargs, shards, layers, name), list[str]()
     for is_shared in (True, False):
         found = list(calls.styles(is_shared=is_shared))
-        if not (reason := _failure(copies, found, shards.tensor)):
+        reasons.append(_failure(copies, found, shards.tensor))
+        if not reasons[-1]:
             return _by_pattern(found, [path for path, _ in model.named_modules()])
     remedy = _PARALLEL if shards.sequence else _OTHER
-    raise InputError(f"{name}: the model does not run on the parts that parallelize_module makes: {reason}; {remedy}")
+    text = "the model does not run on the parts that parallelize_module makes"
+    raise InputError(f"{name}: {text}: {reasons[0]}; {remedy}")
 
 
 class _Calls:
@@ -255,6 +258,7 @@ def _failure(copies: Copies, found: Sequence[tuple[str, str]], num_ranks: int) -
     if dist.is_initialized():
         return ""
     model, args, kwargs = copies()
+    _clear_sharding_prop_cache()  # it knows meshes by their shapes, and may keep one whose groups are gone
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         with unset_fake_temporarily():
@@ -269,6 +273,7 @@ def _failure(copies: Copies, found: Sequence[tuple[str, str]], num_ranks: int) -
         return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()
     return ""
 
 
