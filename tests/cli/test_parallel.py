@@ -101,6 +101,7 @@ def test_the_default_gives_way_to_options_of_op_placement(
         (["--parallel", "data=2,stages=3"], "2 replicas of 3 stages each on 4 devices"),
         (["--parallel", "data=2,recompute=nowhere"], "nowhere"),
         (["--parallel", "tensor=8"], "has no 8 equal cards"),
+        (["--parallel", "tensor=x"], "error: --parallel: tensor is 'x'; a whole number"),
         (["--parallel", "best"], "auto, none or such as"),
         (["--parallel", "auto", "--microbatches", "2"], "--parallel microbatches=M"),
         (["--parallel", "auto", "--inference"], "layouts cut training steps"),
@@ -118,6 +119,14 @@ def test_what_makes_no_sense_is_refused_in_one_line(
     assert problem in lines[-1]
     assert [line for line in lines if "error" in line] == lines[-1:]
     assert sorted(os.listdir()) == ["wide.py"] or set(os.listdir()) == {"wide.py", "cache", "__pycache__"}
+
+
+def test_cards_that_are_in_no_group_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of four cards, groups of three leave one out, which a note says."""
+    options = ["--parallel", "tensor=3", "--budget", "20sims", "--inference"]
+    Path("wide.py").write_text(SOURCE.replace("512", "576"))
+    assert main(["place", "wide:build", "--devices", DEVICES, *options]) == 0
+    assert "gdp: note: wide:build: gpu3 is left out: in no group of 3 cards\n" in capsys.readouterr().err
 
 
 JAX = """

@@ -155,3 +155,11 @@ def test_nothing_to_cut() -> None:
     source = ModelSource.of_example((nn.Conv2d(3, 8, 3), (torch.zeros(2, 3, 8, 8),)))
     with pytest.raises(InputError, match="no linear layers to cut; take a smaller number or tensor=1"):
         source.sharded(Shards(2)).part(1)
+
+
+def test_heads_that_ranks_do_not_divide_stay_whole() -> None:
+    """Four sequences of six heads are 24 slices, six for each of four ranks, and still no rank has whole heads."""
+    layer = nn.TransformerEncoderLayer(96, nhead=6, dim_feedforward=768, batch_first=True)
+    source = ModelSource.of_example((nn.TransformerEncoder(layer, 2), (torch.randn(4, 8, 96),)))
+    (note,) = [note for note in source.sharded(Shards(4)).part(1).notes if "leaves" in note]
+    assert "has 6 heads or parts, no multiple of 4" in note

@@ -103,7 +103,9 @@ def _written(opened: OpenRequest, found: KeptAnswer, stop: Stop) -> Answer:
 def _told(opened: OpenRequest, answer: Answer, stop: Stop) -> int:
     """Prints an answer; returns the exit status."""
     request = opened.request
-    for note in (*_notes(request, answer), *sentences.of_exchanges(answer.simulation)) if answer.fits else ():
+    of_cards = sentences.of_left_out(request.cluster, answer.simulation.problem.cluster)
+    notes = (*_notes(request, answer), *of_cards, *sentences.of_exchanges(answer.simulation))
+    for note in notes if answer.fits else ():
         log(f"gdp: note: {request.model}: {note}")
     if request.json:
         print_json(_document(opened, answer))

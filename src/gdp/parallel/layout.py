@@ -156,19 +156,19 @@ class Layout:
             if key in values:
                 raise InputError(f"--parallel: {key} is given twice; leave one out")
             values[key] = value
-        counts = tuple(_number("microbatches", item) for item in values.get("microbatches", "1").split(":"))
-        data = _integer(values, "data", len(counts))
-        if not 1 <= data <= MAX_REPLICAS:
-            raise InputError(f"--parallel: data is {data}; 1 to {MAX_REPLICAS:,} replicas are expected")
-        if len(counts) not in (1, data):
-            raise InputError(
-                f"--parallel: microbatches has {len(counts)} numbers for {data} replicas; one, or one each, is expected"
-            )
         recompute, offload = (_modules(values.get(key, NONE)) for key in ("recompute", "offload"))
         sequence = values.get("sequence", AUTO).lower()
         if sequence not in _SEQUENCE:
             raise InputError(f"--parallel: sequence is {sequence!r}; on, off or auto (on in training) is expected")
         try:
+            counts = tuple(_number("microbatches", item) for item in values.get("microbatches", "1").split(":"))
+            data = _integer(values, "data", len(counts))
+            if not 1 <= data <= MAX_REPLICAS:
+                raise InputError(f"data is {data}; 1 to {MAX_REPLICAS:,} replicas are expected")
+            if len(counts) not in (1, data):
+                raise InputError(
+                    f"microbatches has {len(counts)} numbers for {data} replicas; one, or one each, is expected"
+                )
             tensor, *others = (_integer(values, key, 1) for key in ("tensor", "expert", "context"))
             even, zero = counts if len(counts) == data else counts * data, _integer(values, "zero", 0)
             stages = _integer(values, "stages", 0) if "stages" in values else None
@@ -205,5 +205,5 @@ def _integer(values: Mapping[str, str], key: str, default: int) -> int:
 
 def _number(key: str, text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,6}", text):
-        raise InputError(f"--parallel: {key} is {text!r}; a whole number is expected")
+        raise InputError(f"{key} is {text!r}; a whole number is expected")
     return int(text)

@@ -137,6 +137,15 @@ def of_groups(cluster: Cluster) -> Iterator[str]:
         )
 
 
+def of_left_out(cards: Cluster, cluster: Cluster) -> Iterator[str]:
+    """Yields a sentence on those of `cards` that are in none of the groups of `cluster`."""
+    used = {name for device in cluster.devices for name in device.group or (device.name,)}
+    rest = [device.name for device in cards.devices if device.name not in used]
+    if rest:
+        num_cards = max(device.num_cards for device in cluster.devices)
+        yield f"{_listed(rest)} {'is' if len(rest) == 1 else 'are'} left out: in no group of {num_cards} cards"
+
+
 def of_exchanges(simulation: Simulation) -> Iterator[str]:
     """Yields a sentence on what the cards of groups exchange, where that takes much of the step."""
     problem = simulation.problem

@@ -175,7 +175,7 @@ def _view(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> A
         if passed <= before < passed * size and before % passed == 0 and not cut.segments:
             outer = before // passed
             width = math.prod(x.shape) // max(1, math.prod(shape[:dim]) * math.prod(shape[dim + 1 :]))
-            is_even = width * cut.num_parts == size and size % outer == 0
+            is_even = width * cut.num_parts == size and width % outer == 0
             is_padded = cut.shape[cut.dim] == size  # a vocabulary
             rest = len(shape) - dim - 1
             is_kinds = size <= _KINDS and outer == 1 and rest and (rest > 1 or cut.num_parts % size)
