@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gdp import Cluster
-from gdp.execute.calibrate.classes import _share, _shares, _TimedOp, with_achieved
+from gdp.execute.calibrate.calibrate import _share, _shares, _TimedOp, with_achieved
 from gdp.execute.calibrate.work import QUICK
 from gdp.execute.targets import CPU, Target
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gdp.errors import InputError
-from gdp.models.gguf.types import BITS
+from gdp.models.gguf.tensors import BITS
 from gdp.models.model import Reading
 from gdp.models.source import ModelSource, load
 

@@ -10,7 +10,7 @@ import pytest
 from gdp.cli import main
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.models.gguf.types import Matrix, type_in
+from gdp.models.gguf.tensors import Matrix, type_in
 from gdp.models.model import Reading
 from gdp.models.source import ModelSource, load
 

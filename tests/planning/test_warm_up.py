@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gdp.planning import warm_up
-from gdp.search.ops.v_cycle import Island
+from gdp.search.ops.local_search import Island
 
 
 def test_an_interrupt_while_kernels_are_loaded_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:

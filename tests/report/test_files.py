@@ -13,7 +13,7 @@ from rich.console import Console
 from gdp.cli import main
 from gdp.errors import InputError
 from gdp.planning.compare import compare
-from gdp.report.run_file import read_run
+from gdp.report.run_answer import read_run
 from gdp.report.timeline import figure_bytes
 from gdp.report.timeline_text import TimelineText, busy_shares
 from gdp.simulator.problem import Problem

@@ -12,8 +12,7 @@ from gdp.graph.excerpts import Excerpt
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
 from gdp.placers.starts import ReplicatedChain, replicated_stages
-from gdp.search.ops.alike_replicas import OneReplica, placed_by_replicas, searched_in_one, shift_cuts
-from gdp.search.ops.auto import auto
+from gdp.search.ops.auto import OneReplica, auto, placed_by_replicas, searched_in_one, shift_cuts
 from gdp.search.ops.good_order import in_good_order
 from gdp.search.question import Question
 from gdp.simulator.constraints import Constraints

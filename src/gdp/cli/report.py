@@ -40,7 +40,7 @@ def report(
     from gdp import files
     from gdp.cli.inputs import check_spares_plan, open_plan, read_planned
     from gdp.report.progress import live
-    from gdp.report.run_file import read_run
+    from gdp.report.run_answer import read_run
 
     paths = {"--out": out, "--figure": figure}
     if not any(paths.values()):

@@ -18,7 +18,7 @@ from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
 from gdp.graph.builder import topological_order
 from gdp.graph.copies import EXCHANGE_START, exchange_of
-from gdp.graph.difference import difference
+from gdp.graph.fingerprint import difference
 from gdp.models.op_costs import without_costs
 from gdp.models.pytorch import Capture, Program
 from gdp.models.pytorch.capture_step import OptimizerChoice, StepOptions, capture_step, rule_choice

@@ -15,7 +15,7 @@ from gdp.cluster.device import split_runtime
 from gdp.errors import InputError, prefixed
 from gdp.graph import Graph, GraphSource
 from gdp.graph.accumulation import one_microbatch
-from gdp.graph.difference import difference
+from gdp.graph.fingerprint import difference
 from gdp.graph.microbatches import count_microbatches
 from gdp.models.measured_times import MeasuredTimes
 from gdp.models.model import Model

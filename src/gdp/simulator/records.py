@@ -13,7 +13,7 @@ MOST_INPUTS = 2**26  # of an op: the count of missing ones shares a word of 32 b
 
 
 class Readers(NamedTuple):
-    """Lists of the ops that read memory, L of them, by their lengths: `readers.py` says why and has the lists."""
+    """Lists of the ops that read memory, L of them, by their lengths: `simulator.py` says why and has the lists."""
 
     frees_bytes: Any  # int64 [N] freed when an op ends, under any placement
     lengths: Any  # uint32 [G] of the lists, in ascending order

@@ -9,8 +9,7 @@ import torch
 from gdp.errors import InputError
 from gdp.execute.layouts.cut import Cut, Ownership, Pieces, RingPlaces
 from gdp.execute.layouts.exchange_routines import Device, Held, Member
-from gdp.execute.layouts.exchanges import Exchanges, Make, kept_number, made
-from gdp.execute.layouts.step_tensors import StepTensors
+from gdp.execute.layouts.exchanges import Exchanges, Make, StepTensors, kept_number, made
 from gdp.execute.layouts.updates import Update, UpdateOfPiece, check_whole, updates_of
 from gdp.graph import Graph
 from gdp.models.pytorch import Program

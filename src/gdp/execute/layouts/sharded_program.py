@@ -22,7 +22,7 @@ from gdp.errors import InputError
 from gdp.execute.layouts.step_program import micro_batch_of
 from gdp.execute.layouts.updates import updates_of
 from gdp.graph import Graph
-from gdp.graph.difference import difference
+from gdp.graph.fingerprint import difference
 from gdp.models.pytorch import Replay
 from gdp.models.pytorch.program import Program, named_state
 from gdp.models.pytorch.recorded_calls import Call, Ref

@@ -30,8 +30,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from gdp import files
 from gdp.errors import InputError, suggest
 from gdp.models.gguf.gguf_file import GGUF_FILE, read_gguf_config
-from gdp.models.hugging_face.diffusers_inputs import diffusers_inputs
-from gdp.models.hugging_face.example_inputs import check_use, leaves_out_images, serving_inputs, transformers_inputs
+from gdp.models.hugging_face.example_inputs import (
+    check_use,
+    diffusers_inputs,
+    leaves_out_images,
+    serving_inputs,
+    transformers_inputs,
+)
 from gdp.models.hugging_face.patches import FullMasks, HostNumbers, capturable, default_dtype, quiet, run_inside
 from gdp.models.hugging_face.quantisation import FLOAT8, QUANTISATION, WeightFormat, weight_format
 from gdp.models.hugging_face.sizes import Sizes, parse

@@ -14,8 +14,7 @@ from typing import Any
 
 from gdp.errors import InputError, suggest
 from gdp.models.gguf.gguf_file import GGUF_FILE
-from gdp.models.gguf.tensors import GgufFormat
-from gdp.models.gguf.types import MIXTURES, Matrix, num_bytes, type_in
+from gdp.models.gguf.tensors import MIXTURES, GgufFormat, Matrix, num_bytes, type_in
 from gdp.models.stored_weights import StoredWeight
 
 NONE = "none"  # in place of the format of a config: its dtype
