@@ -36,8 +36,7 @@ from gdp.search.solvers import solve
 from gdp.simulator.plan import Baseline
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import simulate
-from gdp.units.forward_units import forward_units
-from gdp.units.units import Units
+from gdp.units.units import Units, forward_units
 
 _DRAWN_FIRST = ZeroShotConfig()  # of training from scratch: few simulations before the first update
 

@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from gdp.execute import backends, host_executor, worker
+from gdp.execute import backends, host_executor, plan_executor
 from gdp.execute.backends import CpuBackend, CudaBackend
 from gdp.models.pytorch import replacements
 
@@ -235,7 +235,7 @@ class FakeCuda:
         monkeypatch.setattr(Tensor, "copy_", copy_)
         monkeypatch.setattr(Tensor, "flip", lambda tensor, dim: torch.ops.aten.flip.default(tensor, [dim]))
         monkeypatch.setattr(replacements, "_gradients", gradients)
-        for module in (host_executor, worker):
+        for module in (host_executor, plan_executor):
             monkeypatch.setattr(module, "SimpleQueue", Queue)
         monkeypatch.setattr(backends, "CudaBackend", watched(CudaBackend))
         monkeypatch.setattr(backends, "CpuBackend", watched(CpuBackend))

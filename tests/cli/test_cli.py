@@ -288,7 +288,7 @@ def test_an_identical_question_is_answered_without_searching(run: Run, monkeypat
         raise AssertionError("a search")
 
     with monkeypatch.context() as patched:
-        patched.setattr("gdp.cli.search.answer", searches)
+        patched.setattr("gdp.cli.answer.answer", searches)
         status, again, err = run(*place("--out", "again"))
         assert (status, err.count("\n")) == (0, 1)
         assert "found before" in err
@@ -313,7 +313,7 @@ def test_an_identical_question_is_answered_without_searching(run: Run, monkeypat
     for library in ("gdp-placement", "numba", "pymetis"):
         with monkeypatch.context() as changed:
             changed.setattr(plan_cache, "version", lambda name, new=library: "0" if name == new else version(name))
-            changed.setattr("gdp.cli.search.answer", searches)
+            changed.setattr("gdp.cli.answer.answer", searches)
             with pytest.raises(AssertionError, match="a search"):
                 run(*place())
     (entry,) = Path("cache/gdp/plans").iterdir()
@@ -334,7 +334,7 @@ def test_an_interrupted_search_is_not_kept(run: Run, monkeypatch: pytest.MonkeyP
             clock.stop.set()
         return solution
 
-    monkeypatch.setattr("gdp.cli.search.answer", interrupted)
+    monkeypatch.setattr("gdp.cli.answer.answer", interrupted)
     assert run(*place())[0] == 130
     assert Path("plan.json").exists()
     assert not Path("cache/gdp/plans").exists()

@@ -13,9 +13,8 @@ from execute.placed_steps import CLUSTER, cpus, randomly_placed, tower
 from gdp import Problem, simulate
 from gdp.execute.forked.forked_executor import ForkedExecutor
 from gdp.execute.host_executor import ThreadExecutor
-from gdp.execute.plan_executor import PlanExecutor
+from gdp.execute.plan_executor import ExecutionError, PlanExecutor
 from gdp.execute.script import scripts
-from gdp.execute.worker import ExecutionError
 from gdp.models.pytorch import capture
 from tiny_models import TINY
 

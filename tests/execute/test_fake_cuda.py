@@ -16,8 +16,8 @@ from gdp.execute import backends
 from gdp.execute.calibrate.measured_routes import routes_between
 from gdp.execute.calibrate.work import QUICK, launches
 from gdp.execute.host_executor import ThreadExecutor
+from gdp.execute.plan_executor import ExecutionError
 from gdp.execute.targets import CPU, Target
-from gdp.execute.worker import ExecutionError
 from gdp.models.pytorch import Capture, capture, routine
 from tiny_models import EXECUTED
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import gdp
 from execute.placed_steps import randomly_placed
 from gdp import Cluster, InputError, Plan, Problem, simulate
-from gdp.execute.worker import ExecutionError
+from gdp.execute.plan_executor import ExecutionError
 from gdp.models.pytorch import capture
 from gdp.search.question import plan_of
 

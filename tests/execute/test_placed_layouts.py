@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import gdp
 from gdp import Cluster, InputError, Plan, Problem, simulate
 from gdp.execute.layouts.batch import split_inputs
-from gdp.execute.worker import ExecutionError
+from gdp.execute.plan_executor import ExecutionError
 from gdp.models.pytorch import capture
 from gdp.models.pytorch.cards import as_if_on_a_card
 from gdp.parallel.layout import Layout

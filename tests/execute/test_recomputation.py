@@ -15,7 +15,7 @@ from gdp.execute.targets import CPU, Target
 from gdp.models.pytorch import capture
 from gdp.parallel.blocks import Blocks
 from gdp.parallel.recompute import Recomputation
-from gdp.units.forward_units import forward_units
+from gdp.units.units import forward_units
 from tiny_models import TINY
 
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from gdp.arrays import I64
-from gdp.export.export_target import gpu_numbers, is_cpu
-from gdp.export.export_units import ExportUnits
+from gdp.export.export_target import ExportUnits, gpu_numbers, is_cpu
 from gdp.export.modules import enclosing
 from gdp.simulator.problem import Problem
 

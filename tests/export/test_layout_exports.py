@@ -19,8 +19,8 @@ from execute.rank_processes import start_ranks, statuses_of
 from gdp.cli import main
 from gdp.errors import InputError
 from gdp.export.layouts import megatron_lm, torch_fsdp, torchtitan
-from gdp.export.layouts.cut_step import CutStep, cut_step
 from gdp.export.layouts.precision import Held
+from gdp.export.layouts.target import CutStep, cut_step
 from gdp.export.module_chains import find_layers
 from gdp.export.targets_by_name import LAYOUT_TARGETS
 from gdp.parallel.layout import Layout

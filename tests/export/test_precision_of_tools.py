@@ -14,8 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import gdp
 from gdp.export.layouts import megatron_lm, torch_fsdp, torchtitan
-from gdp.export.layouts.cut_step import CutStep, cut_step
 from gdp.export.layouts.precision import Held
+from gdp.export.layouts.target import CutStep, cut_step
 from gdp.graph import Graph
 from gdp.graph.parameter_bytes import gradients_of_updates
 from gdp.models.pytorch import capture, capture_fn

@@ -16,7 +16,7 @@ from gdp.cli import main
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.models.hugging_face import build, cache_layers
+from gdp.models.hugging_face import build, kv_cache
 from gdp.models.model import Reading
 from gdp.models.serving import ServedStep, Serving
 from gdp.models.source import ModelSource
@@ -394,4 +394,4 @@ def test_names_of_the_hub() -> None:
 
 def test_a_room_knows_the_tokens_before_its_step() -> None:
     """A decode step adds the last token of the context; a prefill starts empty."""
-    assert (cache_layers.CacheRoom(9, True).past, cache_layers.CacheRoom(9, False).past) == (8, 0)
+    assert (kv_cache.CacheRoom(9, True).past, kv_cache.CacheRoom(9, False).past) == (8, 0)

@@ -10,8 +10,8 @@ from gdp.graph.held_memory import HeldMemory
 from gdp.graph.microbatches import microbatch_of, shared_ops
 from gdp.models.model import Reading
 from gdp.models.source import ModelSource
-from gdp.parallel.buckets import gradients_of
 from gdp.parallel.layout import Layout
+from gdp.parallel.rings import gradients_of
 from gdp.parallel.step import Step
 from tiny_models import captured
 

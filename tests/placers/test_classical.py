@@ -18,8 +18,7 @@ from gdp.placers.metis import _without_complaints
 from gdp.simulator.longest_paths import longest_from
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import evaluate, simulate
-from gdp.units.forward_units import forward_units
-from gdp.units.units import Units
+from gdp.units.units import Units, forward_units
 from hand_cases import make_cluster
 from strategies import Instance, instances
 

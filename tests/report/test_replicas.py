@@ -17,9 +17,8 @@ from gdp.report.memory_curves import GATHERED, GRADIENTS, STATE, MemoryParts, me
 from gdp.report.page import render
 from gdp.report.page_data import PageData, summary
 from gdp.search.question import plan_of
-from gdp.simulator.allocations import Allocations
 from gdp.simulator.problem import Problem
-from gdp.simulator.simulate import Simulation, simulate
+from gdp.simulator.simulate import Allocations, Simulation, simulate
 from tests.parallel.test_replicas import chain
 from tests.parallel.test_zero import run
 

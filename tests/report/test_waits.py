@@ -6,9 +6,8 @@ from hypothesis import given, settings
 
 from gdp.report.limits import AFTER_OP, AFTER_TRANSFER, AT_ONCE, CHANNEL_BUSY, DEVICE_BUSY, Limits, Waits
 from gdp.report.memory_curves import alive_at, memory_curves
-from gdp.simulator.allocations import Allocations
 from gdp.simulator.problem import Problem
-from gdp.simulator.simulate import Simulation, simulate
+from gdp.simulator.simulate import Allocations, Simulation, simulate
 from hand_cases import HAND_CASES, HandCase
 from strategies import Instance, instances
 

@@ -12,8 +12,8 @@ from gdp.graph.held_memory import is_cache
 from gdp.models.model import Model, Reading
 from gdp.models.serving import ServedStep, Serving
 from gdp.models.source import ModelSource
-from gdp.parallel.batches import BatchStream
 from gdp.parallel.layout import Layout
+from gdp.parallel.step import BatchStream
 from gdp.search.batches.place_batches import EQUAL_STAGES, alone
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate

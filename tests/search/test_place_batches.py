@@ -8,8 +8,8 @@ import pytest
 from batch_cases import HELD_BYTES, forward_layers, machine, two_ops
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
-from gdp.parallel.batches import ROUNDS, BatchStream, batch_ends
 from gdp.parallel.layout import Layout
+from gdp.parallel.step import ROUNDS, BatchStream, batch_ends
 from gdp.search.batches.place_batches import EQUAL_STAGES, REPLICAS, throughput_of
 from gdp.search.question import Solution
 from gdp.simulator.constraints import Constraints

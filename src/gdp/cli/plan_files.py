@@ -21,8 +21,8 @@ from gdp.graph import Graph
 from gdp.models.model import GGUF, HUGGING_FACE
 from gdp.models.model_text import is_onnx
 from gdp.models.serving import ServedStep
-from gdp.parallel.batches import in_flight
 from gdp.parallel.layout import NONE, Layout
+from gdp.parallel.step import in_flight
 from gdp.planning.plan_cache import KeptAnswer
 from gdp.planning.plan_directory import files_beside
 from gdp.report.page import write_page

@@ -71,7 +71,7 @@ def run(
         check_times_file(times)
     with _live("loading PyTorch"):
         from gdp.execute.executable import graph_in_plans, read_executable
-        from gdp.execute.worker import ExecutionError
+        from gdp.execute.plan_executor import ExecutionError
         from gdp.models.user_function import printing_to_stderr
 
     def build() -> "Executable":

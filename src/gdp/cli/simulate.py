@@ -116,7 +116,7 @@ def _throughput_of(
 ) -> "Throughput | None":
     """Returns the throughput of a plan of batches in flight, or of `num_batches` in flight in a plan of one batch. None
     for other plans where no number is asked for."""
-    from gdp.parallel.batches import in_flight, layout_in_flight
+    from gdp.parallel.step import in_flight, layout_in_flight
     from gdp.simulator.throughput import Throughput, throughput_of_plan
 
     if not in_flight(plan.layout):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gdp.execute.worker import ExecutionError
+from gdp.execute.plan_executor import ExecutionError
 from gdp.models.pytorch import Program, Replay
 from gdp.models.pytorch.cards import as_if_on_a_card
 from gdp.models.pytorch.loss import Loss, pick_loss

@@ -14,7 +14,7 @@ from gdp.execute.layouts.batch import Sizes, first_part, part_sizes
 from gdp.execute.layouts.sharded_program import ShardedProgram, is_among_ranks, ranks_of
 from gdp.execute.layouts.step_program import StepProgram, step_program, stream_program
 from gdp.execute.measurement import Order
-from gdp.execute.worker import ExecutionError
+from gdp.execute.plan_executor import ExecutionError
 from gdp.graph import Graph
 from gdp.graph.builder import topological_order
 from gdp.graph.copies import EXCHANGE_START, exchange_of
@@ -29,9 +29,8 @@ from gdp.models.pytorch.signature import signatures
 from gdp.models.shards import WHOLE
 from gdp.models.source import ModelSource
 from gdp.models.user_function import printing_to_stderr
-from gdp.parallel.batches import BatchStream, in_flight
 from gdp.parallel.layout import Layout
-from gdp.parallel.step import Step
+from gdp.parallel.step import BatchStream, Step, in_flight
 from gdp.simulator.plan import Plan, microbatching_of
 
 

@@ -13,9 +13,19 @@ from torch import Tensor
 
 from gdp.execute.backends import Backend, Content, SentTensor, backend_of
 from gdp.execute.forked.forked_executor import ForkedExecutor, may_fork
-from gdp.execute.plan_executor import PlanExecutor, StepRecord, held_tensors
+from gdp.execute.plan_executor import (
+    DeviceRecord,
+    ExecutionError,
+    PlanExecutor,
+    StepRecord,
+    StepRequest,
+    Stopped,
+    Transport,
+    Worker,
+    WorkerThread,
+    held_tensors,
+)
 from gdp.execute.targets import Target, find_targets
-from gdp.execute.worker import DeviceRecord, ExecutionError, StepRequest, Stopped, Transport, Worker, WorkerThread
 from gdp.models.pytorch import Program
 
 

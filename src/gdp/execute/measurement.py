@@ -12,9 +12,8 @@ from torch import Tensor
 
 from gdp.arrays import I64
 from gdp.execute.host_executor import host_executor
-from gdp.execute.plan_executor import PlanExecutor, StepRecord
+from gdp.execute.plan_executor import DeviceRecord, PlanExecutor, StepRecord
 from gdp.execute.targets import Target
-from gdp.execute.worker import DeviceRecord
 from gdp.models.pytorch import Program
 
 Order = Sequence[npt.ArrayLike]  # [D] The ops of each device, in the order of their starts

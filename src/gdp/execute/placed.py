@@ -20,11 +20,10 @@ from gdp.errors import InputError
 from gdp.execute.clipping import LossScaler
 from gdp.execute.executable import CaptureOptions, bound_inputs, check_choice, order_of, placed_program
 from gdp.execute.host_executor import HostRunner
-from gdp.execute.plan_executor import PlanExecutor
+from gdp.execute.plan_executor import ExecutionError, PlanExecutor
 from gdp.execute.ranks.rank_runner import RankRunner
 from gdp.execute.ranks.ranks import is_rank
 from gdp.execute.training_state import OptimizerState, Running, SavedTraining, StateByName, Unstarted
-from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
 from gdp.models.pytorch.optimizers import UpdateRule, rule_of
 from gdp.models.pytorch.program import named_inputs, named_state

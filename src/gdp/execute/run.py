@@ -40,17 +40,17 @@ from gdp.execute.executable import (
 from gdp.execute.host_executor import host_executor
 from gdp.execute.layouts.sharded_program import ranks_of
 from gdp.execute.measurement import Measurement, Order, PlacedProgram, measure_programs, one_device_order
+from gdp.execute.plan_executor import ExecutionError
 from gdp.execute.prediction import Prediction, predict
 from gdp.execute.ranks.rank_executor import ProcessExecutor
 from gdp.execute.ranks.ranks import Ranks
 from gdp.execute.targets import CPU, Target, find_targets
-from gdp.execute.worker import ExecutionError
 from gdp.graph import Graph
 from gdp.models.measured_times import OpTime
 from gdp.models.pytorch import Program, Replay, capture
 from gdp.models.pytorch.capture_step import StepOptions, capture_step
-from gdp.parallel.batches import layout_in_flight
 from gdp.parallel.layout import Layout
+from gdp.parallel.step import layout_in_flight
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, replay

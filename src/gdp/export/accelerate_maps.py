@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gdp.errors import InputError
-from gdp.export.export_target import is_cpu
-from gdp.export.export_units import grouped_ops
+from gdp.export.export_target import grouped_ops, is_cpu
 from gdp.export.modules import STATE_KINDS, enclosing
 from gdp.graph.builder import GraphBuilder
 from gdp.models.source import ModelSource

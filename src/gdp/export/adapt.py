@@ -10,8 +10,7 @@ import numpy as np
 from gdp.arrays import F64, I64
 from gdp.budget import Budget, Clock
 from gdp.errors import InputError
-from gdp.export.export_target import ExportTarget, is_cpu, stage_starts
-from gdp.export.export_units import ExportUnits
+from gdp.export.export_target import ExportTarget, ExportUnits, is_cpu, stage_starts
 from gdp.export.stage_search import StageSearch, allowed_stages, balanced_stages, nearest_stages
 from gdp.graph import Graph
 from gdp.graph.copies import BATCH_END

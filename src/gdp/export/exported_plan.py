@@ -8,12 +8,11 @@ from gdp import files, notebook
 from gdp.errors import InputError
 from gdp.export.adapt import AdaptedPlan, adapt
 from gdp.export.export_target import ExportTarget
-from gdp.export.layouts.cut_step import CutStep, cut_step
-from gdp.export.layouts.target import LayoutTarget
+from gdp.export.layouts.target import CutStep, LayoutTarget, cut_step
 from gdp.export.refusals import check_training
 from gdp.models.shards import WHOLE, Shards
 from gdp.models.source import ModelSource
-from gdp.parallel.batches import in_flight, layout_in_flight
+from gdp.parallel.step import in_flight, layout_in_flight
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate

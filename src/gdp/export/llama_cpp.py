@@ -16,8 +16,7 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.errors import InputError
-from gdp.export.export_target import ExportTarget, gpu_numbers, is_cpu
-from gdp.export.export_units import ExportUnits
+from gdp.export.export_target import ExportTarget, ExportUnits, gpu_numbers, is_cpu
 from gdp.export.gguf_names import FEED_FORWARD, gguf_tensors, is_feed_forward
 from gdp.export.llama_cpp_cache import Cache, find_cache
 from gdp.export.module_chains import Layers, find_layers

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from gdp.arrays import I64
-from gdp.export.export_target import ExportTarget, gpus, stage_members, write_ranks
-from gdp.export.export_units import ExportUnits
+from gdp.export.export_target import ExportTarget, ExportUnits, gpus, stage_members, write_ranks
 from gdp.export.module_chains import find_layers
 from gdp.simulator.problem import Problem
 

@@ -6,8 +6,7 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.errors import InputError
-from gdp.export.export_target import gpu_numbers
-from gdp.export.export_units import ExportUnits
+from gdp.export.export_target import ExportUnits, gpu_numbers
 from gdp.export.modules import STATE_KINDS
 from gdp.export.refusals import check_inference, check_nodes, check_one_batch
 from gdp.placers.base import inherit

@@ -13,8 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gdp.arrays import I64
-from gdp.export.export_target import ExportTarget
-from gdp.export.export_units import ExportUnits
+from gdp.export.export_target import ExportTarget, ExportUnits
 from gdp.export.node_units import complete, device_names, node_units
 from gdp.simulator.problem import Problem
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
-from gdp.export.export_target import ExportTarget, gpus, visible_cards
-from gdp.export.export_units import ExportUnits
+from gdp.export.export_target import ExportTarget, ExportUnits, gpus, visible_cards
 from gdp.export.module_chains import find_layers
 from gdp.export.refusals import check_inference
 from gdp.simulator.problem import Problem

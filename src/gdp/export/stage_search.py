@@ -7,8 +7,7 @@ import numpy as np
 
 from gdp.arrays import F64, I64, Bool
 from gdp.errors import InputError
-from gdp.export.export_target import stage_starts
-from gdp.export.export_units import ExportUnits
+from gdp.export.export_target import ExportUnits, stage_starts
 from gdp.placers.base import device_subsets
 from gdp.placers.contiguous import Chain, stages
 from gdp.placers.dp_stages import least_bottleneck

@@ -9,8 +9,7 @@ calls a module, so stages are contiguous in the order of execution."""
 import json
 
 from gdp.arrays import I64
-from gdp.export.export_target import ExportTarget, stage_starts
-from gdp.export.export_units import ExportUnits
+from gdp.export.export_target import ExportTarget, ExportUnits, stage_starts
 from gdp.export.module_chains import begins
 from gdp.simulator.problem import Problem
 

@@ -27,9 +27,8 @@ from gdp.graph import Graph
 from gdp.graph.accumulation import Accumulation
 from gdp.graph.builder import GraphBuilder
 from gdp.graph.layers import LayerPaths
-from gdp.parallel.buckets import Bucket, buckets_of, gradients_of
 from gdp.parallel.held_state import HeldState, joined_groups
-from gdp.parallel.rings import Collective
+from gdp.parallel.rings import Bucket, Collective, buckets_of, gradients_of
 
 _WHOLE_BLOCK = 2**62  # bytes of a bucket: a block's gradients are summed together
 

@@ -16,9 +16,16 @@ from gdp.graph import Graph
 from gdp.graph.builder import GraphBuilder
 from gdp.graph.copies import exchange_ends, label_end
 from gdp.graph.microbatches import shared_ops
-from gdp.parallel.buckets import FIRST_BUCKET_BYTES, bucket_bytes_over, buckets_of, gradients_of
 from gdp.parallel.replica_step import ReplicaStep
-from gdp.parallel.rings import Collective, Exchange, Rings
+from gdp.parallel.rings import (
+    FIRST_BUCKET_BYTES,
+    Collective,
+    Exchange,
+    Rings,
+    bucket_bytes_over,
+    buckets_of,
+    gradients_of,
+)
 
 
 def replicated(

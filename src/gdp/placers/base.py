@@ -17,8 +17,7 @@ from gdp.placers.memory_repair import excess_bytes, fit_memory
 from gdp.placers.settings import TRIED
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import default_threads, evaluate_many
-from gdp.units.forward_units import forward_units
-from gdp.units.units import Units
+from gdp.units.units import Units, forward_units
 
 
 class NoTimeError(Exception):

@@ -15,8 +15,7 @@ from gdp.placers.base import TriedPlacements, columns_of, device_subsets, inheri
 from gdp.placers.settings import CONTIGUOUS, STAGES
 from gdp.simulator.longest_paths import longest_paths
 from gdp.simulator.problem import Placement, Problem
-from gdp.units.forward_units import containers
-from gdp.units.units import Units
+from gdp.units.units import Units, containers
 
 
 def contiguous(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:

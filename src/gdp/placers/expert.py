@@ -21,8 +21,7 @@ from gdp.placers.contiguous import module_chain, stages
 from gdp.placers.memory_repair import fit_memory
 from gdp.placers.settings import EXPERT
 from gdp.simulator.problem import Placement, Problem
-from gdp.units.forward_units import containers
-from gdp.units.units import Units
+from gdp.units.units import Units, containers
 
 
 def expert(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:

@@ -10,9 +10,8 @@ import numpy as np
 from gdp.arrays import F64, I64, Bool
 from gdp.budget import Clock, has_time
 from gdp.placers.settings import REPAIR
-from gdp.simulator.allocations import Allocations
 from gdp.simulator.problem import Placement, Problem
-from gdp.simulator.simulate import Simulation, evaluate, simulate
+from gdp.simulator.simulate import Allocations, Simulation, evaluate, simulate
 from gdp.units.units import Pairs, Units, group_units
 
 

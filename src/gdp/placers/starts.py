@@ -35,8 +35,7 @@ from gdp.placers.base import allowed_work, device_subsets, inherit
 from gdp.placers.contiguous import Chain, folded_chain, module_chain, stages
 from gdp.placers.settings import INTERLEAVED
 from gdp.simulator.problem import Placement, Problem
-from gdp.units.forward_units import forward_units
-from gdp.units.units import Units
+from gdp.units.units import Units, forward_units
 
 
 def interleaved_stages(problem: Problem) -> list[Placement]:

@@ -14,8 +14,8 @@ from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.costs.ranges import StepRange
 from gdp.errors import InputError
-from gdp.parallel.batches import in_flight
 from gdp.parallel.layout import AUTO, Layout
+from gdp.parallel.step import in_flight
 from gdp.placers import CLASSICAL
 from gdp.search.batches.place_batches import throughput_bound
 from gdp.search.candidate import Candidate

@@ -23,9 +23,8 @@ from gdp.models.op_costs import without_costs
 from gdp.models.serving import ServedStep
 from gdp.models.shards import WHOLE
 from gdp.models.source import ModelSource
-from gdp.parallel.batches import BatchStream, in_flight
 from gdp.parallel.layout import Layout
-from gdp.parallel.step import Step
+from gdp.parallel.step import BatchStream, Step, in_flight
 from gdp.planning.options import READING, constraints_of, in_directory, reading_of
 from gdp.planning.plan_directory import files_beside
 from gdp.simulator.constraints import Constraints

@@ -25,8 +25,8 @@ from gdp.graph.parameter_bytes import ParameterBytes
 from gdp.models.lora import Lora
 from gdp.models.model import PURE_BF16, Model
 from gdp.models.source import ModelSource
-from gdp.parallel.batches import with_caches
 from gdp.parallel.layout import AUTO, NONE, Layout
+from gdp.parallel.step import with_caches
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import Candidate
 from gdp.search.layouts.layout_search import LayoutSearch

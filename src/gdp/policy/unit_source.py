@@ -13,9 +13,8 @@ from gdp.policy.settings import GROUPING, SCORER
 from gdp.simulator.longest_paths import longest_paths
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import evaluate
-from gdp.units.forward_units import forward_units
 from gdp.units.symmetry import exchange_classes, exchangeable_before
-from gdp.units.units import Pairs, Units, group_units
+from gdp.units.units import Pairs, Units, forward_units, group_units
 
 NUM_SLICES = 16
 

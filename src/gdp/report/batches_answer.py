@@ -10,7 +10,7 @@ from rich.text import Text
 from gdp.graph.copies import BATCH_END
 from gdp.models.serving import ServedStep
 from gdp.notebook import digits, format_gib
-from gdp.parallel.batches import in_flight, layout_in_flight
+from gdp.parallel.step import in_flight, layout_in_flight
 from gdp.report.layouts import copies_in_words
 from gdp.report.tables import format_ms, new_table
 from gdp.search.batches.place_batches import USUAL, alone, is_pipeline, throughput_of

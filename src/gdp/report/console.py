@@ -15,8 +15,8 @@ from gdp.graph import Graph
 from gdp.graph.parameter_bytes import ParameterBytes
 from gdp.models.serving import ServedStep
 from gdp.notebook import format_gib
-from gdp.parallel.batches import in_flight
 from gdp.parallel.layout import Layout
+from gdp.parallel.step import in_flight
 from gdp.planning.advice import Advice
 from gdp.planning.compare import Comparison
 from gdp.planning.remedies import Remedy, held_bytes

@@ -11,8 +11,7 @@ from gdp.errors import prefixed
 from gdp.export.adapt import AdaptedPlan
 from gdp.export.export_target import ExportTarget
 from gdp.export.exported_plan import Exported, check_takes_layout, exported
-from gdp.export.layouts.cut_step import CutStep
-from gdp.export.layouts.target import LayoutTarget
+from gdp.export.layouts.target import CutStep, LayoutTarget
 from gdp.export.targets_by_name import find_layout_target, find_target
 from gdp.graph import Graph, GraphSource
 from gdp.notebook import digits

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from gdp.models.shards import WHOLE
 from gdp.notebook import format_gib
-from gdp.parallel.batches import in_flight, layout_in_flight
 from gdp.parallel.layout import BLOCKS, NONE, SELECTIVE, Layout
+from gdp.parallel.step import in_flight, layout_in_flight
 from gdp.planning.layout_answer import LayoutAnswer
 from gdp.report.tables import format_ms, new_table, writable
 from gdp.search.candidate import ESTIMATED, NOT_ALLOWED, Candidate

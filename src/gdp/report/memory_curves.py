@@ -12,8 +12,7 @@ from gdp.arrays import I64
 from gdp.graph import Graph
 from gdp.graph.copies import ACCUMULATE, EXCHANGE_START, RECOMPUTED
 from gdp.graph.held_memory import HeldMemory, is_cache
-from gdp.simulator.allocations import Allocations
-from gdp.simulator.simulate import NEVER, Simulation
+from gdp.simulator.simulate import NEVER, Allocations, Simulation
 
 
 @dataclass(frozen=True, eq=False)

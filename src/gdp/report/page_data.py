@@ -26,9 +26,8 @@ from gdp.report.limits import Limits, Waits
 from gdp.report.memory_curves import MemoryCurve, MemoryParts, alive_at, memory_curves
 from gdp.report.tables import short, writable
 from gdp.search.place import Progress
-from gdp.simulator.allocations import Allocations
 from gdp.simulator.plan import Baseline, Plan
-from gdp.simulator.simulate import NEVER, Simulation
+from gdp.simulator.simulate import NEVER, Allocations, Simulation
 
 _POINTS = 4000  # of each memory curve: more than a screen has columns
 _MOST_FULL = 64  # devices with so many points

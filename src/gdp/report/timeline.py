@@ -18,9 +18,8 @@ from gdp.planning.plan_source import simulation_of
 from gdp.report.memory_curves import memory_curves
 from gdp.report.tables import short
 from gdp.report.timeline_text import busy_shares, timeline_text
-from gdp.simulator.allocations import Allocations
 from gdp.simulator.plan import Plan
-from gdp.simulator.simulate import Simulation
+from gdp.simulator.simulate import Allocations, Simulation
 
 _PHASES = {"forward": 0, "backward": 1, "update": 2, "": 3}
 _COLUMNS = 1400  # as many pixels as the figure is wide

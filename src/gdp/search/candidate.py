@@ -10,9 +10,8 @@ from gdp.arrays import I64
 from gdp.costs.ranges import tie_share
 from gdp.models.shards import WHOLE, Shards
 from gdp.notebook import size
-from gdp.parallel.batches import BatchStream
 from gdp.parallel.layout import NONE, Layout
-from gdp.parallel.step import Step
+from gdp.parallel.step import BatchStream, Step
 from gdp.simulator.orders import B_LEVEL
 from gdp.simulator.plan import Baseline
 from gdp.simulator.problem import Placement, Problem

@@ -19,8 +19,8 @@ from gdp.graph import Graph, GraphSource
 from gdp.models.model import Model
 from gdp.models.shards import WHOLE, Shards
 from gdp.models.source import ModelSource
-from gdp.parallel.batches import check_batches
 from gdp.parallel.layout import AUTO, NONE, Layout
+from gdp.parallel.step import check_batches
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import Candidate
 from gdp.search.ops.good_order import in_program_order

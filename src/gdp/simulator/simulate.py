@@ -1,6 +1,9 @@
 """The one scorer: the step time and the memory of a placement (docs/machine-model.md, sections 3 and 4). `simulate`
 returns every start and finish, `evaluate` and `evaluate_many` only step time and peaks, for search. N ops, T tensors, D
-devices, B placements. Times in ns, sizes in bytes. The compiled code is in `engine.py`."""
+devices, B placements. Times in ns, sizes in bytes. The compiled code is in `engine.py`.
+
+Allocations are from when until when each tensor of a simulated step, and each copy of one, is in memory (section 4);
+`memory.py` has the peaks alone."""
 
 import os
 import time
@@ -15,7 +18,7 @@ import numpy.typing as npt
 from numba.extending import overload
 
 from gdp import notebook
-from gdp.arrays import I64
+from gdp.arrays import I64, Bool
 from gdp.compiled import INLINED, inner, kernel
 from gdp.costs.ranges import StepKind, StepRange, range_of
 from gdp.costs.rates import peak_rate
@@ -344,3 +347,41 @@ def _stuck_op(order: Sequence[npt.ArrayLike], done: Sequence[I64]) -> int:
     """The first op of the first device that has not started all its ops."""
     pairs = zip(map(np.asarray, order), done, strict=True)
     return next(int(ops[len(there)]) for ops, there in pairs if len(there) < len(ops))
+
+
+@dataclass(frozen=True, eq=False)
+class Allocations:
+    """Holds tensors and their copies, one row each: on which device, from when, until when."""
+
+    devices: I64
+    tensors: I64
+    is_copy: Bool
+    sizes_bytes: I64
+    from_ns: I64
+    until_ns: I64  # NEVER: to the end of the step
+
+    @classmethod
+    def of(cls, simulation: Simulation) -> "Allocations":
+        """Returns the allocations of a simulated step, without resident bytes."""
+        graph, placement = simulation.problem.graph, simulation.placement
+        num_devices = simulation.problem.num_devices
+        freed_ns = simulation.op_finish_ns[graph.producers].copy()
+        consumed_ns, tensors = simulation.op_finish_ns[graph.consumers], graph.edge_tensors
+        here = placement[graph.producers[tensors]] == placement[graph.consumers]
+        np.maximum.at(freed_ns, graph.base[tensors[here]], consumed_ns[here])
+        np.maximum.at(freed_ns, graph.base[simulation.transfer_tensors], simulation.transfer_end_ns)
+        freed_ns[graph.base[graph.is_kept]] = NEVER
+        owned = np.flatnonzero((graph.view_of < 0) & ~graph.is_resident)
+        copied = tensors[~here] * num_devices + placement[graph.consumers[~here]]
+        copies, of_edge = np.unique(copied, return_inverse=True)
+        copies_ns = np.zeros(len(copies), np.int64)
+        np.maximum.at(copies_ns, of_edge, consumed_ns[~here])
+        sent, to = simulation.transfer_tensors, simulation.transfer_destinations
+        return cls(
+            devices=np.concatenate((placement[graph.producers[owned]], to)),
+            tensors=np.concatenate((owned, sent)),
+            is_copy=np.repeat([False, True], [len(owned), len(sent)]),
+            sizes_bytes=np.concatenate((graph.tensor_bytes[owned], graph.tensor_bytes[sent])),
+            from_ns=np.concatenate((simulation.op_start_ns[graph.producers[owned]], simulation.transfer_start_ns)),
+            until_ns=np.concatenate((freed_ns[owned], copies_ns[np.searchsorted(copies, sent * num_devices + to)])),
+        )

@@ -19,8 +19,8 @@ import numpy as np
 
 from gdp.arrays import F64, I64
 from gdp.errors import InputError
-from gdp.parallel.batches import ROUNDS, BatchStream, batch_ends, in_flight, layout_in_flight
 from gdp.parallel.layout import Layout
+from gdp.parallel.step import ROUNDS, BatchStream, batch_ends, in_flight, layout_in_flight
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.orders import GPIPE
 from gdp.simulator.plan import Plan

@@ -18,7 +18,14 @@ class: the median over ops and sizes, in the caches and out of them, each counte
 do not change that. Ops of one class tell its share first, then those of several what they have besides.
 
 Copies from and to CUDA devices are those of the backends. Two routes whose copies slow each other down share a channel.
-"""
+
+Over processes and hosts each rank measures its own device, then tensors go from rank to rank.
+
+    every rank   its device's figures, all at the same time
+    each pair    a   add     add     add         for each size the time by which a hand-over lengthens a chain of
+                 b       add     add             tensors, the mean of both directions
+
+A line through the times of the sizes gives a route's latency and bandwidth."""
 
 import os
 from collections import defaultdict

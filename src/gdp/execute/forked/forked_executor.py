@@ -44,10 +44,18 @@ import torch
 from torch import Tensor
 
 from gdp.execute.backends import Content, CpuBackend, ExchangedRows
-from gdp.execute.plan_executor import POLL_SECONDS, PlanExecutor, StepRecord, held_tensors
+from gdp.execute.plan_executor import (
+    POLL_SECONDS,
+    ExecutionError,
+    PlanExecutor,
+    StepRecord,
+    StepRequest,
+    Transport,
+    Worker,
+    held_tensors,
+)
 from gdp.execute.script import Traffic, traffic_of
 from gdp.execute.targets import Target
-from gdp.execute.worker import ExecutionError, StepRequest, Transport, Worker
 from gdp.models.pytorch import Program
 from gdp.models.pytorch.strides import bytes_of, fill
 

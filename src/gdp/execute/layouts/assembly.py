@@ -14,8 +14,8 @@ from gdp.execute.layouts.updates import Update, UpdateOfPiece, check_whole, upda
 from gdp.graph import Graph
 from gdp.models.pytorch import Program
 from gdp.models.pytorch.optimizers import numel
-from gdp.parallel.batches import DONE as BATCH_DONE
 from gdp.parallel.rings import READY
+from gdp.parallel.step import DONE as BATCH_DONE
 
 
 class Assembly:

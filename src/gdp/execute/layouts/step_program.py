@@ -29,13 +29,12 @@ from gdp.models.pytorch.program import Program, StepSource
 from gdp.models.pytorch.recorded_calls import Call, Ref
 from gdp.models.pytorch.routine import OpRoutine
 from gdp.models.pytorch.strides import memory_order, part_view, view_of
-from gdp.parallel.batches import ROUNDS, BatchStream
 from gdp.parallel.blocks import Blocks
 from gdp.parallel.layout import NONE
 from gdp.parallel.offload import KIND, Offload
 from gdp.parallel.recompute import Recomputation
 from gdp.parallel.rings import READY, Rings
-from gdp.parallel.step import Step
+from gdp.parallel.step import ROUNDS, BatchStream, Step
 
 _LOSS_GRADIENT = "aten.ones_like"
 

@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gdp.execute.backends import Backend, Content, CpuBackend, SentTensor, as_tensor
+from gdp.execute.plan_executor import Stopped
 from gdp.execute.ranks.ranks import Failure, Ranks
 from gdp.execute.script import Script, Traffic
 from gdp.execute.targets import CPU
-from gdp.execute.worker import Stopped
 from gdp.models.pytorch import Program
 from gdp.models.pytorch.strides import bytes_of, fill
 

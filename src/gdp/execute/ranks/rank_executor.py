@@ -18,11 +18,20 @@ from torch import Tensor
 
 from gdp.errors import InputError
 from gdp.execute.backends import backend_of
-from gdp.execute.plan_executor import POLL_SECONDS, PlanExecutor, StepRecord
+from gdp.execute.plan_executor import (
+    POLL_SECONDS,
+    DeviceRecord,
+    ExecutionError,
+    PlanExecutor,
+    StepRecord,
+    StepRequest,
+    Stopped,
+    Worker,
+    WorkerThread,
+)
 from gdp.execute.ranks.messages import Messages, RankTransport
 from gdp.execute.ranks.ranks import CAUSE_SECONDS, Ranks, message_of
 from gdp.execute.script import traffic_of
-from gdp.execute.worker import DeviceRecord, ExecutionError, StepRequest, Stopped, Worker, WorkerThread
 from gdp.models.pytorch import Program
 
 WINDOW_BYTES = 256 << 20  # enough to keep any link busy while an op runs

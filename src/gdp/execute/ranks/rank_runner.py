@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gdp.errors import InputError
+from gdp.execute.plan_executor import ExecutionError
 from gdp.execute.ranks.rank_executor import ProcessExecutor
 from gdp.execute.ranks.ranks import RankError, join_or_leave
-from gdp.execute.worker import ExecutionError
 from gdp.models.pytorch import Program
 from gdp.models.pytorch.strides import bytes_of
 

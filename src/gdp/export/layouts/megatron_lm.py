@@ -8,9 +8,9 @@ those of a group follow each other.
 
 from gdp.errors import InputError
 from gdp.export import megatron
-from gdp.export.layouts.cut_step import CutStep
 from gdp.export.layouts.precision import AUTOCAST, Held, precision_of
 from gdp.export.layouts.target import (
+    CutStep,
     LayoutTarget,
     RankOrder,
     check_even,

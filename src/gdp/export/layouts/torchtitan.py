@@ -9,9 +9,16 @@ numbered stage by stage (torchtitan/distributed/parallel_dims.py: the mesh has p
 from dataclasses import replace
 
 from gdp.errors import InputError
-from gdp.export.layouts.cut_step import CutStep
 from gdp.export.layouts.precision import AUTOCAST, Held, as_fsdp, precision_of
-from gdp.export.layouts.target import LayoutTarget, check_even, common_notes, ranks_of, recomputed_layers, title_of
+from gdp.export.layouts.target import (
+    CutStep,
+    LayoutTarget,
+    check_even,
+    common_notes,
+    ranks_of,
+    recomputed_layers,
+    title_of,
+)
 from gdp.graph import Graph
 from gdp.models.model import FLOAT32, MIXED, PURE_BF16
 from gdp.parallel.layout import NONE, SELECTIVE, Layout

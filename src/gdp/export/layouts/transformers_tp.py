@@ -7,8 +7,7 @@ model = AutoModelForCausalLM.from_pretrained(MODEL, distributed_config=config)
 import json
 
 from gdp.errors import InputError
-from gdp.export.layouts.cut_step import CutStep
-from gdp.export.layouts.target import LayoutTarget, check_even, common_notes, ranks_of
+from gdp.export.layouts.target import CutStep, LayoutTarget, check_even, common_notes, ranks_of
 from gdp.export.layouts.torch_fsdp import held_by
 from gdp.models.model import HUGGING_FACE
 from gdp.parallel.layout import BLOCKS, NONE

@@ -48,7 +48,7 @@ from gdp.models.stored_weights import ATTRIBUTE
 from gdp.models.user_function import Build
 
 if TYPE_CHECKING:
-    from gdp.models.hugging_face.cache_layers import CacheRoom
+    from gdp.models.hugging_face.kv_cache import CacheRoom
 
 # keys of a config that choose downloaded or missing kernels, weights or code; and dtypes, which builds take separately
 _CHOICES = (
@@ -128,7 +128,7 @@ class ServedBuild:
     def __call__(self) -> tuple[Any, ...]:
         """Builds the model with its cache."""
         from gdp.models.hugging_face import kv_cache
-        from gdp.models.hugging_face.cache_layers import CacheRoom
+        from gdp.models.hugging_face.kv_cache import CacheRoom
         from gdp.models.pytorch.shards.local_program import localise
 
         with _explained(self.text), quiet():

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from torch.utils._pytree import tree_leaves
 
-from gdp.models.hugging_face.cache_layers import CacheRoom
+from gdp.models.hugging_face.kv_cache import CacheRoom
 from gdp.models.pytorch.capture_step import Capture
 from gdp.models.pytorch.program import Program
 from gdp.models.pytorch.recorded_calls import Call, Ref

@@ -21,8 +21,8 @@ from gdp.budget import Clock
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.parallel.batches import ROUNDS, BatchStream, check_batches, with_caches
 from gdp.parallel.layout import Layout
+from gdp.parallel.step import ROUNDS, BatchStream, check_batches, with_caches
 from gdp.search.candidate import Arrangement, BatchCut, Candidate, Figures
 from gdp.search.layouts.arrangement import MOST_PLACES, DeviceSpeeds, forced, shared_out
 from gdp.search.layouts.estimate import Estimator, staged_places

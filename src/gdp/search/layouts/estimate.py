@@ -26,14 +26,12 @@ from gdp.search.batch_parts import Parts
 from gdp.search.candidate import Arrangement, Candidate, Figures
 from gdp.search.layouts.arrangement import DeviceSpeeds
 from gdp.search.layouts.less_memory import with_chosen_blocks
-from gdp.search.layouts.replica_steps import Memo, PartFigures, ReplicaSteps
-from gdp.search.layouts.ring_times import RingTimes, busiest_channel_ns
+from gdp.search.layouts.replica_steps import Memo, PartFigures, ReplicaSteps, RingTimes, busiest_channel_ns
 from gdp.search.settings import DEFAULTS, LargeSteps, Settings
 from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation
-from gdp.units.forward_units import forward_units
-from gdp.units.units import Units
+from gdp.units.units import Units, forward_units
 
 
 @dataclass(eq=False)

@@ -27,8 +27,7 @@ from gdp.placers.exact import exact
 from gdp.placers.starts import ReplicatedChain, call_grids, interleaved_stages, replicated_stages
 from gdp.search.candidate import Candidate
 from gdp.search.ops.annealing import is_too_wide
-from gdp.search.ops.classical import ClassicalRuns
-from gdp.search.ops.fewer import Few, best_of_few, search_without
+from gdp.search.ops.classical import ClassicalRuns, Few, best_of_few, search_without
 from gdp.search.ops.local_search import LocalSearch
 from gdp.search.ops.zero_shot import zero_shot
 from gdp.search.question import Question, Solution

@@ -15,8 +15,7 @@ from gdp.search.question import Question
 from gdp.simulator.orders import B_LEVEL, BY_CALL
 from gdp.simulator.problem import Placement
 from gdp.simulator.simulate import Simulation, simulate
-from gdp.units.forward_units import forward_units
-from gdp.units.units import Units
+from gdp.units.units import Units, forward_units
 
 
 def in_good_order(question: Question, clock: Clock) -> Question:

@@ -32,8 +32,7 @@ from gdp.simulator.longest_paths import longest_paths
 from gdp.simulator.orders import B_LEVEL, BY_CALL
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import NEVER, default_threads, run_batch
-from gdp.units.forward_units import forward_units
-from gdp.units.units import Pairs, Units, group_units, move_arrays
+from gdp.units.units import Pairs, Units, forward_units, group_units, move_arrays
 
 
 @dataclass(frozen=True, eq=False)

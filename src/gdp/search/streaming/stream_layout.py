@@ -22,7 +22,7 @@ from gdp.search.settings import StreamingSettings
 from gdp.simulator.constraints import intersect_groups
 from gdp.simulator.problem import Placement, Problem
 from gdp.simulator.simulate import Simulation, simulate
-from gdp.units.forward_units import forward_units
+from gdp.units.units import forward_units
 
 
 def roomy(problem: Problem, most: float = 1.0) -> Bool:
