@@ -1,54 +1,37 @@
 """From a request to `gdp place` to its answer: found, with how far the search is, or kept from before, then written and
-shown. Of a request to a decoder also its prefill, read and with layers where a plan has them, and the rate that both
-sustain."""
+shown."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gdp.cli.advice import find_remedies
+from gdp.budget import Clock
+from gdp.cli.advice import advise_on_units, find_advice, find_remedies, search_budget
 from gdp.cli.open_request import OpenRequest
 from gdp.cli.plan_files import PlanFiles
 from gdp.cli.request import PlaceRequest
+from gdp.cli.requests import prompt_of, requests_of
 from gdp.cli.shared import BAD_INPUT, FOUND_BEFORE, INTERRUPTED, NOTHING_FITS, OK, fail, log, print_json, show
 from gdp.errors import InputError
+from gdp.export.export_target import ExportTarget
+from gdp.export.exportable_plan import ExportablePlan, best_for
 from gdp.models.serving import Requests
+from gdp.parallel.step import BatchStream
 from gdp.planning import plan_cache
+from gdp.planning.layout_answer import LayoutAnswer
 from gdp.planning.plan_cache import KeptAnswer
 from gdp.planning.remedies import Remedy
 from gdp.report import batches_answer, console, documents, layouts, progress, sentences
+from gdp.report.tables import format_ms
+from gdp.search.candidate import Candidate
+from gdp.search.place import Progress, answer, best_so_far
 from gdp.simulator.plan import Plan
 from gdp.simulator.simulate import Simulation, replay
 from gdp.stop import Stop
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-
-from collections.abc import Iterator
-
-import numpy as np
-
-from gdp.budget import Clock
-from gdp.cli.advice import advise_on_units, find_advice, search_budget
-from gdp.cli.inputs import read_graph
-from gdp.cluster.device import CUDA_GRAPHS, EAGER
-from gdp.export.adapt import in_same_places
-from gdp.export.export_target import ExportTarget
-from gdp.export.exportable_plan import ExportablePlan, best_for
-from gdp.export.targets_by_name import serving_target
-from gdp.models.hugging_face import sizes
-from gdp.models.model import Model
-from gdp.models.serving import ServedStep
-from gdp.models.source import ModelSource
-from gdp.parallel.step import BatchStream
-from gdp.planning.layout_answer import LayoutAnswer
-from gdp.report.tables import format_ms
-from gdp.search.batches.place_batches import throughput_of
-from gdp.search.candidate import Candidate
-from gdp.search.place import Progress, answer, best_so_far
-from gdp.simulator.problem import Placement, Problem
 
 
 def find_plan(opened: OpenRequest, stop: Stop) -> KeptAnswer:
@@ -139,56 +122,6 @@ def _comparison(placed: ExportablePlan) -> str:
         f"a plan of single ops takes {format_ms(ordinary.step_time_ns)}, and {format_ms(adapted.step_time_ns)} once "
         f"exported at {adapted.target.level}{fits}; this plan takes {format_ms(placed.plan.step_time_ns)}"
     )
-
-
-def prompt_of(request: PlaceRequest, served: ServedStep | None) -> int | None:
-    """Returns the tokens of a request's prompt, `?prompt=`; None where it is not said."""
-    return None if served is None or served.phase != "decode" else sizes.parse(request.model)[1].prompt
-
-
-def read_prefill(request: PlaceRequest, served: ServedStep, plan: Plan) -> Model:
-    """Reads the prefill of one prompt, cut as `plan` is: of the whole context, unless MODEL says otherwise."""
-    serving = replace(request.reading.serving, phase="prefill")
-    reading = replace(request.reading, batch=None, serving=serving, shards=plan.shards)
-    return read_graph(ModelSource(sizes.of_prompt(request.model, served.context), reading))
-
-
-def on_its_devices(plan: Plan, problem: Problem) -> Problem:
-    """Returns the problem of one whole step on the groups of `plan`, or `problem`, where it is on devices as asked."""
-    return plan.problem if plan.problem is not None and plan.num_ranks > 1 else problem
-
-
-def first_token(request: PlaceRequest, problem: Problem, placement: Placement, prefill: Model) -> Simulation:
-    """Returns the step of `prefill` with layers where `placement` of a decode `problem` has them. Servers replay decode
-    from CUDA graphs, but no prefill, whose prompts are of any length."""
-    is_on_groups = any(device.group for device in problem.cluster.devices)
-    target = serving_target(problem) if request.target is None or is_on_groups else request.target
-    if target is None:
-        raise InputError("no server that is known runs the model")
-    cluster = problem.cluster
-    if any(device.runtime == CUDA_GRAPHS for device in cluster.devices):
-        cluster = cluster.run_by(EAGER)
-    return in_same_places(target, problem, placement, Problem.build(prefill.graph, cluster))
-
-
-def requests_of(request: PlaceRequest, served: ServedStep, problem: Problem, found: KeptAnswer) -> Requests:
-    """Returns the arithmetic on requests to the server that `found` is; `problem` is that of a decode step."""
-    prompt, prefill = prompt_of(request, served), read_prefill(request, served, found.plan)
-    assert prompt is not None
-    problem = on_its_devices(found.plan, problem)
-    counts = served.num_sequences, served.context - prompt
-    if found.batches is None or found.batches.best is None:
-        step_ns = found.plan.step_time_ns
-        first_ns = first_token(request, problem, found.plan.placement, prefill).step_time_ns
-        return Requests(first_ns, first_ns, step_ns, step_ns, *counts)
-    best = found.batches.best
-    step = first_token(request, problem, np.array(best.devices[0])[best.places], prefill)
-    ops = np.arange(step.problem.num_ops), step.placement
-    hosts_ns = np.bincount(step.placement, step.problem.host_time_ns[ops])  # that issue while their devices compute
-    busiest_ns = max(step.busy_fraction.max() * step.step_time_ns, hosts_ns.max())
-    every_ns = int(busiest_ns / len(best.devices))  # prompts follow one another
-    figures = throughput_of(best)
-    return Requests(step.step_time_ns, every_ns, figures.time_per_batch_ns, figures.latency_ns, *counts)
 
 
 @dataclass(frozen=True, eq=False)

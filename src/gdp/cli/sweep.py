@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from gdp import files
 from gdp.budget import Clock
-from gdp.cli.answer import first_token, on_its_devices, read_prefill
 from gdp.cli.inputs import read_graph
 from gdp.cli.options import ConstraintOptions
 from gdp.cli.plan_files import PlanFiles
 from gdp.cli.request import PlaceRequest
+from gdp.cli.requests import first_token, on_its_devices, read_prefill
 from gdp.cli.shared import INTERRUPTED, NOTHING_FITS, OK, check_writable, fail, log, print_json, show, warm_up
 from gdp.cluster import Cluster, changes
 from gdp.cluster.prices import Prices
