@@ -28,8 +28,8 @@ from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.policy.base import one_thread
 from gdp.policy.pretrained import shipped
+from gdp.policy.scheduler import one_thread
 from gdp.search.candidate import Candidate
 from gdp.search.question import Question
 from gdp.simulator.problem import Problem

@@ -28,12 +28,12 @@ from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.cluster.detect import detect
 from gdp.errors import InputError
+from gdp.execute.backends import Target, target_of
 from gdp.execute.calibrate.calibrate import calibrate
 from gdp.execute.executable import Executable
 from gdp.execute.measurement import one_device_order
 from gdp.execute.prediction import predict
 from gdp.execute.run import OTHER_SUMS_TOLERANCE, PLACED, check_results, first_step
-from gdp.execute.targets import Target, target_of
 from gdp.models.papers import families
 from gdp.models.papers.base import Example
 from gdp.models.papers.workload import Workload

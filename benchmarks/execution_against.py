@@ -30,8 +30,8 @@ from benchmarks.training_subjects import SUBJECTS, Subject
 from gdp.budget import Budget
 from gdp.cluster.detect import detect
 from gdp.errors import InputError
+from gdp.execute.backends import Target, target_of
 from gdp.execute.calibrate.calibrate import Calibration, calibrate
-from gdp.execute.targets import Target, target_of
 from gdp.graph.layers import LayerPaths
 from gdp.search.place import place
 from gdp.simulator.problem import Problem

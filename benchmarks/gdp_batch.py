@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gdp_policy.training import PPO, paper_trials
 from gdp.budget import Budget, Clock
-from gdp.policy.base import Policy, one_thread
+from gdp.policy.scheduler import Policy, one_thread
 from gdp.policy.training.ppo import improve
 from gdp.search.ops.zero_shot import Evaluator
 from gdp.search.question import Question

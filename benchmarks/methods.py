@@ -23,14 +23,13 @@ from gdp.placers import CLASSICAL
 from gdp.placers.metis import Partitioner
 from gdp.placers.settings import METIS
 from gdp.planning.warm_up import warm_up as compile_search
-from gdp.policy.base import one_thread
 from gdp.policy.checkpoint import load_checkpoint, new_policy
-from gdp.search.noise import Noise
+from gdp.policy.scheduler import one_thread
 from gdp.search.ops.classical import ClassicalRuns
 from gdp.search.ops.fine_tune import FineTuneConfig, fine_tune
 from gdp.search.ops.zero_shot import ZeroShotConfig
 from gdp.search.ops.zero_shot import zero_shot as place_at_once
-from gdp.search.question import Question, Solution
+from gdp.search.question import Noise, Question, Solution
 from gdp.search.settings import DEFAULTS
 from gdp.search.solvers import solve
 from gdp.simulator.plan import Baseline

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from gdp.arrays import I64
 from gdp.cluster import Cluster
+from gdp.execute.backends import Target
 from gdp.execute.executable import Executable
 from gdp.execute.measurement import Measurement, Order, PlacedProgram, measure_programs, one_device_order
-from gdp.execute.targets import Target
 from gdp.graph import Graph
 from gdp.models.measured_times import with_times
 from gdp.models.pytorch import Program

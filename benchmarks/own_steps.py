@@ -17,11 +17,11 @@ from benchmarks.training_subjects import Subject
 from gdp.arrays import I64
 from gdp.cluster import Cluster
 from gdp.errors import InputError
+from gdp.execute.backends import Target
 from gdp.execute.executable import Executable
 from gdp.execute.host_executor import host_executor
 from gdp.execute.layouts.step_program import step_program
 from gdp.execute.measurement import Order
-from gdp.execute.targets import Target
 from gdp.graph import Graph
 from gdp.models.pytorch import Program, capture
 from gdp.parallel.layout import Layout

@@ -26,7 +26,7 @@ from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.placers import CLASSICAL
-from gdp.policy.base import one_thread
+from gdp.policy.scheduler import one_thread
 from gdp.search.candidate import Candidate
 from gdp.search.question import Question
 from gdp.simulator.problem import Problem

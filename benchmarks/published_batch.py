@@ -25,8 +25,8 @@ from benchmarks.rows import Rows
 from benchmarks.workloads import workloads
 from gdp.budget import Budget
 from gdp.errors import InputError
-from gdp.policy.base import Policy
 from gdp.policy.checkpoint import read_checkpoint, save_checkpoint
+from gdp.policy.scheduler import Policy
 from gdp.search.question import Question
 from gdp.simulator.problem import Problem
 

@@ -28,10 +28,10 @@ from gdp import files
 from gdp.arrays import Bool
 from gdp.budget import Budget, Clock
 from gdp.errors import InputError
-from gdp.policy.base import Policy, one_thread
 from gdp.policy.checkpoint import load_checkpoint, read_manifest
 from gdp.policy.construction import Constructor
 from gdp.policy.features import INITIAL_WEIGHTS
+from gdp.policy.scheduler import Policy, one_thread
 from gdp.policy.training.tasks import TaskConfig, Tasks
 from gdp.search.candidate import Candidate
 from gdp.search.ops.zero_shot import ZeroShotConfig, zero_shot

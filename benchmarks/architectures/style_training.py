@@ -25,14 +25,12 @@ from torch import Tensor
 from gdp import files
 from gdp.arrays import F32, F64, I64
 from gdp.errors import InputError
-from gdp.policy.base import one_thread
 from gdp.policy.checkpoint import save_checkpoint
 from gdp.policy.construction import Constructor
 from gdp.policy.features import INITIAL_WEIGHTS
-from gdp.policy.sampling import Style, bent, draw_styles
-from gdp.policy.scheduler import NORMAL, SchedulerPolicy, StyleNetwork
+from gdp.policy.scheduler import NORMAL, SchedulerPolicy, StyleNetwork, one_thread
 from gdp.policy.settings import STYLES
-from gdp.policy.style_scorer import StyleScores, style_numbers, target
+from gdp.policy.style_scorer import Style, StyleScores, bent, draw_styles, style_numbers, target
 from gdp.policy.training.pretrain import Provenance, manifest_of
 from gdp.policy.training.tasks import Tasks, TrainingTask
 from gdp.policy.unit_source import problem_features

@@ -21,9 +21,9 @@ from benchmarks.gdp_policy.placement_network import SegmentTransformer, SegmentT
 from gdp.arrays import F32, F64, I64
 from gdp.errors import InputError
 from gdp.graph import Graph
-from gdp.policy.base import Policy, Rollouts
 from gdp.policy.checkpoint import seeded
 from gdp.policy.construction import Instance
+from gdp.policy.scheduler import Policy, Rollouts
 from gdp.simulator.problem import Problem
 
 _KINDS = """

@@ -12,8 +12,8 @@ import torch
 
 from gdp.arrays import F64, I64, Bool
 from gdp.budget import Clock
-from gdp.policy.base import Policy, one_thread
 from gdp.policy.construction import Instance
+from gdp.policy.scheduler import Policy, one_thread
 from gdp.policy.training.ppo import PPOConfig, Trials, draw_trials, improve
 from gdp.search.ops.zero_shot import Evaluator
 from gdp.search.question import Question, Solution

@@ -20,9 +20,9 @@ from benchmarks.training_subjects import Subject
 from gdp import Cluster, InputError
 from gdp.budget import Budget
 from gdp.cluster.detect import Detected, host
+from gdp.execute.backends import CPU, Target
 from gdp.execute.calibrate.calibrate import Calibration
 from gdp.execute.layouts.step_program import step_program
-from gdp.execute.targets import CPU, Target
 from gdp.models.papers.workload import RNNLM as RNNLM_FAMILY
 from gdp.models.pytorch import capture
 from gdp.parallel.layout import Layout

@@ -29,9 +29,8 @@ from gdp.errors import InputError
 from gdp.policy.checkpoint import load_checkpoint, new_policy
 from gdp.policy.construction import Constructor
 from gdp.policy.features import INITIAL_WEIGHTS
-from gdp.policy.sampling import draw_styles
 from gdp.policy.scheduler import SchedulerPolicy, StyleNetwork
-from gdp.policy.style_scorer import style_numbers
+from gdp.policy.style_scorer import draw_styles, style_numbers
 from gdp.policy.unit_source import NUM_PROBLEM_FEATURES, UnitSource, problem_features
 from gdp.simulator.problem import Problem
 from policy.tiny_policy import random_graph, tiny_tasks

@@ -21,7 +21,7 @@ from gdp.cluster.detect.gpu_figures import KIND_BY_NAME
 from gdp.cluster.detect.machine import Visible
 from gdp.cluster.detect.nvml import Gpu
 from gdp.cluster.detect.topology import pcie_bytes_per_second
-from gdp.execute.targets import find_targets, target_of
+from gdp.execute.backends import find_targets, target_of
 
 UUIDS = [f"GPU-{number}0000000-0000-0000-0000-000000000000" for number in range(4)]
 UNKNOWN = Card(

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from gdp import Cluster, Problem, simulate
-from gdp.execute.targets import CPU, Target
+from gdp.execute.backends import CPU, Target
 from gdp.models.pytorch import Capture, Replay, capture
 from gdp.simulator.simulate import Simulation
 

@@ -13,10 +13,9 @@ from gdp.cluster import Cluster
 from gdp.cluster.catalogue import BY_REFERENCE_BYTES_PER_SECOND
 from gdp.cluster.detect import detect
 from gdp.cluster.detect.host import available_cores, memory_bytes
-from gdp.execute.backends import backend_of
+from gdp.execute.backends import backend_of, find_targets, target_of
 from gdp.execute.calibrate import measured_routes, work
 from gdp.execute.calibrate.calibrate import calibrate
-from gdp.execute.targets import find_targets, target_of
 from gdp.models.pytorch import Program
 
 US, MS = 1_000, 1_000_000

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from gdp import Cluster
+from gdp.execute.backends import CPU, Target
 from gdp.execute.calibrate.calibrate import _share, _shares, _TimedOp, with_achieved
 from gdp.execute.calibrate.work import QUICK
-from gdp.execute.targets import CPU, Target
 
 
 def test_shares_are_medians_by_modelled_time() -> None:

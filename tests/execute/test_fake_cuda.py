@@ -13,11 +13,11 @@ from torch import Tensor
 from fake_cuda import FakeCuda, RaceError
 from gdp import Cluster, Problem, simulate
 from gdp.execute import backends
+from gdp.execute.backends import CPU, Target
 from gdp.execute.calibrate.measured_routes import routes_between
 from gdp.execute.calibrate.work import QUICK, launches
 from gdp.execute.host_executor import ThreadExecutor
 from gdp.execute.plan_executor import ExecutionError
-from gdp.execute.targets import CPU, Target
 from gdp.models.pytorch import Capture, capture, routine
 from tiny_models import EXECUTED
 

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from execute.placed_steps import assert_same, cpus, randomly_placed, tower
 from execute.rank_processes import fork_server
-from gdp.execute.backends import ExchangedRows
+from gdp.execute.backends import CPU, ExchangedRows, Target
 from gdp.execute.forked import forked_executor
 from gdp.execute.forked.forked_executor import ForkedExecutor, SharedMemory, await_other_threads, may_fork
 from gdp.execute.host_executor import ThreadExecutor, host_executor
 from gdp.execute.measurement import one_device_order
 from gdp.execute.plan_executor import ExecutionError
-from gdp.execute.targets import CPU, Target
 from gdp.models.pytorch import Replay
 from tiny_models import EXECUTED, captured
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gdp.execute.backends import Content, CpuBackend, SentTensor, as_tensor
+from gdp.execute.backends import CPU, Content, CpuBackend, SentTensor, Target, as_tensor
 from gdp.execute.host_executor import ThreadExecutor
 from gdp.execute.layouts.batch import split_inputs
 from gdp.execute.layouts.exchange_routines import ParameterGather, Results
 from gdp.execute.layouts.step_program import step_program
-from gdp.execute.targets import CPU, Target
 from gdp.models.pytorch import Program, capture
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from execute.random_layouts import LEARNING_RATE, Drawn, Unplaced
+from gdp.execute.backends import CPU, Target
 from gdp.execute.host_executor import ThreadExecutor, host_executor
 from gdp.execute.plan_executor import DeviceRecord
-from gdp.execute.targets import CPU, Target
 from gdp.graph import Graph
 from gdp.models.papers.base import Example
 from gdp.models.pytorch import Capture, Replay, capture

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional
 
 from gdp import Cluster, Problem, simulate
+from gdp.execute.backends import CPU, Target
 from gdp.execute.host_executor import ThreadExecutor
 from gdp.execute.layouts.step_program import with_copies
-from gdp.execute.targets import CPU, Target
 from gdp.models.pytorch import capture
 from gdp.parallel.blocks import Blocks
 from gdp.parallel.recompute import Recomputation

@@ -17,13 +17,13 @@ from benchmarks.op_times import measure_in_turn
 from gdp import Cluster, Graph, Plan, Problem, simulate
 from gdp.cli import main
 from gdp.cluster.detect import host
+from gdp.execute.backends import CPU, Target
 from gdp.execute.equality import compare, eager_step, full_precision
 from gdp.execute.executable import Executable
 from gdp.execute.measurement import Measurement, measure_programs, one_device_order
 from gdp.execute.plan_executor import ExecutionError, StepRecord
 from gdp.execute.prediction import predict
 from gdp.execute.run import OTHER_SUMS_TOLERANCE, check_results, drawing_alike, first_step, machine_notes
-from gdp.execute.targets import CPU, Target
 from gdp.graph.accumulation import accumulated
 from gdp.models.measured_times import MeasuredTimes
 from gdp.models.pytorch import Replay, capture

@@ -10,11 +10,10 @@ from benchmarks.op_times import measure_in_turn
 from execute.placed_steps import CLUSTER, assert_same, cpus, randomly_placed, tower
 from gdp import InputError, Problem, simulate
 from gdp.cluster.detect.host import available_cores
-from gdp.execute.backends import backend_of
+from gdp.execute.backends import CPU, Target, backend_of, find_targets
 from gdp.execute.host_executor import ThreadExecutor
 from gdp.execute.measurement import one_device_order
 from gdp.execute.script import scripts
-from gdp.execute.targets import CPU, Target, find_targets
 from tiny_models import EXECUTED, TINY, captured
 
 

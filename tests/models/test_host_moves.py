@@ -13,7 +13,7 @@ import gdp
 from gdp.graph import Graph
 from gdp.graph.copies import HOST_COPY
 from gdp.models.pytorch import capture, capture_fn
-from gdp.models.pytorch.host_moves import NOTE
+from gdp.models.pytorch.cards import NOTE
 from gdp.placers.base import single
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate

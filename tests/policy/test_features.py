@@ -11,7 +11,7 @@ from gdp.arrays import F64, I64
 from gdp.policy.features import FEATURES, INITIAL_WEIGHTS, NUM_FEATURES, NUMBERS
 from gdp.policy.rollout import roll_out
 from gdp.policy.rollout_arrays import RolloutArrays, RolloutRecord
-from gdp.policy.sampling import draw_style, options_of
+from gdp.policy.style_scorer import draw_style, options_of
 from gdp.policy.unit_source import UnitSource
 from gdp.simulator.problem import Problem
 from strategies import Instance, instances

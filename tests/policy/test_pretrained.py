@@ -16,9 +16,8 @@ from gdp.errors import InputError
 from gdp.policy.checkpoint import load_checkpoint, read_manifest, save_checkpoint
 from gdp.policy.features import NUM_FEATURES
 from gdp.policy.pretrained import read_policy, shipped
-from gdp.policy.sampling import draw_style
 from gdp.policy.scheduler import SchedulerPolicy
-from gdp.policy.style_scorer import style_numbers
+from gdp.policy.style_scorer import draw_style, style_numbers
 from gdp.simulator.problem import Problem
 from policy.test_scheduler import SMALL, layered, policy_of
 from policy.tiny_policy import random_graph

@@ -15,8 +15,8 @@ from gdp.policy.construction import SchedulerConfig, UnitInstance
 from gdp.policy.features import NUM_FEATURES, NUMBERS
 from gdp.policy.rollout import roll_out
 from gdp.policy.rollout_arrays import RolloutArrays, RolloutRecord
-from gdp.policy.sampling import draw_refinement, draw_style, options_of, vary
 from gdp.policy.scheduler import SchedulerPolicy
+from gdp.policy.style_scorer import draw_refinement, draw_style, options_of, vary
 from gdp.policy.unit_source import UnitSource
 from gdp.search.ops.fine_tune import FineTuneConfig, fine_tune
 from gdp.search.ops.zero_shot import Evaluator, ZeroShotConfig, zero_shot

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from gdp.cluster import Cluster
-from gdp.policy.sampling import draw_styles
-from gdp.policy.style_scorer import StyleScorer, StyleScores, in_grouping, shapes, style_numbers
+from gdp.policy.style_scorer import StyleScorer, StyleScores, draw_styles, in_grouping, shapes, style_numbers
 from gdp.policy.unit_source import NUM_PROBLEM_FEATURES, UnitSource, problem_features
 from gdp.search.candidate import Figures
 from gdp.search.ops.zero_shot import StylePool

@@ -20,8 +20,8 @@ from gdp.cluster import Cluster
 from gdp.graph import Graph, Op
 from gdp.graph import Tensor as GraphTensor
 from gdp.policy import checkpoint
-from gdp.policy.base import Policy, Rollouts
 from gdp.policy.construction import Instance
+from gdp.policy.scheduler import Policy, Rollouts
 from gdp.policy.training.pretrain import TrainingConfig, TrainingProgress, TrainingRun, train
 from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource
 from gdp.simulator.problem import Problem

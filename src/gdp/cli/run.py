@@ -133,7 +133,7 @@ def _execute(
     from gdp.execute.run import run_on_host, run_on_ranks
 
     if not _is_rank():
-        from gdp.execute.targets import find_targets
+        from gdp.execute.backends import find_targets
         from gdp.report.progress import stop_on_interrupt
 
         try:

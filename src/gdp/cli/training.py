@@ -14,8 +14,7 @@ from gdp.errors import InputError
 from gdp.models import source
 from gdp.models.papers import PAPERS
 from gdp.policy import checkpoint
-from gdp.policy.base import Policy
-from gdp.policy.scheduler import SchedulerPolicy
+from gdp.policy.scheduler import Policy, SchedulerPolicy
 from gdp.policy.training.pretrain import Provenance, TrainingConfig, TrainingProgress, TrainingRun, train
 from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource
 from gdp.report.progress import StatusLine, live, stop_on_interrupt, training_sentence

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gdp.execute.backends import Backend, Content, SentTensor, backend_of
+from gdp.execute.backends import Backend, Content, SentTensor, Target, backend_of, find_targets
 from gdp.execute.forked.forked_executor import ForkedExecutor, may_fork
 from gdp.execute.plan_executor import (
     DeviceRecord,
@@ -25,7 +25,6 @@ from gdp.execute.plan_executor import (
     WorkerThread,
     held_tensors,
 )
-from gdp.execute.targets import Target, find_targets
 from gdp.models.pytorch import Program
 
 

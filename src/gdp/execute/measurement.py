@@ -11,9 +11,9 @@ import numpy.typing as npt
 from torch import Tensor
 
 from gdp.arrays import I64
+from gdp.execute.backends import Target
 from gdp.execute.host_executor import host_executor
 from gdp.execute.plan_executor import DeviceRecord, PlanExecutor, StepRecord
-from gdp.execute.targets import Target
 from gdp.models.pytorch import Program
 
 Order = Sequence[npt.ArrayLike]  # [D] The ops of each device, in the order of their starts

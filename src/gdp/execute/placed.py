@@ -21,7 +21,7 @@ from gdp.execute.clipping import LossScaler
 from gdp.execute.executable import CaptureOptions, bound_inputs, check_choice, order_of, placed_program
 from gdp.execute.host_executor import HostRunner
 from gdp.execute.plan_executor import ExecutionError, PlanExecutor
-from gdp.execute.ranks.rank_runner import RankRunner
+from gdp.execute.ranks.rank_executor import RankRunner
 from gdp.execute.ranks.ranks import is_rank
 from gdp.execute.training_state import OptimizerState, Running, SavedTraining, StateByName, Unstarted
 from gdp.graph import Graph
@@ -306,7 +306,7 @@ def placed(
     momentum that a scheduler changes is that of the next step. `learning_rate` is for an optimizer given by name;
     default: that of `torch.optim`. `clip_norm` clips gradients as `torch.nn.utils.clip_grad_norm_` does. `graph` is
     the placed graph, if it has measured times. `on` says where each device of the plan is (see
-    `gdp.execute.targets.find_targets`); default: by name. `seed` sets dropout and the like apart from other runs.
+    `gdp.execute.backends.find_targets`); default: by name. `seed` sets dropout and the like apart from other runs.
     `stop_at_nan` ends the training at a loss that is not finite. `scaler` scales the loss of a step of float16
     autocast, as `scaler.scale(loss).backward()`, `scaler.step(optimizer)` and `scaler.update()` do: it leaves out
     updates after an overflow, grows and backs off. `resume` is a file that `Placed.save` wrote, with any layout:

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from gdp.arrays import I64
 from gdp.errors import InputError
-from gdp.execute.backends import Backend, Content
+from gdp.execute.backends import Backend, Content, Target
 from gdp.execute.script import Script, scripts
-from gdp.execute.targets import Target
 from gdp.models.pytorch import Program, Replay
 
 POLL_SECONDS = 0.2  # for which the main thread sleeps at most between looks at signals and failures

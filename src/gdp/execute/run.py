@@ -16,6 +16,7 @@ from gdp.arrays import I64
 from gdp.cluster import Cluster
 from gdp.cluster.catalogue import KINDS
 from gdp.cluster.detect import host
+from gdp.execute.backends import CPU, Target, find_targets
 from gdp.execute.equality import (
     Equality,
     compare,
@@ -44,7 +45,6 @@ from gdp.execute.plan_executor import ExecutionError
 from gdp.execute.prediction import Prediction, predict
 from gdp.execute.ranks.rank_executor import ProcessExecutor
 from gdp.execute.ranks.ranks import Ranks
-from gdp.execute.targets import CPU, Target, find_targets
 from gdp.graph import Graph
 from gdp.models.measured_times import OpTime
 from gdp.models.pytorch import Program, Replay, capture
@@ -132,7 +132,7 @@ def run(
     """Executes `plan` of a step of `model(*args, **kwargs)` on this machine: `gdp run` in Python.
 
     `options` (`training`, `optimizer`, `precision`, `loss`) are those of the capture that was placed; the inputs
-    are those of the whole batch. `on` says where devices are, as in `gdp.execute.targets.find_targets`; see
+    are those of the whole batch. `on` says where devices are, as in `gdp.execute.backends.find_targets`; see
     `gdp.execute.run.run_on_host` for the others and for errors. The model is left as it is."""
     captured = capture(model, args, kwargs, name=type(model).__name__, **options)
     check_executable(captured.program)

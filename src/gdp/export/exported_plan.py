@@ -7,9 +7,8 @@ from pathlib import Path
 from gdp import files, notebook
 from gdp.errors import InputError
 from gdp.export.adapt import AdaptedPlan, adapt
-from gdp.export.export_target import ExportTarget
+from gdp.export.export_target import ExportTarget, check_training
 from gdp.export.layouts.target import CutStep, LayoutTarget, cut_step
-from gdp.export.refusals import check_training
 from gdp.models.shards import WHOLE, Shards
 from gdp.models.source import ModelSource
 from gdp.parallel.step import in_flight, layout_in_flight

@@ -16,12 +16,11 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.errors import InputError
-from gdp.export.export_target import ExportTarget, ExportUnits, gpu_numbers, is_cpu
+from gdp.export.export_target import ExportTarget, ExportUnits, check_inference, check_one_batch, gpu_numbers, is_cpu
 from gdp.export.gguf_names import FEED_FORWARD, gguf_tensors, is_feed_forward
 from gdp.export.llama_cpp_cache import Cache, find_cache
 from gdp.export.module_chains import Layers, find_layers
 from gdp.export.modules import enclosing
-from gdp.export.refusals import check_inference, check_one_batch
 from gdp.graph import Graph
 from gdp.placers.base import inherit
 from gdp.simulator.problem import Problem

@@ -11,9 +11,8 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.errors import InputError
-from gdp.export.export_target import grouped_ops
+from gdp.export.export_target import check_modules, grouped_ops
 from gdp.export.modules import enclosing, is_forward, is_inside, is_source
-from gdp.export.refusals import check_modules
 from gdp.placers.base import inherit
 from gdp.simulator.problem import Problem
 

@@ -21,8 +21,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from gdp.arrays import I64, Bool
-from gdp.export.export_target import ExportUnits, find, join
-from gdp.export.refusals import check_modules
+from gdp.export.export_target import ExportUnits, check_modules, find, join
 from gdp.graph import Graph
 from gdp.placers.base import inherit
 from gdp.simulator.problem import Problem

@@ -6,9 +6,8 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.errors import InputError
-from gdp.export.export_target import ExportUnits, gpu_numbers
+from gdp.export.export_target import ExportUnits, check_inference, check_nodes, check_one_batch, gpu_numbers
 from gdp.export.modules import STATE_KINDS
-from gdp.export.refusals import check_inference, check_nodes, check_one_batch
 from gdp.placers.base import inherit
 from gdp.simulator.problem import Problem
 

@@ -11,9 +11,8 @@ import numpy as np
 
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
-from gdp.export.export_target import ExportTarget, ExportUnits, gpus, visible_cards
+from gdp.export.export_target import ExportTarget, ExportUnits, check_inference, gpus, visible_cards
 from gdp.export.module_chains import find_layers
-from gdp.export.refusals import check_inference
 from gdp.simulator.problem import Problem
 
 _RESERVE = 0.08  # vLLM's gpu_memory_utilization is 0.92 by default (vllm/config/cache.py; 0.9 in earlier versions)

@@ -19,9 +19,8 @@ from gdp.cluster.device import COMPILE, CUDA_GRAPHS
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.search.candidate import Candidate
-from gdp.search.noise import step_times_under_noise
 from gdp.search.place import place
-from gdp.search.question import plan_of
+from gdp.search.question import plan_of, step_times_under_noise
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Placement, Problem

@@ -39,8 +39,7 @@ from gdp.search.layouts.choose import layout_plan
 from gdp.search.layouts.estimate import Estimator
 from gdp.search.layouts.layout_search import LayoutSearch
 from gdp.search.layouts.screening import EstimateQueue
-from gdp.search.noise import step_times_under_noise
-from gdp.search.question import BatchQuestion, Solution
+from gdp.search.question import BatchQuestion, Solution, step_times_under_noise
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.simulate import NEVER, replay
 

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from gdp import files
 from gdp.errors import InputError
-from gdp.policy.base import Policy
 from gdp.policy.checkpoint_file import CHECKPOINT, TRAINING, read_config
 from gdp.policy.construction import SchedulerConfig
-from gdp.policy.scheduler import SchedulerPolicy
+from gdp.policy.scheduler import Policy, SchedulerPolicy
 
 P = TypeVar("P", bound=Policy)
 

@@ -15,9 +15,8 @@ from gdp.arrays import F32, I64
 from gdp.errors import InputError
 from gdp.policy.rollout import roll_out
 from gdp.policy.rollout_arrays import RolloutArrays, RolloutOptions, RolloutRecord
-from gdp.policy.sampling import Style, options_of
 from gdp.policy.settings import GROUPING
-from gdp.policy.style_scorer import StyleScorer, StyleScores
+from gdp.policy.style_scorer import Style, StyleScorer, StyleScores, options_of
 from gdp.policy.unit_source import UnitSource
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.units import Units

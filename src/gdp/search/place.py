@@ -25,11 +25,18 @@ from gdp.parallel.layout import AUTO, NONE, Layout
 from gdp.search.batches.place_batches import place_batches
 from gdp.search.candidate import UNKNOWN, Candidate, simplest
 from gdp.search.layouts.choose import choose_layout
-from gdp.search.noise import Noise, step_times_under_noise
 from gdp.search.ops.classical import ClassicalRuns, on_one_device
 from gdp.search.ops.good_order import in_program_order
 from gdp.search.place_question import Placeable, PlaceQuestion, SearchOptions
-from gdp.search.question import BatchQuestion, OnProgress, Solution, plan_of, search_record
+from gdp.search.question import (
+    BatchQuestion,
+    Noise,
+    OnProgress,
+    Solution,
+    plan_of,
+    search_record,
+    step_times_under_noise,
+)
 from gdp.search.settings import DEFAULTS, Settings
 from gdp.search.shards import over_degrees, stamped
 from gdp.search.solvers import solve, solver_of

@@ -46,6 +46,7 @@ from gdp.cluster.detect import Detected
 from gdp.costs.kernels import CLASSES, kernels_of
 from gdp.costs.rates import kernel_times
 from gdp.costs.table import rule_of
+from gdp.execute.backends import Target, target_of
 from gdp.execute.calibrate.measured_routes import routes_between
 from gdp.execute.calibrate.work import (
     FULL,
@@ -64,7 +65,6 @@ from gdp.execute.calibrate.work import (
 )
 from gdp.execute.equality import full_precision
 from gdp.execute.measurement import PlacedProgram, measure_programs
-from gdp.execute.targets import Target, target_of
 from gdp.graph import Graph
 from gdp.models.pytorch import capture
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gdp.cluster import Route
 from gdp.cluster.catalogue import BY_REFERENCE_BYTES_PER_SECOND
-from gdp.execute.backends import backend_of
+from gdp.execute.backends import Target, backend_of
 from gdp.execute.calibrate.work import (
     MIB,
     Extent,
@@ -29,7 +29,6 @@ from gdp.execute.calibrate.work import (
     whole,
 )
 from gdp.execute.forked.forked_executor import may_fork
-from gdp.execute.targets import Target
 
 COPY_BYTES = (1024, MIB, 16 * MIB, 64 * MIB)
 _HOP_BYTES = (1024, 64 * 1024, MIB, 8 * MIB)

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from gdp.errors import InputError
-from gdp.execute.backends import Backend, backend_of
+from gdp.execute.backends import Backend, Target, backend_of
 from gdp.execute.host_executor import host_executor
 from gdp.execute.plan_executor import StepRecord
-from gdp.execute.targets import Target
 from gdp.models.pytorch import Program, capture
 
 MIB = 2**20

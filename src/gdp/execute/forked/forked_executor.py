@@ -43,7 +43,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gdp.execute.backends import Content, CpuBackend, ExchangedRows
+from gdp.execute.backends import Content, CpuBackend, ExchangedRows, Target
 from gdp.execute.plan_executor import (
     POLL_SECONDS,
     ExecutionError,
@@ -55,7 +55,6 @@ from gdp.execute.plan_executor import (
     held_tensors,
 )
 from gdp.execute.script import Traffic, traffic_of
-from gdp.execute.targets import Target
 from gdp.models.pytorch import Program
 from gdp.models.pytorch.strides import bytes_of, fill
 

@@ -27,11 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gdp.execute.backends import Backend, Content, CpuBackend, SentTensor, as_tensor
+from gdp.execute.backends import CPU, Backend, Content, CpuBackend, SentTensor, as_tensor
 from gdp.execute.plan_executor import Stopped
 from gdp.execute.ranks.ranks import Failure, Ranks
 from gdp.execute.script import Script, Traffic
-from gdp.execute.targets import CPU
 from gdp.models.pytorch import Program
 from gdp.models.pytorch.strides import bytes_of, fill
 

@@ -22,8 +22,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.rendezvous import rendezvous
 
 from gdp.errors import InputError
+from gdp.execute.backends import Target, find_targets, places_of
 from gdp.execute.plan_executor import REMEDIED, ExecutionError, Stopped
-from gdp.execute.targets import Target, find_targets, places_of
 
 INTERRUPTED = "was interrupted"
 CAUSE_SECONDS = 1.0  # for a rank that knows more of a failure to write it down

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from gdp.errors import InputError
+from gdp.export.export_target import check_modules
 from gdp.export.layouts.precision import HALF, Held, as_fsdp
 from gdp.export.layouts.target import CutStep, LayoutTarget, common_notes, ranks_of, title_of
-from gdp.export.refusals import check_modules
 from gdp.graph import Graph
 from gdp.graph.layers import LayerPaths
 from gdp.models.shards import WHOLE, Styles

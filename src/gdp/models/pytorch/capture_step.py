@@ -22,10 +22,9 @@ from gdp.models.lora import Lora
 from gdp.models.model import FLOAT32, MIXED, PRECISIONS, PURE_BF16, check_optimizer, check_precision
 from gdp.models.pytorch.adapters import adapted
 from gdp.models.pytorch.assemble import assemble
-from gdp.models.pytorch.cards import NO_GRADIENT, OnCpu, as_if_on_a_card
+from gdp.models.pytorch.cards import CARD, NO_GRADIENT, OnCpu, as_if_on_a_card
 from gdp.models.pytorch.explained import explained
 from gdp.models.pytorch.fake_copies import check_kinds, fake_memories
-from gdp.models.pytorch.host_moves import CARD
 from gdp.models.pytorch.loss import Loss, pick_loss
 from gdp.models.pytorch.notes import DISTRIBUTED, notes_of, wrapper_notes
 from gdp.models.pytorch.op_records import dtype_name

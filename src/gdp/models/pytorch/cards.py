@@ -8,7 +8,12 @@ it was captured. Once the code has named a card, `torch.autocast("cpu")` is CUDA
 types. CPUs have an operator of a whole layer for LSTMs in float32 alone, oneDNN's, and compute all others step by step;
 PyTorch's decomposition, which fake tensors take, does so for an LSTM whose input requires a gradient too. So while a
 step is captured, all are oneDNN's operator, whose argument `mode` says which layer it is; `replacements.py` executes
-it. Layers whose states are projected stay as CPUs compute them."""
+it. Layers whose states are projected stay as CPUs compute them.
+
+Tensors that a model sends to the host and fetches (`.cpu()`, `.to("cpu")`, `.to(card)`, hooks of saved tensors) are on
+the CPU like all others, so a recorder knows which memories the model means to be on the host. A send and a fetch are
+ops there, of role "host copy". The ops that follow wait for a send to end, and a fetch waits for the ops before it, as
+copies do that a card runs in turn with its kernels."""
 
 import contextlib
 import weakref
@@ -22,6 +27,7 @@ from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import autocast
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
@@ -31,7 +37,7 @@ from gdp.models.pytorch.autocast import cuda_autocast_on_cpu, kernels
 from gdp.models.pytorch.card_kernels import kernels_of_cards
 from gdp.models.pytorch.control_flow import control_flow_in_python, run_operator
 from gdp.models.pytorch.fused_attention import attention_as_on_a_card, flex_attention_as_operators, note, recorders
-from gdp.models.pytorch.host_moves import CARD, HOST, hooks_move, moved
+from gdp.models.pytorch.memories import HAS_HOST_TENSORS
 from gdp.models.pytorch.replacements import (
     GRU_MODE,
     LSTM,
@@ -63,6 +69,10 @@ _MAKERS = {  # functions whose tensors are no plain memory
 }
 _DEVICE_POSITIONS = {Tensor.to: 1, torch._C._nn._parse_to: 0}  # the latter for `nn.Module.to`
 _MODES = {"lstm": LSTM_MODE, "gru": GRU_MODE, "rnn_tanh": TANH_MODE, "rnn_relu": RELU_MODE}
+CARD, HOST = torch.device("cpu"), torch.device("cpu")
+"""The devices that tensors of a capture have: equal, but `x.to(y.device)` tells them apart as objects."""
+
+NOTE = "tensors that the model sends to the host wait on a CPU where DEVICES has one, else on the card"
 
 
 def layers_as_on_a_card() -> contextlib.AbstractContextManager[None]:
@@ -325,3 +335,73 @@ def _check_and_note(check: Callable[[Any], None], inputs: Any) -> None:
         check(inputs)
     elif not any(isinstance(item, Tensor) and item.requires_grad for item in inputs):
         note(NO_GRADIENT)
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Returns whether the model being captured has sent a tensor to the host."""
+    return any(recorder.memories.is_on_host(tensor) for recorder in recorders())
+
+
+def moved(tensor: Any, *, to_host: bool) -> Any:
+    """Returns a tensor sent to the host or fetched; itself if it is there, or if nothing is recorded."""
+    is_plain = isinstance(tensor, FakeTensor) and not isinstance(tensor, nn.Parameter)
+    if not is_plain or not recorders() or is_on_host(tensor) == to_host:
+        return tensor
+    note(NOTE)
+    return _Move.apply(tensor, to_host)  # type: ignore[no-untyped-call]
+
+
+class _Move(torch.autograd.Function):
+    """A copy to the host or back, whose gradient goes the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, to_host: bool) -> Tensor:
+        ctx.to_host = to_host
+        return _copied(tensor, to_host=to_host)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _copied(gradient, to_host=not ctx.to_host), None
+
+
+def _copied(tensor: Tensor, *, to_host: bool) -> Tensor:
+    (recorder,) = recorders()[:1]
+    recorder.is_moving = True
+    try:
+        copy = tensor.clone()
+    finally:
+        recorder.is_moving = False
+    recorder.memories.set_on_host(copy, to_host)
+    return copy
+
+
+@contextlib.contextmanager
+def hooks_move(inside: Callable[[bool], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+    """Has hooks of saved tensors run `inside(is_packing)`, and return fetched tensors; devices of tensors are known."""
+    init: Any = saved_tensors_hooks.__init__
+
+    def init_moving(self: Any, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        def packed(tensor: Tensor) -> Any:
+            with inside(True):
+                return pack(tensor)
+
+        def unpacked(item: Any) -> Tensor:
+            with inside(False):
+                tensor: Tensor = moved(unpack(item), to_host=False)
+                return tensor
+
+        init(self, packed, unpacked)
+
+    plain: Any = FakeTensor.device
+
+    def device(self: FakeTensor) -> torch.device:
+        own: torch.device = plain.fget(self)
+        if own.type != "cpu":
+            return own
+        return HOST if HAS_HOST_TENSORS in vars(self.fake_mode) and is_on_host(self) else CARD
+
+    with (
+        patch.object(saved_tensors_hooks, "__init__", init_moving),
+        patch.object(FakeTensor, "device", property(device, plain.fset)),
+    ):
+        yield

@@ -234,7 +234,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return cast(Tensor, args[0]) if self.is_moving and func is aten.clone.default else None
 
     def _put_in_turn(self, record: OpRecord, source: Tensor | None) -> None:
-        """Has an op wait for what was sent to the host before it, and a fetch for all ops before; see host_moves.py."""
+        """Has an op wait for what was sent to the host before it, and a fetch for all ops before; see cards.py."""
         if source is not None and self.memories.is_on_host(source):
             record.after, self._has_fetched = list(self._since_fetch), True
         elif source is not None:

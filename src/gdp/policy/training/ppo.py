@@ -19,8 +19,8 @@ from torch import Tensor
 
 from gdp.arrays import F64, I64, Bool
 from gdp.errors import InputError
-from gdp.policy.base import Policy, Rollouts
 from gdp.policy.construction import Instance
+from gdp.policy.scheduler import Policy, Rollouts
 from gdp.simulator.simulate import evaluate_many
 
 _LEAST_DEVIATION = 0.02  # rewards are near -1; a spread of a few percent is mostly chance, not to be scaled up to 1

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from gdp.errors import InputError, prefixed
 from gdp.files import brief
-from gdp.policy.base import Policy, one_thread
 from gdp.policy.checkpoint import check_tensors, config_document, read_checkpoint, save_checkpoint
 from gdp.policy.construction import Instance
+from gdp.policy.scheduler import Policy, one_thread
 from gdp.policy.training.ppo import CONSTRUCTING, PPOConfig, Statistics, Trials, draw_trials, improve
 from gdp.policy.training.tasks import Tasks, TrainingTask
 

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 
 from gdp.budget import Clock
-from gdp.policy.base import one_thread
 from gdp.policy.checkpoint import load_checkpoint
 from gdp.policy.pretrained import shipped
-from gdp.policy.scheduler import SchedulerPolicy
+from gdp.policy.scheduler import SchedulerPolicy, one_thread
 from gdp.policy.training.ppo import PPOConfig, Trials, draw_trials, improve
 from gdp.search.ops.zero_shot import Evaluator, Refiner, ZeroShotConfig, draw_at_once
 from gdp.search.question import Question, Solution

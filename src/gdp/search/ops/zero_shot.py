@@ -18,8 +18,7 @@ from gdp.budget import Clock
 from gdp.placers.memory_repair import excess_bytes, fit_memory
 from gdp.policy.construction import Constructor
 from gdp.policy.pretrained import read_policy
-from gdp.policy.sampling import Style, draw_refinement, draw_styles, vary
-from gdp.policy.style_scorer import StyleScores, style_numbers
+from gdp.policy.style_scorer import Style, StyleScores, draw_refinement, draw_styles, style_numbers, vary
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.question import Question, Solution
 from gdp.search.settings import DEFAULTS, PolicySettings
