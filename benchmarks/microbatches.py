@@ -23,7 +23,7 @@ from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.graph.accumulation import accumulated
 from gdp.models.papers import Workload
-from gdp.models.papers.workload import GNMT
+from gdp.models.papers.families import GNMT
 from gdp.models.pytorch import capture_fn
 from gdp.placers.contiguous import contiguous
 from gdp.placers.dp_stages import dp_stages

@@ -23,7 +23,7 @@ from gdp.cluster.detect import Detected, host
 from gdp.execute.backends import CPU, Target
 from gdp.execute.calibrate.calibrate import Calibration
 from gdp.execute.layouts.step_program import step_program
-from gdp.models.papers.workload import RNNLM as RNNLM_FAMILY
+from gdp.models.papers.families import RNNLM as RNNLM_FAMILY
 from gdp.models.pytorch import capture
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step

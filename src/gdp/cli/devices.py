@@ -151,7 +151,7 @@ def devices_measure(
     check_writable(out)
     from gdp.cluster.detect import detect
     from gdp.execute.calibrate.calibrate import calibrate
-    from gdp.execute.worker import ExecutionError
+    from gdp.execute.plan_executor import ExecutionError
 
     chosen = _choose(detect().devices, devices)
     try:

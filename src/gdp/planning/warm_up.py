@@ -21,7 +21,7 @@ from gdp.simulator.simulate import evaluate
 _KERNELS = "engine", "heaps", "longest_paths", "memory", "simulate"
 _SIMULATION = ("bounds.lower_bound", *(f"simulator.{name}" for name in _KERNELS))
 _PLACERS = tuple(f"placers.{name}" for name in ("base", "dp_stages", "list_kernels", "schedule"))
-_SEARCH = (*_PLACERS, "search.ops.annealing", "units.forward_units", "units.units")
+_SEARCH = (*_PLACERS, "search.ops.annealing", "units.units")
 _EXACT = ("placers.exact",)
 _POLICY = ("policy.rollout",)
 _NUM_OPS, _TENSOR_BYTES = 40, 2**26  # transfers keep every placement far from the lower bound, which would end a search

@@ -2,10 +2,9 @@
 
     host.py         processor cores, memory and rates, from the operating system
     nvml.py         GPUs and the links between them, from the driver (NVML)
-    visible.py      the GPUs that are cuda0, cuda1, ..., as PyTorch has them
     gpu_figures.py  the figures of a card
     topology.py     the routes that the links make
-    machine.py      the whole machine: the devices by name, and the cluster
+    machine.py      the whole machine: the devices by name, GPUs as PyTorch has them, and the cluster
 
 Figures are built-in ones or estimates; `gdp devices measure` measures them."""
 
