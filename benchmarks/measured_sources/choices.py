@@ -1,0 +1,182 @@
+"""Choices: measured rows that a user chooses between, as layouts of one batch, with what is known before a measurement.
+
+vTrain's rows of one model, number of cards and batch; MPT's rows of one model, by time per token and card; timm's
+inference of one model, by card, memory format and runtime, by time per image.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import log, log2
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.benchmark import Say
+from benchmarks.measured_sources.gpt import VOCABULARY, GPTStep, GPTSteps
+from benchmarks.measured_sources.image_models import ImageInference, ImageStep
+from benchmarks.measured_sources.mpt import SIZES, MPTStep, MPTSteps
+from benchmarks.measured_sources.mpt import VOCABULARY as MPT_VOCABULARY
+from benchmarks.measured_sources.source import CapturedGraphs, MeasuredRow, MeasuredSource
+from benchmarks.rows import Rows
+from gdp.cluster import Cluster
+from gdp.costs.ranges import StepKind, range_on
+from gdp.errors import InputError
+
+_EIGHTY = 2.563  # deviations of a normal distribution between its 10th and 90th percentile
+_SPREAD = 0.15  # of predictions without a range
+_F64 = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """Candidates between which a user chooses; N candidates."""
+
+    name: str
+    is_set: bool  # costs may be fitted to some of its rows
+    measured: _F64  # [N] times, of any unit that all have
+    predicted: _F64  # [N] in the same unit
+    naive: _F64  # [N] by the peak of the sheet alone, in any unit
+    traits: _F64  # [N, T]
+    preference: Sequence[tuple[float, ...]]  # [N] of an expert, the least first
+    spread: float  # relative deviation of predictions that their ranges tell
+
+
+@dataclass(frozen=True)
+class ChoiceTable:
+    """A source whose rows are choices, and what is known of a row: traits, an expert's preference, a naive time."""
+
+    name: str
+    about: str
+    source: MeasuredSource
+    group_of: Callable[[MeasuredRow], str]
+    amount_of: Callable[[MeasuredRow], float]
+    traits_of: Callable[[MeasuredRow], list[float]]
+    preference_of: Callable[[MeasuredRow], tuple[float, ...]]
+    naive_of: Callable[[MeasuredRow], float]
+
+    def choices(self, rows: Rows, graphs: CapturedGraphs, say: Say) -> list[Choice]:
+        """Returns the choices with two candidates or more that can be predicted. Predictions are rows of the
+        benchmark."""
+        table = self.source.rows()
+        made = rows.row(f"{self.name}-predictions", {"num_rows": len(table)}, lambda: self._predict(table, graphs, say))
+        groups = defaultdict[str, list[MeasuredRow]](list)
+        for row in table:
+            if row.key in made:
+                groups[self.group_of(row)].append(row)
+        return [self._choice(name, group, made) for name, group in groups.items() if len(group) > 1]
+
+    def _predict(self, table: Sequence[MeasuredRow], graphs: CapturedGraphs, say: Say) -> dict[str, Any]:
+        made = {}
+        for row in table:
+            try:
+                found = self.source.predict(row, graphs)
+            except InputError as error:
+                say(f"{row.key}: {error}")
+                continue
+            say(f"{row.key}: {found.predicted_ms:.1f} ms, measured {row.measured_ms:.1f} ms")
+            made[row.key] = [found.predicted_ms, None if found.step_kind is None else list(found.step_kind)]
+        return made
+
+    def _choice(self, name: str, group: Sequence[MeasuredRow], made: Mapping[str, Any]) -> Choice:
+        amounts = np.array([self.amount_of(row) for row in group])
+        spreads = []
+        for row in group:
+            kind = made[row.key][1]
+            if kind is not None:
+                told = range_on(StepKind(*kind), [row.card])
+                spreads.append(log(told.high / told.low) / _EIGHTY)
+        return Choice(
+            name,
+            any(self.source.is_set(row) for row in group),
+            np.array([row.measured_ms for row in group]) / amounts,
+            np.array([made[row.key][0] for row in group]) / amounts,
+            np.array([self.naive_of(row) for row in group]) / amounts,
+            np.array([self.traits_of(row) for row in group]),
+            [self.preference_of(row) for row in group],
+            max(spreads, default=_SPREAD),
+        )
+
+
+def _peak(card: str) -> float:
+    """Returns the FLOP/s in half precision that the sheet of a card promises."""
+    return float(Cluster.parse(card).devices[0].flops_per_second["float16"])
+
+
+def _gpt_flops(layers: int, hidden: int, sequence: int, vocabulary: int, *, recomputed: bool) -> float:
+    """Returns the FLOPs of a training step of one sample (D. Narayanan et al., SC 2021, equation 3)."""
+    passes = 4 if recomputed else 3
+    own = 24 * sequence * layers * hidden**2 * (1 + sequence / (6 * hidden))
+    return passes * own + 6 * sequence * hidden * vocabulary
+
+
+def _naive_gpt(row: MeasuredRow) -> float:
+    """Returns the time of the products at the peak of all cards, and of stages that wait."""
+    step: GPTStep = row.case
+    flops = _gpt_flops(step.layers, step.hidden, step.sequence, VOCABULARY, recomputed=True) * step.global_batch
+    count = step.global_batch / (step.data_parallel * step.micro_batch)
+    return flops / step.gpus / _peak(row.card) * (1 + (step.pipeline_parallel - 1) / count)
+
+
+def _naive_mpt(row: MeasuredRow) -> float:
+    step: MPTStep = row.case
+    layers, hidden, _ = SIZES[step.model]
+    flops = _gpt_flops(layers, hidden, step.sequence, MPT_VOCABULARY, recomputed=step.recompute == "blocks")
+    return flops * step.micro_batch * step.accumulation / _peak(row.card)  # of a card
+
+
+def _gpt_traits(row: MeasuredRow) -> list[float]:
+    step: GPTStep = row.case
+    return [log2(n) for n in (step.micro_batch, step.tensor_parallel, step.data_parallel, step.pipeline_parallel)]
+
+
+def _mpt_traits(row: MeasuredRow) -> list[float]:
+    step: MPTStep = row.case
+    numbers = [log2(n) for n in (step.sequence, step.micro_batch, step.cards)]
+    return [*numbers, float(step.recompute == "blocks"), float(step.precision == "mixed")]
+
+
+def _image_traits(row: MeasuredRow) -> list[float]:
+    step: ImageStep = row.case
+    facts = "4090" in row.card, row.runtime != "eager", step.channels_last, "pt29" in row.key
+    return [float(fact) for fact in facts]
+
+
+TABLES = (
+    ChoiceTable(
+        "gpt",
+        "layouts of GPT on 2 to 8 A100, by model and batch (vTrain)",
+        GPTSteps(degrees=()),
+        lambda row: row.chosen_from,
+        lambda row: 1.0,
+        _gpt_traits,
+        # as few shards and stages as there can be, within a host shards first, and large micro-batches (the same paper)
+        lambda row: (
+            row.case.tensor_parallel * row.case.pipeline_parallel,
+            -row.case.tensor_parallel,
+            -row.case.micro_batch,
+        ),
+        _naive_gpt,
+    ),
+    ChoiceTable(
+        "mpt",
+        "sequences and micro-batches of MPT under FSDP, by model and time per token and card (llm-foundry)",
+        MPTSteps(),
+        lambda row: row.case.model,
+        lambda row: row.amount / row.case.cards,
+        _mpt_traits,
+        lambda row: (row.case.recompute == "blocks", -row.case.micro_batch * row.case.sequence),
+        _naive_mpt,
+    ),
+    ChoiceTable(
+        "timm",
+        "cards, memory formats and runtimes for inference of an image model, by time per image (timm)",
+        ImageInference(60),
+        lambda row: f"{row.model}-{row.case.image}",
+        lambda row: row.amount,
+        _image_traits,
+        lambda row: ("4090" not in row.card, row.runtime == "eager", not row.case.channels_last),
+        lambda row: row.amount / _peak(row.card),
+    ),
+)
