@@ -1,5 +1,8 @@
 """The choice of tensor degrees: which are looked at, for how long, and what is said of others."""
 
+import re
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from gdp.planning.layout_answer import LayoutAnswer
 from gdp.search.place import answer
 from gdp.search.place_question import PlaceQuestion, SearchOptions
 from gdp.search.question import Solution
+from gdp.search.shards import over_degrees
 from gdp.simulator.constraints import Constraints
 from tests.models.shard_cases import case
 
@@ -37,14 +41,24 @@ def asked_by(asked: PlaceQuestion, monkeypatch: pytest.MonkeyPatch) -> tuple[Sol
     return answer(asked, Clock(Budget(simulations=120))), turns
 
 
+def told_degrees(note: str) -> set[int]:
+    """Returns the degrees that a note has reasons for."""
+    found = re.findall(r"of ([\d, ]+) cards: ", note)
+    return {int(degree) for degrees in found for degree in degrees.split(", ")}
+
+
 def test_degrees_are_looked_at_and_the_best_has_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two samples on four cards: each degree that its bound does not rule out, the step as it is, and the best one."""
+    """Two samples on four cards: groups of two first, the step as it is, and the best one. A note has those left out,
+    by a bound above the best step."""
     asked = question("4xa100-sxm-80g")
     solution, turns = asked_by(asked, monkeypatch)
     times, best_ns = dict(turns), min(time_ns for _, time_ns in turns if time_ns is not None)
     assert solution.plan is not None
     assert solution.plan.step_time_ns == best_ns
-    for degree in {1, 2, 4} - set(times):
+    assert turns[0][0] == 2
+    left_out = {degree for note in solution.notes for degree in told_degrees(note)}
+    assert left_out == {2, 4} - set(times)
+    for degree in left_out:
         assert asked.sharded(Shards(degree)).bound_ns >= best_ns
     if solution.plan.num_ranks > 1:
         assert turns[-1][0] == solution.plan.num_ranks
@@ -57,7 +71,8 @@ def test_a_degree_that_is_not_possible_is_told_in_one_note(monkeypatch: pytest.M
     asked = question("6xa100-sxm-80g")
     solution, _ = asked_by(asked, monkeypatch)
     (note,) = solution.notes
-    assert note.startswith("ops were not cut over groups of 3, 6 cards: ")
+    assert note.startswith("ops were not cut over groups of 3 cards: ")
+    assert told_degrees(note) >= {3, 6}
     assert asked.parts is not None
     told = LayoutAnswer.of(solution, asked.parts)
     assert note in told.notes
@@ -74,3 +89,27 @@ def test_groups_have_no_look_where_copies_use_all_cards(monkeypatch: pytest.Monk
     limits = dict.fromkeys(("gpu0", "gpu1"), held // 2)
     solution, turns = asked_by(question("2xa100-sxm-80g", max_memory_bytes=limits), monkeypatch)
     assert 2 in dict(turns)
+
+
+def test_what_is_behind_a_slower_degree_is_left_out_and_what_stays_whole_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two samples on eight cards: groups of four come first, those of two are faster, so that eight are not asked. The
+    answer says why, and what its own local program leaves whole."""
+    times, turns = {4: 20, 2: 10, 1: 30}, list[int]()
+
+    def solve(asked: PlaceQuestion, _: Clock) -> Solution:
+        turns.append(asked.shards.num_ranks)
+        plan: Any = SimpleNamespace(status="ok", step_time_ns=10**12 * times[turns[-1]], search=None)
+        return Solution(None, plan=plan)
+
+    def sharded(asked: PlaceQuestion, shards: Shards) -> PlaceQuestion:
+        return replace(asked, shards=shards, notes=(f"groups of {shards.tensor} leave a layer whole",))
+
+    monkeypatch.setattr(PlaceQuestion, "sharded", sharded)
+    solution = over_degrees(question("8xa100-sxm-80g"), Clock(Budget(simulations=9)), solve)
+    assert turns == [4, 2, 1, 2]
+    assert solution.notes == (
+        "groups of 2 leave a layer whole",
+        "ops were not cut over groups of 8 cards: groups of 4 are slower than those of 2",
+    )

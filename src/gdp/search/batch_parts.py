@@ -52,6 +52,7 @@ class Parts:
         self._is_kept = cache(is_kept)
         self._refused: set[int] = set()
         self._clock: Clock | None = None
+        self.notes: tuple[str, ...] = ()  # of the model that was read last
 
     @classmethod
     def of(cls, value: "Parts | Graph | ModelSource | str", batch_dim: int | None = None) -> "Parts":
@@ -90,7 +91,7 @@ class Parts:
 
         def read(num_parts: int) -> Graph:
             model = source.part(num_parts)
-            parts._seconds[num_parts] = model.captured_s
+            parts._seconds[num_parts], parts.notes = model.captured_s, model.notes
             if num_parts > 1:
                 source.check_part(parts.exact(1), model.graph, (1, num_parts))
             return model.graph
@@ -119,6 +120,10 @@ class Parts:
         if shards not in self._sharded:
             self._sharded[shards] = Parts.of_source(self.source.sharded(shards))
         return self._sharded[shards]
+
+    def has_read(self, shards: Shards) -> bool:
+        """Returns whether the local program of a rank was read before."""
+        return shards in self._sharded and 1 in self._sharded[shards].read
 
     def within(self, clock: Clock) -> "Parts":
         """Returns the same parts, which are read only where `clock` has the time that the slowest took so far."""

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import log2
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from gdp.units.reduction import Reduction
 Placeable = str | ModelSource | Parts | GraphSource | Problem | tuple[Any, ...]
 """A MODEL, the parts of a batch, a step, or (module, args) and (module, args, kwargs)."""
 _Opened = ModelSource | Parts | GraphSource | Problem
+_PREPARED = 2  # degrees whose local programs are captured before a clock begins; others are of the budget
+_LOCALLY = 2.0  # times that to capture the whole step takes, that of a rank does (Llama-70B: 5 and 10 s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +86,8 @@ class PlaceQuestion:
     source: ModelSource | None = None  # that is captured anew to be cut; None: a step as it is
     parallel: Layout | str | None = None  # as it was asked for
     shards: Shards = WHOLE  # the step is the local program of one rank, and devices are groups
+    notes: tuple[str, ...] = ()  # of the model that was read
+    captured_s: float = 0.0  # that it took to capture
 
     @classmethod
     def of(
@@ -120,7 +125,8 @@ class PlaceQuestion:
             cluster = cluster.grouped(shards.num_ranks)
             constraints = constraints.on_groups(cluster)
         asked = cls(_whole_step(model, read), cluster, constraints, options, parallel=parallel, shards=shards)
-        asked = replace(asked, source=model if isinstance(model, ModelSource) else None)
+        if isinstance(model, ModelSource) and read is not None:
+            asked = replace(asked, source=model, notes=read.notes, captured_s=read.captured_s)
         if batches is not None:
             check_batches(asked.graph, batches)
             return replace(asked, parts=Parts({1: asked.graph}.__getitem__, 1, asked.graph), num_batches=batches)
@@ -173,18 +179,30 @@ class PlaceQuestion:
             parts=parts,
             source=source,
             shards=source.reading.shards,
+            notes=parts.notes,
         )
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """The sizes of groups that may be looked at; none where layouts are given, or ops are what it is about."""
+        """The sizes of groups that may be looked at, the most promising first: where a forward pass has the most cards,
+        and in training about as many groups as samples. None where layouts are given, or ops are what it is about."""
         source, options, limits = self.source, self.options, self.constraints
         is_asked = self.parallel in (None, AUTO) and options.placer == AUTO and not options.starts
         if source is None or not is_asked or limits.pins or limits.forbid or self.shards != WHOLE or self.num_batches:
             return ()
         if source.is_file or source.is_timed or source.reading.op_costs is not None or source.reading.microbatches > 1:
             return ()
-        return self.cluster.group_sizes()
+        sizes, cards = self.cluster.group_sizes(), [device for device in self.cluster.devices if not device.is_cpu]
+        likely = len(cards or self.cluster.devices) / ((source.batch_size or 1) if source.reading.training else 1)
+        return tuple(sorted(sizes, key=lambda size: (abs(log2(size / likely)), size)))
+
+    def reading_s(self, degree: int) -> float:
+        """Returns about the seconds that it takes to capture the local program of a rank, and a part of its batch; 0
+        where it was before."""
+        assert self.source is not None, "it has degrees"
+        source = self.source.sharded(Shards(degree))
+        is_read = source.is_kept(1) or (self.parts is not None and self.parts.has_read(source.reading.shards))
+        return 0.0 if is_read else (1 if self.parts is None else 2) * _LOCALLY * self.captured_s
 
     @property
     def needs_groups(self) -> bool:
@@ -206,7 +224,7 @@ class PlaceQuestion:
         solver_of(self.options.placer).prepare()
         if self.parts is not None and self.layout is None and not self.num_batches:
             self.parts.read_ahead(self.cluster.num_devices, self.options.settings.large)
-        for degree in self.degrees if self.source is not None and self.needs_groups else ():
+        for degree in self.degrees[:_PREPARED] if self.source is not None and self.needs_groups else ():
             with contextlib.suppress(InputError):  # such as heads that the degree does not divide
                 self.sharded(Shards(degree)).prepare()
 

@@ -1,12 +1,14 @@
 """The choice whether ops are cut over groups of cards: the same question about local programs of several degrees.
 
-    question --tensor=2, 4, .. on groups--> bounds --a look, the least bound first--> solution --.
-             --as it is--> its bound ------------------most of the time-------------> solution --+--> the best
+    question --tensor=4, 2, .. on groups--> its bound --a look, as many groups as samples first--> solution --.
+             --as it is--> its bound ------------------most of the time--------------------------> solution --+--> best
                                                               a degree that is best has the time left
 
-A question whose bound is above the best step found is not asked. Groups are looked at where copies of the model do not
-use all cards well: in a forward pass, with fewer samples than cards, where a copy and its optimizer state are too large
-for a card, and where nothing else fits."""
+A question whose bound is above the best step found is not asked, nor one behind a degree that is slower than another:
+as degrees grow, cards idle less and exchange more. To capture the local programs of the first two degrees comes before
+the clock begins, those of others are of the budget. Groups are looked at where copies of the model do not use all cards
+well: in a forward pass, with fewer samples than cards, where a copy and its optimizer state are too large for a card,
+and where nothing else fits."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -17,6 +19,7 @@ from types import MappingProxyType
 from gdp.budget import Clock
 from gdp.errors import InputError
 from gdp.models.shards import WHOLE, Shards
+from gdp.notebook import milliseconds
 from gdp.parallel.layout import Layout
 from gdp.search.place_question import PlaceQuestion
 from gdp.search.question import Solution
@@ -50,35 +53,39 @@ class _Contest:
         """`known` are answers by the number of ranks, as all that is found."""
         self.question, self.clock, self.solve = question, clock, solve
         self.found = dict(known)
+        self.opened = {1: question}
         self.failures: dict[int, InputError] = {}
 
     def run(self, degrees: Iterable[int]) -> Solution:
-        """Returns the best answer for local programs and, unless it is known, the step as it is."""
-        groups = sorted(filter(None, map(self._opened, degrees)), key=lambda each: each.bound_ns)
-        look = self.clock.part(_LOOK)
-        for turn, asked in enumerate(groups):
-            if asked.bound_ns < self._best_ns and not self.clock.is_up:
-                self._ask(asked, look.part(1 / (len(groups) - turn)))
+        """Returns the best answer for local programs, the most promising first, and the step as it is, if not known."""
+        look, turns = self.clock.part(_LOOK), [*degrees]
+        for turn, degree in enumerate(turns):
+            try:
+                self._ask(self._opened(degree), look.part(1 / (len(turns) - turn)))
+            except InputError as error:  # such as heads that the degree does not divide
+                self.failures[degree] = error
         if 1 not in self.found and (self.question.bound_ns < self._best_ns and not (self.found and self.clock.is_up)):
             self._ask(self.question, self.clock.part(_WHOLE if self._best_ns < inf else 1.0))
         if not self.found:
             raise self.failures.get(1) or next(iter(self.failures.values()))
         best = min(self.found, key=lambda degree: _rank(self.found[degree]))
-        again = next((each for each in groups if each.shards.num_ranks == best), None)
-        if again is not None and not self.clock.is_up:
-            self._ask(again, self.clock.part())
+        if best > 1 and best in self.opened and not self.clock.is_up:
+            self._ask(self.opened[best], self.clock.part())
         return self._answer(min(self.found.values(), key=_rank))
 
-    def _opened(self, degree: int) -> PlaceQuestion | None:
-        """Returns the question about a degree; None where the model or the cluster does not allow it."""
-        if not self.clock.has(0.0):
-            self.failures[degree] = InputError("there was no time; give a larger --budget")
-            return None
-        try:
-            return self.question.sharded(Shards(degree))
-        except InputError as error:  # such as heads that the degree does not divide
-            self.failures[degree] = error
-            return None
+    def _opened(self, degree: int) -> PlaceQuestion:
+        """Returns the question about a degree. InputError where the model or the cluster does not allow it, where it
+        cannot win, and where there is no time to capture it."""
+        best = min(self.found, key=lambda each: _rank(self.found[each]), default=1)
+        for other in self.found if self._best_ns < inf else ():
+            if 1 < min(degree, best) < other < max(degree, best):
+                raise InputError(f"groups of {other} are slower than those of {best}")
+        if self.clock.is_up or not self.clock.has(self.question.reading_s(degree)):
+            raise InputError("there was no time; give a larger --budget")
+        asked = self.opened[degree] = self.question.sharded(Shards(degree))
+        if asked.bound_ns >= self._best_ns:
+            raise InputError(f"no step of theirs takes less than {milliseconds(asked.bound_ns)}")
+        return asked
 
     def _ask(self, asked: PlaceQuestion, clock: Clock) -> None:
         degree = asked.shards.num_ranks
@@ -97,11 +104,15 @@ class _Contest:
 
     def _answer(self, best: Solution) -> Solution:
         others = [each for solution in self.found.values() if solution is not best for each in solution.looked_at]
-        failed = {degree: error for degree, error in self.failures.items() if degree not in self.found}
-        notes = best.notes
-        if failed:
-            reason = shorten(str([*failed.values()][-1]), _MOST_REASON)
-            notes += (f"ops were not cut over groups of {', '.join(map(str, failed))} cards: {reason}",)
+        reasons: dict[str, list[str]] = {}
+        for degree, error in self.failures.items():
+            if degree > 1 and degree not in self.found:
+                reasons.setdefault(shorten(str(error), _MOST_REASON), []).append(str(degree))
+        chosen = next(asked for degree, asked in self.opened.items() if self.found.get(degree) is best)
+        notes = *best.notes, *(note for note in chosen.notes if note not in self.question.notes)
+        if reasons:
+            each = (f"{', '.join(degrees)} cards: {reason}" for reason, degrees in reasons.items())
+            notes += (f"ops were not cut over groups of {'; of '.join(each)}",)
         bound_ns, plan = best.bound_ns if self.question.parts is None else self.question.bound_ns, best.plan
         if plan is not None and plan.search is not None:
             search = replace(plan.search, seconds=self.clock.seconds, simulations=self.clock.simulations)
