@@ -19,11 +19,10 @@ from gdp.execute.calibrate.work import QUICK, launches
 from gdp.execute.host_executor import ThreadExecutor
 from gdp.execute.plan_executor import ExecutionError
 from gdp.models.pytorch import Capture, capture, routine
-from tiny_models import EXECUTED
+from tiny_models import EXECUTED, MANY_OPS
 
 CLUSTER = Cluster.parse("3xp100-pcie-16g")
 TARGETS = (Target("cuda0", torch.device("cuda", 0)), Target("cpu0", CPU), Target("cuda1", torch.device("cuda", 1)))
-MANY_OPS = {"amoebanet", "densenet", "hrnet", "nasnet"}  # 400 to 1,900, of kinds that are in other models too
 
 
 @pytest.fixture
