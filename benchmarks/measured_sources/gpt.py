@@ -2,7 +2,8 @@
 
 The GPT of a row is captured as Megatron computes it, in float16 with float32 master weights and Adam; the layout is the
 row's, with equal layers a stage, the 1F1B schedule and all layers recomputed. Tensor parallelism is that of Megatron
-before 2022, without sequence parallelism: the local program of one rank on groups of cards.
+before 2022, without sequence parallelism: the local program of one rank on groups of cards. As it does by default, it
+sums the gradient of a layer's input over ranks beside the product for the gradient of the layer's weight.
 """
 
 from collections.abc import Sequence
@@ -75,7 +76,7 @@ class GPTStep:
     @property
     def shards(self) -> Shards:
         """The cut of each replica's ops."""
-        return Shards(self.tensor_parallel, sequence=False)
+        return Shards(self.tensor_parallel, sequence=False, overlap=self.tensor_parallel > 1)
 
     @property
     def choice(self) -> str:

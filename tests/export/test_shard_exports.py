@@ -15,6 +15,7 @@ from execute.rank_processes import start_ranks, statuses_of
 from gdp.errors import InputError
 from gdp.export.export_target import cards_of
 from gdp.export.exported_plan import Exported, check_takes_layout, exported
+from gdp.export.layouts.cut_step import CutStep
 from gdp.export.targets_by_name import LAYOUT_TARGETS, TARGETS
 from gdp.models.model import Reading
 from gdp.models.source import ModelSource
@@ -86,6 +87,16 @@ def test_degrees_of_training_tools() -> None:
     config = manager.ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_8b", *words]).parallelism
     degrees = config.tensor_parallel_degree, config.data_parallel_replicate_degree, config.data_parallel_shard_degree
     assert (*degrees, config.enable_sequence_parallel) == (2, 2, 1, False)
+
+
+def test_overlap_is_of_megatron() -> None:
+    """Megatron-LM overlaps, and a note says so of plans that do not; other tools wait, and refuse plans that overlap."""
+    for text, is_noted in (("tensor=2", True), ("tensor=2,overlap=on", False)):
+        step = for_tool("megatron", text).step
+        assert isinstance(step, CutStep)
+        assert any("place with overlap=on" in note for note in LAYOUT_TARGETS["megatron"].notes(step)) == is_noted
+    with pytest.raises(InputError, match="place without overlap, or export to megatron"):
+        for_tool("torchtitan", "tensor=2,overlap=on")
 
 
 def test_degrees_of_servers() -> None:

@@ -16,6 +16,7 @@ from gdp.parallel.layout import Layout
         "data=2,recompute=auto",
         "data=2,zero=1,offload=auto",
         "data=2,offload=a.b:c",
+        "data=2,tensor=4,sequence=off,overlap=on",
     ],
 )
 def test_words_and_documents_come_back(text: str) -> None:
@@ -59,6 +60,8 @@ def test_words_of_other_tools_are_understood(text: str, meant: str) -> None:
         ("ep=2,data=2", "let it be tensor=1 or 1"),
         ("sequence=on", "add tensor=2 or more"),
         ("tensor=2,sequence=maybe", "on, off or auto"),
+        ("overlap=on", "add tensor=2 or more"),
+        ("tensor=2,overlap=auto", "overlap is 'auto'; on or off"),
         ("HSDP=4", "hsdp: parameters are cut over all replicas; take data=N,zero=3"),
         ("offload=selective", "whole blocks wait on a CPU; take offload=blocks or auto"),
         ("microbatches=0", "microbatches is 0"),

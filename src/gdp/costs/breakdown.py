@@ -11,6 +11,7 @@ from gdp.cluster import Device
 from gdp.cluster.device import CUDA_GRAPHS
 from gdp.costs.kernels import CLASSES, Kernels
 from gdp.costs.op_times import step_kernels
+from gdp.costs.overlap import exposed
 from gdp.costs.rates import collective_times, gap_ns, is_collective, kernel_times, memory_times
 from gdp.graph import Graph
 
@@ -54,7 +55,10 @@ class Breakdown:
 
     @cached_property
     def _times_ns(self) -> F64:
-        return kernel_times(self.kernels, self.device)
+        times_ns = kernel_times(self.kernels, self.device)
+        of_ops = self.kernels.summed(times_ns)
+        left, whole = (np.bincount(self.kernels.ops, each) for each in (exposed(self.graph, of_ops), of_ops))
+        return times_ns * (left / np.where(whole > 0, whole, 1))[self._row]
 
     @cached_property
     def _limit(self) -> I64:

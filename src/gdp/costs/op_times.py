@@ -26,6 +26,7 @@ from gdp.costs.collectives import COLLECTIVE
 from gdp.costs.collectives import KINDS as EXCHANGES
 from gdp.costs.fusion import fused
 from gdp.costs.kernels import Kernels, kernels_of
+from gdp.costs.overlap import exposed
 from gdp.costs.rates import HALVES, SMALL_FLOATS, kernel_times, peak_rate
 from gdp.costs.table import class_of, rule_of
 from gdp.errors import InputError, suggest
@@ -78,6 +79,7 @@ def op_time_classes(graph: Graph, cluster: Cluster) -> tuple[I64, I64]:
             if num_ranks.any():
                 modelled_ns = np.where(num_ranks, _by_kernels(graph, device), modelled_ns)
             known_ns = np.where(is_measured, times_ns, modelled_ns)
+            known_ns = np.where(is_measured, known_ns, exposed(graph, known_ns))
             columns[figures] = np.where(_can_exchange(num_ranks, device), known_ns, -1)
         classes.append(list(columns).index(figures))
     return np.stack(list(columns.values()), axis=1), np.array(classes, np.int64)

@@ -85,6 +85,8 @@ def exported(
         for key in ("expert", "context"):
             if getattr(step.layout.shards, key) > 1 and key not in target.degrees:
                 raise InputError(f"{target.name}: has no {key} shards; export to torchtitan or megatron")
+        if step.layout.shards.overlap and "overlap" not in target.degrees:
+            raise InputError(f"{target.name}: waits for exchanges; place without overlap, or export to megatron")
         return Exported(target, step, plan)
     return Exported(target, adapt(problem, plan, target), plan)
 

@@ -21,6 +21,7 @@ class Shards:
     sequence: bool | None = None  # tokens are cut over the tensor ranks between cut ops; None: in training
     expert: int = 1
     context: int = 1  # parts of a sequence, around which keys and values go in a ring
+    overlap: bool = False  # sums of gradients over ranks run beside what makes gradients of weights
 
     def __post_init__(self) -> None:
         for key in ("tensor", "expert", "context"):
@@ -28,6 +29,8 @@ class Shards:
                 raise InputError(f"{key} is {getattr(self, key)}; 1 to {MAX_RANKS} ranks are expected")
         if self.sequence and self.tensor == 1:
             raise InputError("sequence cuts tokens over tensor ranks, and there is one; add tensor=2 or more")
+        if self.overlap and self.tensor == 1:
+            raise InputError("overlap is of exchanges between tensor ranks, and there is one; add tensor=2 or more")
         if self.expert not in (1, self.tensor):
             raise InputError(
                 f"expert={self.expert} places experts on tensor ranks; let it be tensor={self.tensor} or 1"
@@ -46,22 +49,24 @@ class Shards:
         """Returns the degrees as in `--json` and in plan files: `tensor`, and others that are used."""
         degrees = {"expert": self.expert, "context": self.context}
         cut = {} if self.sequence is None else {"sequence": self.sequence}
+        cut |= {"overlap": True} if self.overlap else {}
         return {"tensor": self.tensor} | cut | {key: degree for key, degree in degrees.items() if degree > 1}
 
     @classmethod
     def of_document(cls, document: Mapping[str, Any]) -> "Shards":
         """Returns the shards of a layout's document; TypeError for values that are no numbers."""
         numbers = [document.get(key, 1) for key in ("tensor", "expert", "context")]
-        is_cut = document.get("sequence")
-        if any(type(number) is not int for number in numbers) or type(is_cut) not in (bool, type(None)):
+        is_cut, overlaps = document.get("sequence"), document.get("overlap", False)
+        is_told = type(is_cut) in (bool, type(None)) and type(overlaps) is bool
+        if any(type(number) is not int for number in numbers) or not is_told:
             raise TypeError("degrees are whole numbers")
-        return cls(numbers[0], is_cut, *numbers[1:])
+        return cls(numbers[0], is_cut, *numbers[1:], overlap=overlaps)
 
     def __str__(self) -> str:
         """Returns the degrees as `--parallel` takes them: `tensor=4,sequence=on`; "" where nothing is cut."""
         parts = [f"{key}={getattr(self, key)}" for key in ("tensor", "expert", "context") if getattr(self, key) > 1]
         cut = [] if self.sequence is None else [f"sequence={'on' if self.sequence else 'off'}"]
-        return ",".join(parts[:1] + cut + parts[1:])
+        return ",".join(parts[:1] + cut + parts[1:] + ["overlap=on"] * self.overlap)
 
 
 WHOLE = Shards()

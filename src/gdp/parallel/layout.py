@@ -12,7 +12,7 @@ from gdp.models.shards import WHOLE, Shards
 MAX_REPLICAS = 1024  # as many as there may be devices
 NONE, BLOCKS, AUTO = "none", "blocks", "auto"  # what is recomputed; AUTO: as many blocks as memory asks for
 SELECTIVE = "selective"  # all blocks, but for attention and every second product
-_SHARDS = ("tensor", "sequence", "expert", "context")
+_SHARDS = ("tensor", "sequence", "expert", "context", "overlap")
 _KEYS = ("data", *_SHARDS, "stages", "microbatches", "zero", "recompute", "offload")
 _BESIDE = (
     "batch",
@@ -36,7 +36,8 @@ _MEANT = {  # what users of other tools write; the docs have the table
     "ga": "microbatches",
     "gradient_accumulation": "microbatches",
 }
-_SEQUENCE = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False, AUTO: None}
+_FLAGS = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
+_SEQUENCE = _FLAGS | {AUTO: None}
 _HELP = "such as data=4,tensor=2,microbatches=8,zero=1,recompute=auto,stages=2"
 
 
@@ -160,6 +161,8 @@ class Layout:
         sequence = values.get("sequence", AUTO).lower()
         if sequence not in _SEQUENCE:
             raise InputError(f"--parallel: sequence is {sequence!r}; on, off or auto (on in training) is expected")
+        if (overlap := values.get("overlap", "off").lower()) not in _FLAGS:
+            raise InputError(f"--parallel: overlap is {overlap!r}; on or off is expected")
         try:
             counts = tuple(_number("microbatches", item) for item in values.get("microbatches", "1").split(":"))
             data = _integer(values, "data", len(counts))
@@ -172,7 +175,8 @@ class Layout:
             tensor, *others = (_integer(values, key, 1) for key in ("tensor", "expert", "context"))
             even, zero = counts if len(counts) == data else counts * data, _integer(values, "zero", 0)
             stages = _integer(values, "stages", 0) if "stages" in values else None
-            return cls(even, zero, recompute, stages, offload, Shards(tensor, _SEQUENCE[sequence], *others))
+            shards = Shards(tensor, _SEQUENCE[sequence], *others, overlap=_FLAGS[overlap])
+            return cls(even, zero, recompute, stages, offload, shards)
         except InputError as error:
             raise InputError(f"--parallel: {error}") from None
 

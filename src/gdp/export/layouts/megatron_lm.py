@@ -88,6 +88,8 @@ def _recomputation(step: CutStep) -> list[str]:
 def notes(step: CutStep) -> list[str]:
     """Returns sentences on what Megatron-LM does otherwise than the plan."""
     sentences = common_notes(step)
+    if step.layout.shards.tensor > 1 and not step.layout.shards.overlap:
+        sentences.append("Megatron-LM sums gradients over ranks beside products: place with overlap=on.")
     if step.layout.zero >= 2:
         sentences.append("Megatron-FSDP needs CUDA_DEVICE_MAX_CONNECTIONS other than 1.")
     return sentences
@@ -121,5 +123,5 @@ def held_by(graph: Graph, layout: Layout) -> list[Held]:
 
 
 TARGET = LayoutTarget(
-    NAME, "a device a replica and stage", "megatron.sh", True, write, notes, held_by, ("expert", "context")
+    NAME, "a device a replica and stage", "megatron.sh", True, write, notes, held_by, ("expert", "context", "overlap")
 )

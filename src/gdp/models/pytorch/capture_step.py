@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
+from gdp.costs.overlap import overlapped
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.models.lora import Lora
@@ -354,6 +355,7 @@ def _record(
     if options.training:
         _check_precision(options.precision, [parameters[path] for path in gradients], recorder, name)
     graph, program = assemble(recorder, name, outputs, loss_ref, gradients)
+    graph = overlapped(graph) if options.shards.overlap else graph
     if not options.training:
         recorder.notes.pop(NO_GRADIENT, None)
     return Capture(graph, program, _coverage(recorder), tuple(recorder.notes), cuts=cuts)

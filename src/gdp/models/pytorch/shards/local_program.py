@@ -46,6 +46,8 @@ def localise(
     num_ranks = shards.tensor
     if shards.context > 1:
         raise InputError(f"{name}: context shards are not built in this version; leave context at 1")
+    if shards.overlap and not training:
+        raise InputError(f"{name}: overlap is of gradients' exchanges, and inference has none; leave it out")
     counts = {int(module.num_experts) for module in experts_in(model).values()}  # type: ignore[arg-type]
     if shards.expert > 1 and (not counts or any(count % shards.expert for count in counts)):
         has = f"has {' and '.join(map(str, sorted(counts)))} experts in a layer" if counts else "has no experts"
