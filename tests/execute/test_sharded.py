@@ -84,7 +84,11 @@ def run_plan(name: str, num_cards: int, parallel: str, **options: Any) -> RunRes
 
 @pytest.mark.parametrize(
     ("name", "num_cards", "parallel"),
-    [("vit", 2, "tensor=2"), ("llama", 4, "data=2,tensor=2,zero=1"), ("blocks", 4, "tensor=2,stages=2,microbatches=2")],
+    [
+        ("vit", 2, "tensor=2"),
+        ("llama", 4, "data=2,tensor=2,overlap=on,zero=1"),
+        ("blocks", 4, "tensor=2,stages=2,microbatches=2"),
+    ],
 )
 def test_processes_run_plans(name: str, num_cards: int, parallel: str) -> None:
     """A process for each card runs its rank, with replicas and stages on top, and ops are compared with the plan."""

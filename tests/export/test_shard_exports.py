@@ -90,7 +90,7 @@ def test_degrees_of_training_tools() -> None:
 
 
 def test_overlap_is_of_megatron() -> None:
-    """Megatron-LM overlaps, and a note says so of plans that do not; other tools wait, and refuse plans that overlap."""
+    """Megatron-LM overlaps, and a note says so of plans that do not; other tools wait, and refuse plans with it."""
     for text, is_noted in (("tensor=2", True), ("tensor=2,overlap=on", False)):
         step = for_tool("megatron", text).step
         assert isinstance(step, CutStep)

@@ -60,7 +60,7 @@ class Shards:
         is_told = type(is_cut) in (bool, type(None)) and type(overlaps) is bool
         if any(type(number) is not int for number in numbers) or not is_told:
             raise TypeError("degrees are whole numbers")
-        return cls(numbers[0], is_cut, *numbers[1:], overlap=overlaps)
+        return cls(numbers[0], is_cut, numbers[1], numbers[2], overlaps)
 
     def __str__(self) -> str:
         """Returns the degrees as `--parallel` takes them: `tensor=4,sequence=on`; "" where nothing is cut."""

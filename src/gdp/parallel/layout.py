@@ -172,10 +172,10 @@ class Layout:
                 raise InputError(
                     f"microbatches has {len(counts)} numbers for {data} replicas; one, or one each, is expected"
                 )
-            tensor, *others = (_integer(values, key, 1) for key in ("tensor", "expert", "context"))
+            tensor, expert, context = (_integer(values, key, 1) for key in ("tensor", "expert", "context"))
             even, zero = counts if len(counts) == data else counts * data, _integer(values, "zero", 0)
             stages = _integer(values, "stages", 0) if "stages" in values else None
-            shards = Shards(tensor, _SEQUENCE[sequence], *others, overlap=_FLAGS[overlap])
+            shards = Shards(tensor, _SEQUENCE[sequence], expert, context, _FLAGS[overlap])
             return cls(even, zero, recompute, stages, offload, shards)
         except InputError as error:
             raise InputError(f"--parallel: {error}") from None
