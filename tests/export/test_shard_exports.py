@@ -15,7 +15,7 @@ from execute.rank_processes import start_ranks, statuses_of
 from gdp.errors import InputError
 from gdp.export.export_target import cards_of
 from gdp.export.exported_plan import Exported, check_takes_layout, exported
-from gdp.export.layouts.cut_step import CutStep
+from gdp.export.layouts.target import CutStep
 from gdp.export.targets_by_name import LAYOUT_TARGETS, TARGETS
 from gdp.models.model import Reading
 from gdp.models.source import ModelSource
