@@ -116,10 +116,9 @@ class ParallelRow(WorkloadRow):
     fastest_ns: int | None  # of all that `auto` simulated
 
     def times_ns(self, name: str) -> tuple[int, ...] | None:
-        others = {BOUND: self.lower_bound_ns, FASTEST: self.fastest_ns}
-        if name not in others:
-            return super().times_ns(name)
-        return None if others[name] is None else (others[name],)
+        if name == FASTEST:
+            return None if self.fastest_ns is None else (self.fastest_ns,)
+        return (self.lower_bound_ns,) if name == BOUND else super().times_ns(name)
 
     @property
     def num_replayed(self) -> int:

@@ -77,7 +77,7 @@ class _Contest:
         """Returns the question about a degree. InputError where the model or the cluster does not allow it, where it
         cannot win, and where there is no time to capture it."""
         best = min(self.found, key=lambda each: _rank(self.found[each]), default=1)
-        for other in self.found if self._best_ns < inf else ():
+        for other in [*self.found] if self._best_ns < inf else []:
             if 1 < min(degree, best) < other < max(degree, best):
                 raise InputError(f"groups of {other} are slower than those of {best}")
         if self.clock.is_up or not self.clock.has(self.question.reading_s(degree)):
