@@ -1,11 +1,12 @@
 """gdp place --batches: throughput and latency with their plan, derived anew; what makes no sense is refused."""
 
 import json
-import subprocess
-import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from batch_cases import forward_layers, machine
 from gdp.bounds.lower_bound import lower_bound
@@ -101,9 +102,11 @@ def test_batches_in_flight_of_a_plan_that_do_not_fit_are_told(capsys: pytest.Cap
 
 def test_files_and_functions_of_jax_are_served_too(capsys: pytest.CaptureFixture[str]) -> None:
     """An ONNX file and a JAX function are forward passes of one batch; their plans are derived anew from them."""
-    exported = "import torch; from deep import build; module, args = build(); "
-    exported += "torch.onnx.export(module, args, 'deep.onnx', dynamo=False)"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", exported], check=True, capture_output=True)
+    names: dict[str, Any] = {}
+    exec(SOURCE, names)
+    module, args = names["build"]()
+    with warnings.catch_warnings(action="ignore"):
+        torch.onnx.export(module, args, "deep.onnx", dynamo=False)
     Path("jaxed.py").write_text(JAX)
     for model in ("deep.onnx", "jaxed:build"):
         command = [model, "--devices", DEVICES, "--inference"]

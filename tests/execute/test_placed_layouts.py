@@ -179,10 +179,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.1, momentum=0.8, weight_decay=0.01, fused=True)
 
 
-NUM_STEPS, HALF = 24, 12
+NUM_STEPS, HALF = 12, 6
 LAYOUTS = ("microbatches=4", "data=2,microbatches=1:3,zero=1", "data=4,zero=3")
 """Of four parts each. The first adds gradients as PyTorch does, part after part; the others in other orders."""
-ROUNDING = 2e-3  # relative, of a loss after up to 24 updates: float32 sums in another order, passed on by each update
+ROUNDING = 2e-3  # relative, of a loss after up to 12 updates: float32 sums in another order, passed on by each update
 
 MODELS: dict[str, tuple[Build, Callable[[int], Batch], Callable[[nn.Module], torch.optim.Optimizer], float | None]] = {
     "batch norm": (wide_mlp, wide_points, sgd, None),
