@@ -385,6 +385,32 @@ class Prediction(TypedDict):
     transfers: list[Transfer]
 
 
+class TunedPlan(TypedDict):
+    """A measurement of a plan."""
+
+    name: Annotated[str, d("its layout or placer")]
+    candidate: Annotated[Size, d("its directory in DIR")]
+    predicted_ns: Ns
+    before_ns: Annotated[Ns, d("predicted with what was learned before it was measured")]
+    after_ns: Annotated[Ns, d("and after")]
+    status: Literal["ok", "out of memory", "failed", "timed out", "no time"]
+    step_ns: Annotated[int | None, d("median; null: it did not run")]
+    noise: Annotated[float | None, d("relative deviation of the median")]
+    reason: str
+    seconds: float
+
+
+class Tune(TypedDict):
+    """`gdp tune --json`."""
+
+    num_candidates: Size
+    measurements: list[TunedPlan]
+    best: Annotated[str | None, d("null: none ran")]
+    step_time_ns: int | None
+    plan: Annotated[str | None, d("path")]
+    ended: Annotated[str, d("why")]
+
+
 class Run(TypedDict):
     """`gdp run --json`; `gdp report --run` reads it."""
 
@@ -703,6 +729,7 @@ ANSWERS: Mapping[str, Any] = {
     "compare": Compare,
     "simulate": Simulate,
     "run": Run,
+    "tune": Tune,
     "report": Report,
     "export": Export,
     "capture": Capture,

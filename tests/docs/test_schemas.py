@@ -102,6 +102,12 @@ def _answers(directory: Path) -> dict[str, list[Any]]:
             ("simulate", "graph.json", "--devices", cards, "--placement", "placement.json"),
         ),
         "run": (("run", "run/plan.json", "--on", "cpu,cpu", "--steps", "1", "--devices", two, "--times", "times.db"),),
+        "tune": (
+            (
+                *("tune", model, "--measure", 'echo {\\"step_time_ms\\": 1.5}', "--devices", two, "--search", "20sims"),
+                *("--threads", "1", "--steps", "3", "--out", "tuned"),
+            ),
+        ),
         "report": (("report", "plan/plan.json", "--out", "r.html"),),
         "export": (
             ("export", "layout/plan.json", "--to", "torch-fsdp", "--out", "fsdp"),

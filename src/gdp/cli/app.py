@@ -25,6 +25,7 @@ from gdp.cli.shared import BAD_INPUT, INTERRUPTED, OK, fail, log, print_text, qu
 from gdp.cli.simulate import simulate
 from gdp.cli.times import times_app
 from gdp.cli.train import train
+from gdp.cli.tune import tune
 from gdp.cli.workloads import workloads
 from gdp.errors import InputError
 from gdp.stop import CutShortError
@@ -37,8 +38,8 @@ _PLAIN: Any = {"add_completion": False, "pretty_exceptions_enable": False, "rich
 app = typer.Typer(help=_HELP, no_args_is_help=False, **_PLAIN)
 app.add_typer(devices_app, name="devices")
 app.add_typer(times_app, name="times")
-for command in (place, run, export, report, compare, simulate, costs, capture, train, workloads):
-    app.command(cls=GroupedCommand if command in (place, compare) else None)(command)
+for command in (place, tune, run, export, report, compare, simulate, costs, capture, train, workloads):
+    app.command(cls=GroupedCommand if command in (place, compare, tune) else None)(command)
 
 
 def main(args: Sequence[str] | None = None, commands: typer.Typer = app, name: str = "gdp") -> int:

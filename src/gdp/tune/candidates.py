@@ -1,0 +1,115 @@
+"""Candidates of a tuning: plans of one question that differ in layout or placement, and plans as users run today."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import log, log1p
+
+import numpy as np
+
+from gdp.budget import Clock
+from gdp.errors import InputError
+from gdp.models.shards import WHOLE
+from gdp.placers import CLASSICAL
+from gdp.search.candidate import Candidate
+from gdp.search.ops.good_order import in_program_order
+from gdp.search.place import answer
+from gdp.search.place_question import PlaceQuestion
+from gdp.search.question import plan_of, search_record
+from gdp.search.rivals.rivals import RIVALS
+from gdp.simulator.plan import Plan
+
+OWN, SINGLE = "place", "single"
+_USERS = "ddp", "fsdp"  # that run as they are predicted
+_SHARE = 0.5  # of the time is for the search that `place` makes; the rest for layouts that it has estimated. Untuned
+_EIGHTY = 2.563  # deviations of a normal distribution between its 10th and 90th percentile
+_SPREAD = 0.15  # relative deviation of predictions where no range is known. Untuned
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedCandidate:
+    """A plan to be measured."""
+
+    name: str  # its layout or placer
+    plan: Plan
+    comes_first: bool = False  # measured whatever is predicted: the answer of `place` and what users run
+
+    @property
+    def traits(self) -> list[float]:
+        """Numbers by which steps are alike: logarithms of devices, parts of the batch, transfers and more."""
+        plan, layout = self.plan, self.plan.layout or {}
+        counts = layout.get("microbatches", 1)
+        num_microbatches = max(counts) if isinstance(counts, list) else counts
+        used, ops = np.unique(plan.placement, return_counts=True)
+        numbers = len(used), layout.get("data", 1), num_microbatches, layout.get("zero", 0), layout.get("stages") or 0
+        more = layout.get("recompute", "none") != "none", layout.get("offload", "none") != "none"
+        return [*(log1p(float(number)) for number in numbers), *map(float, more), float(ops.max() / ops.sum())]
+
+    @property
+    def spread(self) -> float:
+        """The relative deviation of its prediction, from the range of steps of its kind."""
+        known = self.plan.step_range
+        return _SPREAD if known is None else log(known.high / known.low) / _EIGHTY
+
+
+def find_candidates(question: PlaceQuestion, clock: Clock, most: int) -> list[PlannedCandidate]:
+    """Returns at most `most` plans that fit, the ones that come first in front, then by predicted time."""
+    known, chosen = set[tuple[str, bytes]](), list[PlannedCandidate]()
+    for each in _plans(question, clock):
+        key = str({**(each.plan.layout or {}), "places": None}), each.plan.placement.tobytes()
+        if each.plan.status == "ok" and key not in known:
+            known.add(key)
+            chosen.append(each)
+    chosen.sort(key=lambda each: (not each.comes_first, each.comes_first or each.plan.step_time_ns))
+    return chosen[:most]
+
+
+def _plans(question: PlaceQuestion, clock: Clock) -> Iterator[PlannedCandidate]:
+    solution = answer(question, clock.part(_SHARE))
+    assert solution.plan is not None
+    yield PlannedCandidate(OWN, solution.plan, comes_first=True)
+    is_cut = question.parts is not None and not question.num_batches
+    yield from _of_placers(question, clock, (SINGLE,) if is_cut else tuple(CLASSICAL))
+    if not is_cut:
+        return
+    for name in _USERS:
+        with contextlib.suppress(InputError):  # a batch that has no equal parts
+            rival = RIVALS[name](question.about_batch()).best
+            if rival is not None and rival.may_be_answer:
+                yield PlannedCandidate(name, _plan_of(question, rival, clock), comes_first=True)
+    others = [each for each in solution.looked_at if each.refusal is None and each.layout.shards == WHOLE]
+    for each in others:
+        if each.may_be_answer and each.problem.cluster is question.cluster:
+            yield PlannedCandidate(str(each.layout), _plan_of(question, each, clock))
+    estimated = [each for each in others if not each.may_be_answer and not each.is_whole]
+    for number, each in enumerate(sorted(estimated)):
+        if clock.is_up:
+            break
+        asked = replace(question, layout=each.layout, parallel=each.layout)
+        with contextlib.suppress(InputError):
+            plan = answer(asked, clock.part(1 / (len(estimated) - number))).plan
+            assert plan is not None
+            yield PlannedCandidate(str(each.layout), plan)
+
+
+def _of_placers(question: PlaceQuestion, clock: Clock, names: tuple[str, ...]) -> Iterator[PlannedCandidate]:
+    """Yields what placers make of the ops of the whole step."""
+    for name in names:
+        options = replace(question.options, placer=name, robust=0.0)
+        asked = replace(question, options=options, parts=None, layout=None, parallel=None)
+        with contextlib.suppress(InputError):  # it finds no placement
+            plan = answer(asked, clock.part(1 / len(names))).plan
+            assert plan is not None
+            yield PlannedCandidate(name, plan, comes_first=name in (SINGLE, "expert"))
+
+
+def _plan_of(question: PlaceQuestion, candidate: Candidate, clock: Clock) -> Plan:
+    """Returns the plan of a step that was simulated."""
+    parts, simulation = question.parts, in_program_order(candidate.replay)
+    assert parts is not None
+    record = search_record(simulation, clock, candidate.order, {})
+    plan = plan_of(simulation, 0, candidate.name or "auto", question.options.seed, record)
+    if candidate.is_whole:
+        return plan
+    beside = {"batch": parts.batch_size, "whole": parts.exact(1).fingerprint}
+    return replace(plan, layout=candidate.step.document() | beside)

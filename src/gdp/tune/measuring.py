@@ -1,0 +1,142 @@
+"""Measures a plan with a command in a process group of its own, which may fail in any way: that is a result, too."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gdp.errors import InputError
+
+OK, OUT_OF_MEMORY, FAILED, TIMED_OUT, NO_TIME = "ok", "out of memory", "failed", "timed out", "no time"
+CANDIDATE = "GDP_CANDIDATE"  # environment variable: the directory of the plan that is measured
+_KEY = "step_time_ms"
+_MEMORY_STATUS = 3  # exit status of `gdp run`
+_MEMORY_WORDS = "out of memory", "outofmemory", "cannot allocate memory", "can't allocate memory"
+_KEPT = 200  # characters of a reason
+_TAIL_BYTES = 1 << 20  # of an output that are read
+_OUTPUT, _ERRORS = "output.txt", "errors.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A measurement; `step_ns` is infinite where there is no time."""
+
+    status: str
+    step_ns: float = inf
+    noise: float | None = None  # relative deviation of the time; None: not known
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """A command, and how the times of steps are read from what it prints."""
+
+    command: Sequence[str]
+    read: Callable[[str], tuple[float, float | None] | None]  # from its output to ns and noise; None: no time
+    timeout_s: float
+
+    @classmethod
+    def by_run(cls, steps: int, timeout_s: float) -> "Measuring":
+        """Returns `gdp run` of the plan on this machine."""
+        command = [sys.executable, "-m", "gdp", "run", "plan.json", "--steps", str(steps), "--json"]
+        return cls(command, _of_run, timeout_s)
+
+    @classmethod
+    def by_command(cls, command: str, pattern: str | None, timeout_s: float) -> "Measuring":
+        """Returns a command of the user's for a shell, which prints times in ms: a JSON object with `step_time_ms` a
+        line, or what the group of `pattern` matches. The median of the second half of them is the time."""
+        try:
+            compiled = None if pattern is None else re.compile(pattern)
+        except re.error as error:
+            raise InputError(f"--pattern {pattern}: is no regular expression ({error})") from None
+        if compiled is not None and compiled.groups != 1:
+            raise InputError(f"--pattern {pattern}: has {compiled.groups} groups; one is expected, about a time in ms")
+
+        def read(output: str) -> tuple[float, float | None] | None:
+            texts: list[Any] = [item[_KEY] for item in _json_lines(output) if _KEY in item]
+            try:
+                times_ms = [float(text) for text in (texts if compiled is None else compiled.findall(output))]
+            except (TypeError, ValueError):
+                return None
+            if not times_ms or not all(isfinite(time) and time > 0 for time in times_ms):
+                return None
+            settled = times_ms[len(times_ms) // 2 :]
+            low, median, high = np.percentile(settled, (25, 50, 75)).tolist()
+            return median * 1e6, _of_median(low, median, high, len(settled))
+
+        return cls(["/bin/sh", "-c", command], read, timeout_s)
+
+    def measure(self, directory: Path) -> Measured:
+        """Runs the command in `directory`, if it is that of `gdp run`, else where gdp runs. What it prints is kept in
+        the directory, and all its processes are ended."""
+        own = self.read is _of_run
+        environment = os.environ | {CANDIDATE: str(directory.absolute())}
+        with open(directory / _OUTPUT, "wb") as output, open(directory / _ERRORS, "wb") as errors:
+            process = subprocess.Popen(
+                self.command,
+                cwd=directory if own else None,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+            )
+            try:
+                status = process.wait(self.timeout_s)
+            except subprocess.TimeoutExpired:
+                return Measured(TIMED_OUT, reason=f"no end within {self.timeout_s:g} s")
+            finally:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        printed, said = _tail(directory / _OUTPUT), _tail(directory / _ERRORS)
+        if status:
+            last = next((line.strip() for line in reversed((said or printed).splitlines()) if line.strip()), "")
+            lacks = any(words in f"{printed}{said}".lower() for words in _MEMORY_WORDS)
+            lacks |= own and status == _MEMORY_STATUS
+            ended = f"signal {-status}" if status < 0 else f"exit status {status}"
+            return Measured(OUT_OF_MEMORY if lacks else FAILED, reason=f"{ended}: {last}"[:_KEPT])
+        found = self.read(printed)
+        if found is None or not (isfinite(found[0]) and found[0] > 0):
+            return Measured(NO_TIME, reason=f"no time of a step in {directory / _OUTPUT}")
+        return Measured(OK, *found)
+
+
+def _of_run(output: str) -> tuple[float, float | None] | None:
+    """Returns the time in what `gdp run --json` prints; runs with other results than the model's exit with 1."""
+    for document in _json_lines(output):
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            (low, high), median = document["step_time_quartiles_ns"], float(document["step_time_ns"])
+            return median, _of_median(low, median, high, int(document["steps"]))
+    return None
+
+
+def _of_median(low: float, median: float, high: float, count: int) -> float | None:
+    """Returns the relative deviation of the median of `count` times with these quartiles, as of a normal distribution;
+    None of too few."""
+    return 1.25 * (high - low) / 1.349 / median / count**0.5 if count > 2 else None
+
+
+def _json_lines(text: str) -> list[dict[str, Any]]:
+    found = []
+    for line in text.splitlines():
+        if line.lstrip().startswith("{"):
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return found
+
+
+def _tail(path: Path) -> str:
+    with open(path, "rb") as file:
+        file.seek(max(os.path.getsize(path) - _TAIL_BYTES, 0))
+        return file.read().decode("utf-8", "replace")

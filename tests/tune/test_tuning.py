@@ -1,0 +1,154 @@
+"""The loop of `gdp tune`: its order, its end, commands that fail in any way, and runs that were killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from gdp.errors import InputError
+from gdp.tune.measuring import CANDIDATE, FAILED, NO_TIME, OK, OUT_OF_MEMORY, TIMED_OUT, Measured, Measuring
+from gdp.tune.tuning import LOG, LoggedCandidate, LoggedMeasurement, Tuning
+
+QUESTION = {"model": "net", "devices": "local", "options": {}}
+
+
+def candidates(*predicted_ns: int, first: int = 0) -> list[LoggedCandidate]:
+    return [
+        LoggedCandidate(f"plan {number}", time_ns, 0.15, number < first, [float(number)])
+        for number, time_ns in enumerate(predicted_ns)
+    ]
+
+
+def run(tuning: Tuning, times_ns: dict[int, float], most: int = 50) -> list[int]:
+    """Runs with these times; infinite ones fail. Returns the candidates in the order of their measurements."""
+
+    def measure(directory: Path) -> Measured:
+        time_ns = times_ns[int(directory.name)]
+        return Measured(OK, time_ns, 0.01) if time_ns < inf else Measured(FAILED)
+
+    tuning.run(measure, most=most, ends_s=inf, on_measured=lambda _: None)
+    return [line.candidate for line in tuning.measurements]
+
+
+def test_order_and_answer(tmp_path: Path) -> None:
+    """The first ones come first, then the fastest prediction; it ends when no other is likely to be faster, and the
+    answer is the fastest measured one, whatever was predicted."""
+    tuning = Tuning.begin(tmp_path, QUESTION, candidates(300, 250, 100, 110, 900, first=2))
+    assert run(tuning, {0: 300, 1: 250, 2: 240, 3: 200, 4: 900}) == [0, 1, 2, 3]
+    assert tuning.answer == 3
+    assert tuning.ended.startswith("no other is likely to be faster")
+
+
+def test_a_failed_plan_is_measured_too(tmp_path: Path) -> None:
+    """A plan that does not run is not the answer and does not come again; where none runs there is no answer."""
+    tuning = Tuning.begin(tmp_path, QUESTION, candidates(100, 105))
+    assert run(tuning, {0: inf, 1: 130}) == [0, 1]
+    assert tuning.answer == 1
+    broken = Tuning.begin(tmp_path / "b", QUESTION, candidates(100, 105))
+    assert run(broken, {0: inf, 1: inf}) == [0, 1]
+    assert broken.answer is None
+
+
+def test_predictions_before_and_after(tmp_path: Path) -> None:
+    """After a step of twice the time predicted, the next is expected to take longer than predicted, too."""
+    tuning = Tuning.begin(tmp_path, QUESTION, candidates(100, 105, first=2))
+    run(tuning, {0: 200, 1: 210})
+    first, second = tuning.measurements
+    assert first.before_ns == 100
+    assert 190 <= first.after_ns <= 200
+    assert 180 <= second.before_ns <= 210
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        ("echo '{\"step_time_ms\": 9}'; echo noise; echo '{\"step_time_ms\": 2.5}'", OK),
+        ("exit 7", FAILED),
+        ("kill -9 $$", FAILED),
+        ("echo RuntimeError: CUDA out of memory >&2; exit 1", OUT_OF_MEMORY),
+        ("sleep 60 & sleep 60", TIMED_OUT),
+        ("true", NO_TIME),
+        ('echo \'{"step_time_ms": "fast"}\'', NO_TIME),
+        ("echo '{\"step_time_ms\": -1}'", NO_TIME),
+        ("echo '{\"step_time_ms\": NaN}'", NO_TIME),
+        ("head -c 3000000 /dev/urandom", NO_TIME),
+    ],
+)
+def test_commands(tmp_path: Path, command: str, status: str) -> None:
+    """Whatever a command does is a measurement: a time, or the reason why there is none."""
+    found = Measuring.by_command(command, None, timeout_s=1.0 if status == TIMED_OUT else 20.0).measure(tmp_path)
+    assert found.status == status
+    assert found.step_ns == (2.5e6 if status == OK else inf)
+    assert found.reason or status == OK
+
+
+def test_pattern(tmp_path: Path) -> None:
+    """A pattern reads times in ms; the median of the second half is that of settled steps. The plan is in the
+    directory that the environment names."""
+    (tmp_path / "plan.json").write_text("{}")
+    command = f'test -e "${CANDIDATE}/plan.json" && for t in 90 50 8 10 9; do echo "step: $t ms"; done'
+    assert Measuring.by_command(command, r"step: ([\d.]+) ms", 20.0).measure(tmp_path).step_ns == 9e6
+    for pattern in ("step", "("):
+        with pytest.raises(InputError, match="--pattern"):
+            Measuring.by_command(command, pattern, 20.0)
+
+
+def test_a_killed_run_goes_on(tmp_path: Path) -> None:
+    """A process that is killed at any moment loses the measurement that ran, at most: others are in the log, whole."""
+    script = f"""
+import time
+from math import inf
+from pathlib import Path
+from gdp.tune.measuring import Measured
+from gdp.tune.tuning import LoggedCandidate, Tuning
+rows = [LoggedCandidate(str(n), 1000, 0.15, True, [float(n)]) for n in range(400)]
+tuning = Tuning.begin(Path({str(tmp_path)!r}), {QUESTION!r}, rows)
+def measure(directory):
+    time.sleep(0.02)
+    return Measured("ok", 1000.0, 0.01)
+tuning.run(measure, most=400, ends_s=inf, on_measured=lambda line: print(line.candidate, flush=True))
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        told = [int(process.stdout.readline()) for _ in range(5)]
+        time.sleep(0.05)
+        os.kill(process.pid, signal.SIGKILL)
+        told += [int(line) for line in process.stdout.read().split()]
+    resumed = Tuning.resume(tmp_path, QUESTION)
+    known = [line.candidate for line in resumed.measurements]
+    assert known[: len(told)] == told
+    assert len(known) - len(told) <= 1
+    assert run(resumed, dict.fromkeys(range(400), 1000.0), most=len(known) + 1) == [*known, len(known)]
+
+
+def test_a_torn_line_is_cut_off(tmp_path: Path) -> None:
+    """Of a log whose last line is not whole the others are read, and new ones follow them."""
+    tuning = Tuning.begin(tmp_path, QUESTION, candidates(100, 105, 110, first=3))
+    run(tuning, {0: 100, 1: 105, 2: 110}, most=2)
+    with open(tmp_path / LOG, "ab") as file:
+        file.write(b'{"candidate": 2, "bef')
+    resumed = Tuning.resume(tmp_path, QUESTION)
+    assert run(resumed, {2: 90.0}) == [0, 1, 2]
+    lines = (tmp_path / LOG).read_text().splitlines()
+    assert [json.loads(line)["candidate"] for line in lines[1:]] == [0, 1, 2]
+    assert LoggedMeasurement(**json.loads(lines[-1])).step_ns == 90
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("", "is not a log"), ("{}\n", "is not a log"), ('{"format": "gdp-tune", "version": 1}\n', "is not a log")],
+)
+def test_other_logs_are_refused(tmp_path: Path, text: str, says: str) -> None:
+    """A file that is no log, or one of another question, is refused in a line."""
+    (tmp_path / LOG).write_text(text)
+    with pytest.raises(InputError, match=says):
+        Tuning.resume(tmp_path, QUESTION)
+    Tuning.begin(tmp_path, QUESTION, candidates(100))
+    with pytest.raises(InputError, match="begun with another model"):
+        Tuning.resume(tmp_path, QUESTION | {"model": "other"})
