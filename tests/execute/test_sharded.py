@@ -26,11 +26,11 @@ SIX = ("blocks", "llama", "gpt2", "bert", "vit", "t5")
 ROUNDING = 1e-5  # relative: sums in another order
 
 
-def check_ranks(name: str, tensor: int, sequence: bool, expert: int = 1, rounding: float = ROUNDING) -> None:
+def check_ranks(name: str, shards: Shards, rounding: float = ROUNDING) -> None:
     model, inputs = case(name)
     expected = eager_step(capture(model, (), inputs).program, model, (), inputs)
-    shards = Shards(tensor, sequence, expert)
-    ranks = [capture_step(model, (), inputs, StepOptions(shards=shards, rank=rank)) for rank in range(tensor)]
+    options = [StepOptions(shards=shards, rank=rank) for rank in range(shards.num_ranks)]
+    ranks = [capture_step(model, (), inputs, each) for each in options]
     found = ShardedProgram.of([rank.program for rank in ranks], ranks[0].cuts).replay(model, (), inputs)
     assert found.outputs.keys() == expected.outputs.keys()
     assert found.gradients.keys() == expected.gradients.keys()
@@ -47,7 +47,13 @@ def check_ranks(name: str, tensor: int, sequence: bool, expert: int = 1, roundin
 @pytest.mark.parametrize("name", SIX)
 def test_ranks_agree_with_whole_model(name: str, tensor: int, sequence: bool) -> None:
     """Ranks with a part of the weights each get the loss, outputs and gradients of the whole model together."""
-    check_ranks(name, tensor, sequence)
+    check_ranks(name, Shards(tensor, sequence))
+
+
+@pytest.mark.parametrize(("name", "context"), [("llama", 2), ("gpt2", 4), ("bert", 2), ("diffusion", 2)])
+def test_ranks_of_a_sequence_agree(name: str, context: int) -> None:
+    """As above, of ranks with a part of the tokens each."""
+    check_ranks(name, Shards(context=context))
 
 
 @pytest.mark.long
@@ -56,13 +62,13 @@ def test_ranks_agree_with_whole_model(name: str, tensor: int, sequence: bool) ->
 @pytest.mark.parametrize("name", [*NAMES, "checkpointed", "reentrant"])
 def test_all_models_agree(name: str, tensor: int, sequence: bool) -> None:
     """As above, of all small models."""
-    check_ranks(name, tensor, sequence)
+    check_ranks(name, Shards(tensor, sequence))
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_whole_experts_agree(sequence: bool) -> None:
     """As above, of ranks with whole experts and as many rows each."""
-    check_ranks("routed", 2, sequence, expert=2, rounding=0.03)  # in bfloat16, the type of their products
+    check_ranks("routed", Shards(2, sequence, expert=2), rounding=0.03)  # in bfloat16, the type of their products
 
 
 def test_gradient_of_a_key_bias_is_rounding() -> None:

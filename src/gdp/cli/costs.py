@@ -16,7 +16,7 @@ def costs(
     runtime: RuntimeOption = None,
     parallel: Annotated[
         str | None,
-        typer.Option(metavar="DEGREES", help="One rank of a group of cards: tensor=8[,sequence=on,expert=8]."),
+        typer.Option(metavar="DEGREES", help="One rank of a group: tensor=8[,sequence=on,expert=8,context=2]."),
     ] = None,
     top: Annotated[int, typer.Option(min=0, max=1000, help="Equal ops that take longest.")] = 20,
     *,

@@ -26,8 +26,11 @@ _CAUSAL = {  # where calls say whether they are causal
     "flash_attention_for_cpu_backward": 7,
     "efficient_attention_backward": 11,
     "cudnn_attention_backward": 14,
+    "context.attention": 4,
+    "context.attention_backward": 7,
 }
-ATTENTION = tuple(_PREFIX + name for name in _CAUSAL)  # kinds of PyTorch's calls that are fused attention
+_ZIGZAG = 2  # causal, of queries of which each part has its mirror image: they see half of the keys
+ATTENTION = tuple(name if "." in name else _PREFIX + name for name in _CAUSAL)  # kinds that are fused attention
 
 
 def attention(op: PricedOp) -> list[Kernel]:
@@ -39,7 +42,8 @@ def attention(op: PricedOp) -> list[Kernel]:
     (batch, heads, queries, width), (kv_heads, keys) = query.size, key.size[-3:-1]
     place = _CAUSAL[call.kind.removeprefix(f"aten.{_PREFIX}")]
     is_causal = place < len(call.arguments) and call.arguments[place] == 1
-    size = (batch * kv_heads, max(heads // max(kv_heads, 1), 1), queries, keys, width, int(is_causal))
+    causal = int(is_causal) * (_ZIGZAG if call.kind.startswith("context.") else 1)
+    size = (batch * kv_heads, max(heads // max(kv_heads, 1), 1), queries, keys, width, causal)
     seen = float(_keys_seen(np.array([size], np.float64), 1)[0])
     flops = round(op.flops * seen / keys) if keys else 0
     kernels = [Kernel("attention_backward" if is_backward else "attention", flops, op.bytes, size)]
@@ -52,7 +56,7 @@ def attention(op: PricedOp) -> list[Kernel]:
 
 def attention_ns(size: F64, flops: F64, processors: Multiprocessors) -> F64:
     """Returns the ns [K] of attention of `size` [K, 6], if memory is quick enough, without its floor. A size has
-    sequences x heads of keys, heads of queries for each of them, queries, keys, width and 1 if causal."""
+    sequences x heads of keys, heads of queries for each of them, queries, keys, width and 1 if causal, 2 in zigzag."""
     parts, group, queries, keys, _, _ = size.T
     is_decode = queries == 1
     pairs = parts * group * queries * _keys_seen(size, 1)
@@ -77,4 +81,4 @@ def _keys_seen(size: F64, block: int) -> F64:
     _, _, queries, keys, _, is_causal = size.T
     rows = np.minimum(queries, keys)  # that see a key
     seen = (keys - np.maximum(rows - block, 0) / 2) * rows / np.maximum(queries, 1)
-    return np.asarray(np.where(is_causal == 1, seen, keys))
+    return np.asarray(np.where(is_causal == 1, seen, keys / np.where(is_causal == _ZIGZAG, 2, 1)))

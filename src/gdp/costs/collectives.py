@@ -52,9 +52,9 @@ class AlikeCards:
     network_rate: float = math.inf  # bytes per second out of a host, over all network cards that they use
 
     @classmethod
-    def of_group(cls, device: Device) -> "AlikeCards":
-        """Returns the cards of a group."""
-        count, link = device.num_cards, device.link
+    def of_group(cls, device: Device, num_ranks: int = 0) -> "AlikeCards":
+        """Returns the cards of a group; `num_ranks` of them, where all do so in parts of it (0: all as one)."""
+        count, link = num_ranks or device.num_cards, device.link
         assert link is not None
         rate, protocols = link.bytes_per_second, {"hops": (0, link.latency_ns, 1.0)}
         if link.exchange:

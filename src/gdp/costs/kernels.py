@@ -29,7 +29,7 @@ class Kernel(NamedTuple):
     flops: int
     bytes: int  # read and written in device memory
     # of products: parts, m, n, k; of attention: see `gdp.costs.attention`; of a collective: its exchange's place in
-    # KINDS; (): not known
+    # KINDS, and its ranks; (): not known
     size: tuple[int, ...] = ()
     launches: float = 1.0  # less than 1: the op is a part of a kernel that other ops are in
     dtype: str = ""  # of its arithmetic; "": the op's

@@ -110,8 +110,8 @@ def _ranks_of_call(kind: str, shapes: str, where: str) -> int:
 
 
 def _can_exchange(num_ranks: I64, device: Device) -> Bool:
-    """Returns [N] the ops but collectives that it takes another number of cards for."""
-    fits = (num_ranks == ANY_RANKS) | (num_ranks == device.num_cards)
+    """Returns [N] the ops but collectives of ranks that are no parts of its cards."""
+    fits = (num_ranks == ANY_RANKS) | (device.num_cards % np.maximum(num_ranks, 1) == 0)
     return np.asarray((num_ranks == 0) | (fits & bool(device.group)))
 
 

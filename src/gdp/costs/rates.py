@@ -55,8 +55,8 @@ def collective_times(kernels: Kernels, device: Device) -> tuple[F64, F64]:
     """Returns the ns [K] that exchanges in a group take to begin, and in all; 0 for other kernels and devices."""
     begin_ns, times_ns = np.zeros((2, len(kernels.kinds)))
     if device.group:
-        cards = AlikeCards.of_group(device)
         for place in np.flatnonzero(is_collective(kernels)).tolist():
+            cards = AlikeCards.of_group(device, int(kernels.sizes[place, 1]))
             what = KINDS[int(kernels.sizes[place, 0])], int(kernels.bytes[place])
             begin_ns[place], times_ns[place] = cards.begin_ns(*what), cards.time_ns(*what)
     return begin_ns, times_ns

@@ -55,7 +55,9 @@ def collective(op: PricedOp) -> list[Kernel]:
     if not op.calls:
         return [Kernel(COLLECTIVE, 0, op.bytes, (exchange,))]
     call = op.calls[0]
-    return [Kernel(COLLECTIVE, 0, max(map(passes.array_bytes, (*call.arrays[:1], *call.results))), (exchange,))]
+    num_bytes = max(map(passes.array_bytes, (*call.arrays[:1], *call.results)))
+    num_ranks = call.arguments[1]
+    return [Kernel(COLLECTIVE, 0, num_bytes, (exchange, num_ranks if isinstance(num_ranks, int) else 0))]
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(

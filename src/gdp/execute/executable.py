@@ -186,6 +186,8 @@ class PlannedCut:
             raise InputError(
                 f"expert={shards.expert} is placed, not executed: it takes rows for balanced; leave expert out"
             )
+        if shards.tensor > 1 and shards.context > 1:
+            raise InputError(f"{shards} is placed, not executed: ops are cut twice; leave tensor or context out")
         ranks = [captured(*inputs, shards=shards, rank=rank) for rank in range(shards.num_ranks)]
         programs = [part.program if layout.of_groups.is_whole else self._step(part) for part in ranks]
         return ShardedProgram.of(programs, ranks[0].cuts)

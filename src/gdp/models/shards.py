@@ -20,7 +20,7 @@ class Shards:
     tensor: int = 1
     sequence: bool | None = None  # tokens are cut over the tensor ranks between cut ops; None: in training
     expert: int = 1
-    context: int = 1  # parts of a sequence, around which keys and values go in a ring
+    context: int = 1  # parts of a sequence: ranks have tokens of their own in all layers
     overlap: bool = False  # sums of gradients over ranks run beside what makes gradients of weights
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class Shards:
 
     def settled(self, *, training: bool) -> "Shards":
         """Returns the same shards, which say whether tokens are cut between cut ops: by default in training."""
-        return replace(self, sequence=training and self.tensor > 1) if self.sequence is None else self
+        return replace(self, sequence=training) if self.sequence is None and self.tensor > 1 else self
 
     @property
     def num_ranks(self) -> int:

@@ -204,7 +204,7 @@ def nothing_fits(
     is_cut = plan.layout is not None and not in_flight(plan.layout)
     num_parts = Layout.of_document(plan.layout or {}).num_parts if is_cut else 1
     if held <= limit and each is not None and num_parts == num_samples:
-        remedy += "; one sample is too large as it is: sequence or context parallelism would cut it, and layouts do not"
+        remedy += "; one sample is too large as it is: --parallel tensor=N or context=N cuts it"
     return f"nothing fits in memory: {lacking}; {text}; {remedy}"
 
 

@@ -59,7 +59,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Computes what `scaled_dot_product_attention` does."""
-    if not _has_kernel(query, key, value, attn_mask, is_causal, enable_gqa):
+    if not has_kernel(query, key, value, attn_mask, is_causal, enable_gqa):
         return _computed(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
         note(MASK_NOTE)
@@ -88,7 +88,7 @@ def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: 
     return torch.matmul(shares, value)
 
 
-def _has_kernel(
+def has_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool
 ) -> bool:
     """Returns whether a card runs this call by a fused kernel of the inputs' type."""

@@ -2,6 +2,7 @@
 
 # mypy: disable-error-code="no-any-return,no-untyped-call"
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 ATTRIBUTE = "gdp_cut"
+OUTER = "gdp_outer_cut"  # in its place: of tokens over ranks whose parts are cut again
 STORED = "gdp_stored"  # of a parameter: its cut, of experts too, with which a rank computes as with all of them
 OUTPUT = "output."  # begins the names of outputs among cuts
 PARTIAL = -1
 SEQUENCE = "tokens"
 """The source of a cut of tokens, in place of weights."""
+_attributes = [ATTRIBUTE]  # the one that is meant last
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +69,23 @@ class AxisCut:
 
 def cut_of(tensor: Any) -> AxisCut | None:
     """Returns the whole that a tensor is a part of; None for a whole one."""
-    return getattr(tensor, ATTRIBUTE, None)
+    return getattr(tensor, _attributes[-1], None)
 
 
 def mark(tensor: Tensor, cut: AxisCut | None) -> Tensor:
     """Says of `tensor` that it is a part, in place."""
-    setattr(tensor, ATTRIBUTE, cut)
+    setattr(tensor, _attributes[-1], cut)
     return tensor
+
+
+@contextlib.contextmanager
+def cuts_by(attribute: str) -> Iterator[None]:
+    """Has cuts inside be those that this attribute of tensors says."""
+    _attributes.append(attribute)
+    try:
+        yield
+    finally:
+        _attributes.pop()
 
 
 def part(x: Tensor, dim: int, num_parts: int, own: int, outer: int = 1, segments: tuple[int, ...] = ()) -> Tensor:
@@ -154,8 +167,10 @@ def mapped(item: Any, change: Callable[[Tensor], Any]) -> Any:
 def without_content(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns the result of a function of whole tensors, which have no content."""
 
+    shapes = [whole_shape(tensor) for tensor in tensors_in((args, kwargs))]  # as the ranks inside have them
+
     def empty(tensor: Tensor) -> Tensor:
-        return torch.empty(whole_shape(tensor), dtype=tensor.dtype, device="meta")
+        return torch.empty(shapes.pop(0), dtype=tensor.dtype, device="meta")
 
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         args, kwargs = mapped((args, kwargs), empty)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from gdp.models.pytorch.shards.collectives import Enter, Gather, Leave, Own, Scatter
-from gdp.models.pytorch.shards.cuts import SEQUENCE, AxisCut, cut_of, mapped, mark, part
+from gdp.models.pytorch.shards.cuts import ATTRIBUTE, SEQUENCE, AxisCut, cut_of, mapped, mark, part
 
 _RUNS: list["RankExchanges"] = []  # the innermost last
 
@@ -22,7 +22,11 @@ def current_run() -> "RankExchanges | None":
 
 
 class RankExchanges(TorchFunctionMode):
-    """A rank of `num_ranks`; `plan` decides on weights, and is None once they are cut."""
+    """A rank of `num_ranks`; `plan` decides on weights, and is None once they are cut. With `context` ranks have whole
+    weights, and tokens of their own in all layers. Cuts are those of `attribute`; other ranks may cut parts again."""
+
+    context = False
+    attribute = ATTRIBUTE
 
     def __init__(self, num_ranks: int, rank: int = 0, *, by_tokens: bool = False, gathered: frozenset[str], plan: Any):
         super().__init__()
@@ -41,6 +45,26 @@ class RankExchanges(TorchFunctionMode):
         finally:
             self.is_off = False
 
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """Runs modules on the parts of this rank inside, which other ranks may cut again."""
+        _RUNS.remove(self)
+        try:
+            with self.off():
+                yield
+        finally:
+            _RUNS.append(self)
+
+    def chosen(self, product: Any, operands: list[Tensor]) -> list[Tensor]:
+        """Returns the operands of a product as this rank has them."""
+        return operands if self.plan is None else self.plan.choose(self, product, operands)
+
+    def applied(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns the result of a function of parts of this rank, which other ranks may cut again."""
+        if self.attribute == ATTRIBUTE:
+            return func(*args, **kwargs)
+        return handle_torch_function(func, (args[0],), *args, **kwargs)
+
     def kept(self, key: tuple[Any, ...], tensor: Tensor, make: Callable[[], Any]) -> Any:
         """Returns what `make` returned the first time for this tensor."""
         key = (*key, id(tensor), tensor._version)
@@ -56,7 +80,9 @@ class RankExchanges(TorchFunctionMode):
         """Returns a whole tensor for cut work: the same one for all its readers."""
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
-        return self.kept(("enter",), x, lambda: Enter.apply(x, self.num_ranks))
+        result = self.kept(("enter",), x, lambda: self.applied(Enter.apply, x, self.num_ranks))
+        result._is_param = isinstance(x, nn.Parameter)
+        return result
 
     def is_entered(self, x: Tensor) -> bool:
         """Returns whether a tensor is one for cut work already."""
@@ -91,7 +117,7 @@ class RankExchanges(TorchFunctionMode):
             return x
         dim = max(x.dim() - 2, 0)
         if not self.by_tokens or is_whole or x.dim() < 2 or x.shape[dim] % self.num_ranks:
-            return self.kept(("sum",), x, lambda: Leave.apply(x, self.num_ranks))
+            return self.kept(("sum",), x, lambda: self.applied(Leave.apply, x, self.num_ranks))
         tokens = AxisCut(cut.shape, dim, self.num_ranks, sources=frozenset({SEQUENCE}))
         return self.kept(("sum",), x, lambda: mark(Scatter.apply(x, dim, self.num_ranks), tokens))
 
@@ -113,7 +139,7 @@ class RankExchanges(TorchFunctionMode):
                 shape[cut.dim] = size
                 wholes.append(self._gathered(piece, AxisCut(tuple(shape), cut.dim, cut.num_parts), is_summed))
             return torch.cat(wholes, cut.dim)
-        result: Tensor = Gather.apply(x, cut.dim, cut.outer, self.num_ranks, self.rank, is_summed)
+        result: Tensor = self.applied(Gather.apply, x, cut.dim, cut.outer, self.num_ranks, self.rank, is_summed)
         copies = self.num_ranks // cut.num_parts
         if copies > 1:
             apart = result.unflatten(cut.dim, (cut.num_parts, copies, x.shape[cut.dim]))
@@ -134,7 +160,7 @@ class RankExchanges(TorchFunctionMode):
                 return self.entered(source).expand(*y.shape[:dim], size, *y.shape[dim + 1 :])
             is_even = cut.num_parts == self.num_ranks and not cut.segments and y.shape[dim] % cut.num_parts == 0
             if is_even and y.requires_grad and torch.is_grad_enabled():
-                return Own.apply(y, dim, cut.outer, self.num_ranks, self.rank)
+                return self.applied(Own.apply, y, dim, cut.outer, self.num_ranks, self.rank)
             return part(self.entered(y), dim, cut.num_parts, self.own_part(cut), cut.outer, cut.segments)
 
         return self.kept(("own", dim, cut.outer, cut.num_parts), y, lambda: mark(make(), of_y))

@@ -10,13 +10,15 @@ Captures know no content. Each rank is taken to have as many rows as the others:
 # mypy: disable-error-code="no-any-return,no-untyped-call"
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 from gdp.models.pytorch.shards.collectives import Shuffle
-from gdp.models.pytorch.shards.cuts import PARTIAL, SEQUENCE, AxisCut, cut_of, mark
+from gdp.models.pytorch.shards.cuts import PARTIAL, SEQUENCE, AxisCut, cut_of, cuts_by, mark
 from gdp.models.pytorch.shards.exchanges import RankExchanges, current_run
 
 
@@ -57,6 +59,8 @@ def _forward_of(kind: Any) -> Any:
         if run is None:
             return kind.forward(self, *args, **kwargs)
         hidden, index, weights = (*args, *kwargs.values())
+        if run.context:
+            return _of_own_tokens(run, self, hidden, index, weights)
         if self.num_expert_parts == 1:
             with run.off():
                 hidden, weights, index = run.for_cut_work(hidden), run.for_cut_work(weights), run.whole(index)
@@ -65,6 +69,20 @@ def _forward_of(kind: Any) -> Any:
 
     forward.__wrapped__ = kind.forward  # type: ignore[attr-defined]
     return forward
+
+
+def _of_own_tokens(run: RankExchanges, module: nn.Module, *inputs: Tensor) -> Tensor:
+    """Computes with the rows of this rank's tokens; all rows if they are not cut alike."""
+    with cuts_by(run.attribute):
+        lead, others = cut_of(inputs[0]), [cut_of(each) for each in inputs[1:]]
+        if lead is None or any(cut is None or (cut.dim, cut.outer) != (0, lead.outer) for cut in (lead, *others)):
+            lead, inputs = None, tuple(map(run.whole, inputs))
+        weights = {key: run.entered(weight) if lead else weight for key, weight in module.named_parameters()}
+    with run.outside(), _reparametrize_module(module, weights):
+        result: Tensor = module(*inputs)
+        shape = (0 if lead is None else lead.shape[0], *result.shape[1:])
+    with cuts_by(run.attribute):
+        return result if lead is None else mark(result, replace(lead, shape=shape))
 
 
 def _whole_experts(

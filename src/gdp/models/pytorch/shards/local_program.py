@@ -4,8 +4,9 @@
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from gdp.errors import InputError
 from gdp.models.pytorch.flops import FORMULA, classify, count_flops, product_operand
 from gdp.models.pytorch.routine import leaves
 from gdp.models.pytorch.shards.alike_layers import AlikeLayers
+from gdp.models.pytorch.shards.context import ContextRun
 from gdp.models.pytorch.shards.cuts import STORED, mark
 from gdp.models.pytorch.shards.experts import experts_in, run_experts_locally
 from gdp.models.pytorch.shards.local_run import LocalRun
@@ -43,9 +45,7 @@ def localise(
 
     InputError, with `name`, where more than a quarter of the work would be repeated by each rank.
     """
-    num_ranks = shards.tensor
-    if shards.context > 1:
-        raise InputError(f"{name}: context shards are not built in this version; leave context at 1")
+    num_ranks, tensor = shards.num_ranks, shards.tensor
     if shards.overlap and not training:
         raise InputError(f"{name}: overlap is of gradients' exchanges, and inference has none; leave it out")
     counts = {int(module.num_experts) for module in experts_in(model).values()}  # type: ignore[arg-type]
@@ -57,32 +57,50 @@ def localise(
         layers = AlikeLayers.of(model, args, kwargs)
         whole = _product_flops(model, args, kwargs, layers)
         options: dict[str, Any] = {"by_tokens": by_tokens, "num_expert_parts": shards.expert, "layers": layers}
-        plan = planned(model, args, kwargs, num_ranks, **options)
-        cut_weights(model, plan, num_ranks, rank=rank, by_tokens=by_tokens)
+        runs: list[Callable[[], LocalRun]] = []  # the innermost last
+        plan = CutPlan(model, 1)
+        run_experts_locally(model, shards.expert)
+        if tensor > 1:
+            plan = planned(model, args, kwargs, tensor, **options)
+            _cut_weights(model, plan, tensor, rank=rank % tensor)
+            of_tensor = partial(LocalRun, by_tokens=by_tokens, gathered=plan.gathered, plan=None)
+            runs.append(partial(of_tensor, tensor, rank % tensor))
+        if shards.context > 1:
+            runs.append(partial(ContextRun, shards.context, rank // tensor, is_cut_again=tensor > 1))
+        _run_locally(model, runs)
         local = _product_flops(model, args, kwargs, layers)
     share = (local * num_ranks / max(whole, 1) - 1) / (num_ranks - 1)
-    return _notes(plan, num_ranks, share, name)
+    return _notes(plan, shards, share, name)
 
 
-def _notes(plan: CutPlan, num_ranks: int, share: float, name: str) -> list[str]:
+def _notes(plan: CutPlan, shards: Shards, share: float, name: str) -> list[str]:
+    num_ranks, degrees = shards.num_ranks, str(replace(shards, sequence=None))
+    if shards.tensor == 1:
+        if share > _MOST_REPEATED:
+            raise InputError(
+                f"{name}: {degrees} would repeat {share:.1%} of the FLOPs on each card, of functions that read all "
+                "tokens, or of tokens that it does not divide; take a smaller number or tensor"
+            )
+        shown = f"{degrees} leaves {share:.2%} of the FLOPs whole on each card: they read all tokens"
+        return [shown] if share * (num_ranks - 1) > _NAMED else []
     reasons = plan.whole | plan.repeated or plan.refused
     text = "; ".join(f"{path} {reason}" for path, reason in list(reasons.items())[:_SHOWN])
     text = text + f"; {len(reasons) - _SHOWN} more" * (len(reasons) > _SHOWN) or "convolutions"
     if share > _MOST_REPEATED or not plan.roles:
         raise InputError(
-            f"{name}: tensor={num_ranks} would repeat {share:.1%} of the FLOPs on each card"
+            f"{name}: {degrees} would repeat {share:.1%} of the FLOPs on each card"
             f"{f' ({text})' if reasons else ': no linear layers to cut'}; take a smaller number or tensor=1"
         )
     notes = []
     if plan.num_expert_parts > 1:
         notes.append(f"expert={plan.num_expert_parts}: each rank gets equally many rows (balanced routing is assumed)")
     if share * (num_ranks - 1) > _NAMED:
-        notes.append(f"tensor={num_ranks} leaves {share:.2%} of the FLOPs whole on each card: {text}")
+        notes.append(f"{degrees} leaves {share:.2%} of the FLOPs whole on each card: {text}")
     return notes
 
 
-def cut_weights(model: nn.Module, plan: CutPlan, num_ranks: int, *, rank: int = 0, by_tokens: bool) -> None:
-    """Cuts the weights of a module to those of a rank, and has its forward pass run on parts."""
+def _cut_weights(model: nn.Module, plan: CutPlan, num_ranks: int, *, rank: int) -> None:
+    """Cuts the weights of a module to those of a rank."""
     parameters = dict(model.named_parameters())
     changed = {
         id(parameters[path]): _cut_parameter(parameters[path], path, role, rank, num_ranks)
@@ -98,10 +116,8 @@ def cut_weights(model: nn.Module, plan: CutPlan, num_ranks: int, *, rank: int = 
         for key, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in changed:
                 module._parameters[key] = changed[id(parameter)]
-    run_experts_locally(model, plan.num_expert_parts)
     for module in experts_in(model).values():
         module.num_experts //= plan.num_expert_parts  # type: ignore[operator,assignment]
-    _run_locally(model, num_ranks, rank, by_tokens, plan.gathered)
 
 
 def _cut_parameter(parameter: Tensor, path: str, role: Role, rank: int, num_ranks: int) -> nn.Parameter:
@@ -113,16 +129,22 @@ def _cut_parameter(parameter: Tensor, path: str, role: Role, rank: int, num_rank
     return copy
 
 
-def _run_locally(model: nn.Module, num_ranks: int, rank: int, by_tokens: bool, gathered: frozenset[str]) -> None:
+def _run_locally(model: nn.Module, runs: Sequence[Callable[[], LocalRun]]) -> None:
+    """Has the forward pass of a module run on parts of parts of each of `runs`, the last of which the code sees."""
     kind: Any = type(model)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run = LocalRun(num_ranks, rank, by_tokens=by_tokens, gathered=gathered, plan=None)
+        return through(runs, partial(kind.forward, self, *args, **kwargs))
+
+    def through(runs: Sequence[Callable[[], LocalRun]], call: Callable[[], Any]) -> Any:
+        if not runs:
+            return call()
+        run = runs[0]()
         with run.running():
-            output = kind.forward(self, *args, **kwargs)
+            output = through(runs[1:], call)
         tensors = [tensor for tensor in torch.utils._pytree.tree_leaves(output) if isinstance(tensor, Tensor)]
         has_loss = any(tensor.dim() == 0 and tensor.is_floating_point() for tensor in tensors)
-        return run.finished(output, keeps_cuts=has_loss and torch.is_grad_enabled())
+        return run.finished(output, keeps_cuts=has_loss if torch.is_grad_enabled() else run.context)
 
     forward.__wrapped__ = kind.forward  # type: ignore[attr-defined]
     model.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})

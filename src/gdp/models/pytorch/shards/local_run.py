@@ -10,7 +10,8 @@ of the part.
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -20,8 +21,8 @@ from torch.utils import checkpoint
 
 from gdp.models.names import names
 from gdp.models.pytorch.shards import parts, products, weights
-from gdp.models.pytorch.shards.cuts import PARTIAL, AxisCut, cut_of, cuts_in, mapped, mark, tensors_in
-from gdp.models.pytorch.shards.exchanges import _RUNS, RankExchanges, current_run
+from gdp.models.pytorch.shards.cuts import PARTIAL, AxisCut, cut_of, cuts_by, cuts_in, mapped, mark, tensors_in
+from gdp.models.pytorch.shards.exchanges import _RUNS, RankExchanges
 
 _SIZES = names("shape size numel nelement __len__")
 _FACTS = names(  # of a tensor, which its part has too
@@ -40,11 +41,12 @@ _ROWS = names("view reshape flatten unsqueeze to type contiguous __getitem__ ind
 _FACTORS = names("mul __mul__ __rmul__ div __truediv__")
 _TERMS = names("add __add__ __radd__ sub __sub__ __iadd__ add_")
 _GENERATOR, _OPTIONS = "_checkpoint_without_reentrant_generator", 5  # and its arguments between function and inputs
-_RULES = {**parts.RULES, **weights.RULES}
 
 
 class LocalRun(RankExchanges):
     """Runs a forward pass as one rank of several."""
+
+    rules: Mapping[str, parts.Rule] = MappingProxyType({**parts.RULES, **weights.RULES})
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -72,13 +74,15 @@ class LocalRun(RankExchanges):
 
     def _again(self, func: Any, args: Sequence[Any]) -> Any:
         """Returns a function of `args` that may run in a backward pass, with copies of them."""
-        cuts = [cut_of(each) for each in args]
+        with cuts_by(self.attribute):
+            cuts = [cut_of(each) for each in args]
 
         def again(*args: Any, **kwargs: Any) -> Any:
-            for each, cut in zip(args, cuts, strict=True):
-                if cut is not None:
-                    mark(each, cut)
-            with contextlib.nullcontext() if current_run() is self else self.running(), self._apart():
+            with cuts_by(self.attribute):
+                for each, cut in zip(args, cuts, strict=True):
+                    if cut is not None:
+                        mark(each, cut)
+            with contextlib.nullcontext() if self in _RUNS else self.running(), self._apart():
                 return func(*args, **kwargs)
 
         return again
@@ -95,9 +99,12 @@ class LocalRun(RankExchanges):
         return lambda func, is_random, *args: original(self._again(func, args), is_random, *args)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if self.is_off:
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
+        with cuts_by(self.attribute):
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         name = _name_of(func)
         if name in _SIZES:
             cut = cut_of(args[0])
@@ -109,12 +116,13 @@ class LocalRun(RankExchanges):
                 return self._of_sum(name, func, args, kwargs)
             args, kwargs = mapped((args, kwargs), self.summed)
             cuts = cuts_in((args, kwargs))
-        if name in _FACTS or not (cuts or (self.plan is not None and (is_product or name == "embedding"))):
+        may_begin = (self.context or self.plan is not None) and (is_product or name == "embedding")
+        if name in _FACTS or not (cuts or may_begin):
             result = func(*args, **kwargs)
             if name in _ROWS and self.is_entered(args[0]):
                 self.kept(("enter",), result, lambda: result)
             return self.expanded(result, args[0]) if name in parts.EXPANDS and result.dim() == args[0].dim() else result
-        return _RULES.get(name, parts.by_broadcast)(self, name, func, args, kwargs)
+        return self.rules.get(name, parts.by_broadcast)(self, name, func, args, kwargs)
 
     def finished(self, output: Any, *, keeps_cuts: bool) -> Any:
         """Returns a result of the model with whole tensors; partial sums are whole in any case."""
@@ -125,7 +133,8 @@ class LocalRun(RankExchanges):
                 return tensor
             return self.refused(tensor, "is a result of the model", is_result=True)
 
-        return torch.utils._pytree.tree_map_only(Tensor, whole, output)
+        with cuts_by(self.attribute):
+            return torch.utils._pytree.tree_map_only(Tensor, whole, output)
 
     def _keeps_sum(self, name: str, args: Any, kwargs: Any) -> bool:
         """Returns whether a function may run on partial sums: it is linear in them."""

@@ -157,7 +157,9 @@ def on_parts(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any, l
             return run.on_wholes(f"loses its cut in {name}", func, args, kwargs)
         dim = places[0]
         is_same = whole.shape[dim] == cut.shape[cut.dim]
-        if not is_same and (cut.outer > 1 or cut.segments or tensor.shape[dim] * cut.num_parts != whole.shape[dim]):
+        if not is_same and (
+            name == "apply" or cut.outer > 1 or cut.segments or tensor.shape[dim] * cut.num_parts != whole.shape[dim]
+        ):
             return run.on_wholes(f"is cut in pieces that {name} moves", func, args, kwargs)
         segments = cut.segments if is_same else ()
         mark(tensor, AxisCut(tuple(whole.shape), dim, cut.num_parts, cut.outer, segments, cut.sources))
@@ -324,7 +326,7 @@ def _pad(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> An
 
 
 def _cat(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    tensors = list(args[0])
+    tensors = [tensor for tensor in args[0] if tensor.numel()] or list(args[0])  # without empty caches
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % max(tensor.dim() for tensor in tensors)
     cuts = [cut_of(tensor) for tensor in tensors]
     lead = next(cut for cut in cuts if cut is not None)

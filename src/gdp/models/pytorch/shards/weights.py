@@ -19,10 +19,8 @@ def _product(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -
     product = products.read(name, args, kwargs)
     if product is None:
         return run.on_wholes(f"is multiplied by {name}", func, args, kwargs)
-    operands = list(product.operands)
-    if run.plan is not None:
-        operands = run.plan.choose(run, product, operands)
-    for at, tensor in enumerate(operands):  # tokens come together where columns are cut
+    operands = run.chosen(product, list(product.operands))
+    for at, tensor in enumerate([] if run.context else operands):  # tokens come together where columns are cut
         cut = cut_of(tensor)
         others = [other for place, other in enumerate(map(cut_of, operands)) if other is not None and place != at]
         if cut is not None and SEQUENCE in cut.sources and others:
@@ -130,9 +128,7 @@ def _embedding(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any)
 
 
 def _cross_entropy(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    logits, target, weight, reduction, ignored, smoothing = [*args, *(None, None, 1, -100, 0.0)[len(args) - 1 :]][:6]
-    options = {"weight": weight, "reduction": reduction, "ignore_index": ignored, "label_smoothing": smoothing}
-    options |= kwargs
+    logits, target, options = read_loss(args, kwargs)
     cut = cut_of(logits)
     is_plain = options["weight"] is None and not options["label_smoothing"] and not target.is_floating_point()
     is_small = run.plan is not None and cut is not None and run.plan.is_small(cut.sources)
@@ -141,6 +137,13 @@ def _cross_entropy(run: RankExchanges, name: str, func: Any, args: Any, kwargs: 
     return parallel_cross_entropy(
         logits, target, cut.shape[1], run.num_ranks, run.rank, options["reduction"], options["ignore_index"]
     )
+
+
+def read_loss(args: Any, kwargs: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Returns the scores, the targets and the options of a call of `cross_entropy_loss`."""
+    logits, target, weight, reduction, ignored, smoothing = [*args, *(None, None, 1, -100, 0.0)[len(args) - 1 :]][:6]
+    options = {"weight": weight, "reduction": reduction, "ignore_index": ignored, "label_smoothing": smoothing}
+    return logits, target, options | kwargs
 
 
 RULES: Mapping[str, Rule] = {
