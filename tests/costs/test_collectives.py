@@ -1,6 +1,7 @@
 """Exchanges in closed form: hand-worked times, bounds in bytes and cards, hosts, and what plan files keep of them."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,6 +28,23 @@ def test_a_ring_by_hand() -> None:
     assert cards.time_ns("broadcast", 10**8) == 26_000 + 1_000_000
     assert cards.time_ns("all_to_all", 10**8) == 22_000 + 1_250_000
     assert cards.time_ns("send", 10**8) == 22_000 + 1_000_000
+
+
+def test_servers_sum_small_buffers_by_one_kernel() -> None:
+    """A card reads all that others wrote, or in two passes its part and then all sums; large buffers take NCCL's."""
+    # 4 cards: 5,000 + 3 B / 100 in one pass, 9,000 + 2 x 3 / 4 B / 100 in two; from 8 MiB on Simple, as above
+    figures = replace(PLAIN, one_kernel={1: (5000, 100e9), 2: (9000, 100e9)})
+    cards = AlikeCards(4, figures, 100e9, is_served=True)
+    assert cards.time_ns("all_reduce", 1000) == 5030
+    assert cards.time_ns("all_reduce", 10**6) == 24_000
+    assert cards.begin_ns("all_reduce", 10**6) == 9000
+    assert cards.time_ns("all_reduce", 2**23) == 32_000 + 167_773
+    assert cards.time_ns("all_gather", 1000) == AlikeCards(4, PLAIN, 100e9).time_ns("all_gather", 1000)
+    # as measured of 8 cards in CUDA graphs, 16 KB and 2 MB
+    for kind, times_us in {"a100-sxm-80g": (6.83, 28.3), "h100-sxm-80g": (5.22, 19.3)}.items():
+        group = Cluster.parse(f"8x{kind}:cuda-graphs").grouped(8).devices[0]
+        found = [AlikeCards.of_group(group).time_ns("all_reduce", size) / 1000 for size in (2**14, 2**21)]
+        assert found == pytest.approx(times_us, rel=0.2)
 
 
 def test_two_hosts_by_hand() -> None:

@@ -4,13 +4,16 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
+from gdp.cluster import Cluster
 from gdp.costs.fusion import fused
+from gdp.costs.op_times import op_times
 from gdp.graph import Graph
 from gdp.models.pytorch import capture
 
@@ -152,6 +155,39 @@ def test_kernels_are_those_of_pytorch(name: str) -> None:
         assert theirs - ours == Counter({(frozenset({0}), frozenset()): 1, (frozenset(), frozenset({1})): 1})
     else:
         assert ours == theirs
+
+
+class Projections(nn.Module):
+    """Products of one tensor with several weights, one of them in a module of its own."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4096, width, bias=False) for width in widths)
+        self.gate = nn.Sequential(nn.Linear(4096, 1024, bias=False))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """Returns all products."""
+        y = functional.silu(x)
+        return [self.gate(y), *(part(y) for part in self.parts)]
+
+
+def test_servers_join_products_of_one_tensor() -> None:
+    """Queries, keys and values take as long as one product of all columns; eager steps and compiled ones join none."""
+    cut, whole = (
+        capture(Projections(*widths).bfloat16(), (torch.ones(8, 4096, dtype=torch.bfloat16),), training=False).graph
+        for widths in ((1024, 128, 128), (1280,))
+    )
+    is_product = [np.flatnonzero([kind == "aten.mm" for kind in graph.kinds]) for graph in (cut, whole)]
+    assert fused(cut, with_siblings=True).part[is_product[0]].tolist() == [1.0, 0.8, 0.1, 0.1]
+    assert fused(cut).part.tolist() == [1.0] * cut.num_ops
+    times = {}
+    for runtime in ("eager", "compile", "cuda-graphs"):
+        cluster = Cluster.parse(f"a100-sxm-80g:{runtime}")
+        times[runtime] = [op_times(graph, cluster)[ops, 0] for graph, ops in zip((cut, whole), is_product, strict=True)]
+    served, joined = times["cuda-graphs"]
+    assert served[1:].sum() == pytest.approx(joined[1], rel=0.02)
+    assert served[0] == joined[0] == times["eager"][0][0]
+    assert times["compile"][0][1:].sum() == times["eager"][0][1:].sum() > 1.2 * served[1:].sum()
 
 
 def test_a_fused_lookup_reads_its_rows_alone() -> None:

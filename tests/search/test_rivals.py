@@ -9,13 +9,16 @@ import pytest
 
 from gdp.cluster import Cluster
 from gdp.graph import Graph
+from gdp.models.model import Reading
 from gdp.models.shards import WHOLE, Shards
 from gdp.models.source import ModelSource
 from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.search.batch_parts import Parts
+from gdp.search.place import place
 from gdp.search.question import BatchQuestion
-from gdp.search.rivals.rivals import RIVALS, equal_stages, megatron, simulate_layout
+from gdp.search.rivals.rivals import RIVALS, SERVERS, equal_stages, megatron, simulate_layout
 from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import simulate
 from tests.models.shard_cases import case
 from tests.parallel.test_replicas import chain
 from tests.search.test_layouts import encoder
@@ -186,6 +189,26 @@ def test_fsdp_goes_over_groups_whose_ops_are_cut() -> None:
     none = RIVALS["fsdp-tp"](question(4, machine(4))).best
     assert none is not None
     assert "cuts the ops of a MODEL; a step as it is has no shards" in none.obstacle
+
+
+def test_vllm_tries_all_groups_and_stages() -> None:
+    """Its forward pass is the quickest of tensor x pipeline degrees, and auto is not slower."""
+    model, inputs = case("llama")
+    source = ModelSource.of_example((model, (), inputs), Reading(training=False))
+    cluster, times = Cluster.parse("4xa100-sxm-80g:cuda-graphs"), {}
+    asked = BatchQuestion(Parts.of_source(source), cluster)
+    for tensor, stages in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1)):  # of two layers
+        part = asked if tensor == 1 else asked.on_groups(Shards(tensor).settled(training=False))
+        problem = Problem.build(part.parts.exact(1), part.cluster)
+        stage = equal_stages(problem, stages)
+        assert stage is not None
+        times[tensor, stages] = simulate(problem, stage).step_time_ns
+    solution = SERVERS["vllm"](asked)
+    assert solution.best is not None
+    layouts = {(each.layout.shards.tensor, each.layout.stages or 1) for each in solution.looked_at}
+    assert layouts == set(times)
+    assert solution.best.step_time_ns == min(times.values())
+    assert place(source, cluster, budget="60sims", num_threads=1).step_time_ns <= solution.best.step_time_ns
 
 
 def test_stages_run_the_published_order() -> None:

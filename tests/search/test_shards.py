@@ -10,6 +10,7 @@ import pytest
 import gdp.search.place
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
+from gdp.models.model import Reading
 from gdp.models.shards import Shards
 from gdp.models.source import ModelSource
 from gdp.planning.layout_answer import LayoutAnswer
@@ -77,6 +78,21 @@ def test_a_degree_that_is_not_possible_is_told_in_one_note(monkeypatch: pytest.M
     told = LayoutAnswer.of(solution, asked.parts)
     assert note in told.notes
     assert any("tensor=" in row.option for row in told.rows)
+
+
+def test_batches_in_flight_are_served_by_groups_where_these_are_quicker() -> None:
+    """Batches go to replicas of cards and of groups of cards; the answer is the quickest for a batch of all of them."""
+    model, inputs = case("llama")
+    source = ModelSource.of_example((model, (), inputs), Reading(training=False))
+    cluster, limits = Cluster.parse("4xa100-sxm-80g:cuda-graphs"), Constraints()
+    asked = PlaceQuestion.of(source, cluster, limits, None, 2, SearchOptions())
+    solution = answer(asked, Clock(Budget(simulations=60)))
+    assert solution.best is not None
+    assert solution.plan is not None
+    assert {each.layout.shards.tensor for each in solution.looked_at} >= {1, 2}
+    assert solution.best.step_time_ns == min(each.step_time_ns for each in solution.looked_at)
+    assert solution.plan.layout is not None
+    assert solution.plan.layout["batches"] == 2
 
 
 def test_groups_have_no_look_where_copies_use_all_cards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from gdp.planning.plan_source import PlanSource
 from gdp.report.progress import live
 from gdp.search.batch_parts import Parts
 from gdp.search.question import BatchQuestion
-from gdp.search.rivals.rivals import RIVALS
+from gdp.search.rivals.rivals import RIVALS, SERVERS
 from gdp.search.solvers import SOLVERS, solver_of
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan
@@ -79,7 +79,7 @@ def split_rivals(source: ModelSource, placers: str | None) -> tuple[list[str], l
             raise InputError(f"placer {name!r} is unknown; of accelerate there are {', '.join(NAMES)}")
     if len(set(names)) < len(names):
         raise InputError(f"--placers {placers}: name each once")
-    rivals = (*NAMES, *RIVALS)
+    rivals = (*NAMES, *RIVALS, *SERVERS)
     return [name for name in names if name not in rivals], [name for name in names if name in rivals]
 
 
@@ -87,16 +87,18 @@ def find_rivals(
     names: Sequence[str], source: ModelSource, cluster: Cluster, constraints: Constraints
 ) -> dict[str, Rival]:
     """Returns the rivals `names` for MODEL: modes of accelerate, and the parallel steps of other tools. The modes need
-    a PyTorch model of one batch, the parallel steps a training step whose batch can be split."""
-    parallel = [name for name in names if name in RIVALS]
+    a PyTorch model of one batch, the parallel steps a training step whose batch can be split, servers no backward."""
+    parallel = [name for name in names if name not in NAMES]
     return {
-        **_accelerate_modes([name for name in names if name not in RIVALS], source),
+        **_accelerate_modes([name for name in names if name in NAMES], source),
         **(_parallel_steps(parallel, source, cluster, constraints) if parallel else {}),
     }
 
 
 def check_rivals(names: Sequence[str], source: ModelSource) -> None:
     """Raises InputError for parallel steps where MODEL's batch cannot be split, before the graph is captured."""
+    if source.reading.training and set(names) & set(SERVERS):
+        raise InputError(f"--placers {','.join(SERVERS)}: is a way to serve; add --inference or --phase decode")
     label = f"--placers {','.join(name for name in names if name in RIVALS)}"
     if not set(names) & set(RIVALS):
         return
@@ -115,7 +117,8 @@ def _parallel_steps(
 ) -> dict[str, Rival]:
     parts = Parts(lambda num_parts: source.part(num_parts).graph, source.batch_size or 1, source=source)
     question = BatchQuestion(parts, cluster, constraints)
-    return {name: partial(lambda rival, problem: rival(question), RIVALS[name]) for name in names}
+    known = {**RIVALS, **SERVERS}
+    return {name: partial(lambda rival, problem: rival(question), known[name]) for name in names}
 
 
 def _accelerate_modes(names: Sequence[str], source: ModelSource) -> dict[str, Rival]:

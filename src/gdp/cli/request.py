@@ -18,7 +18,7 @@ from gdp.costs.op_times import unused_names
 from gdp.errors import InputError
 from gdp.export.export_target import ExportTarget
 from gdp.export.exportable_plan import answer_for
-from gdp.export.targets_by_name import serving_target
+from gdp.export.targets_by_name import server_units, serving_target
 from gdp.graph import Graph
 from gdp.models.model import Model, Reading
 from gdp.models.source import ModelSource
@@ -129,7 +129,7 @@ class PlaceRequest:
         if target is None:
             return self, question
         if question.num_batches:
-            return self, replace(question, groups=target.read_units(question.problem).index)
+            return self, replace(question, groups_of=server_units)
         return replace(self, target=target, is_for_servers=True), question
 
     def under_measured_noise(self, noise: float | None) -> "PlaceRequest":

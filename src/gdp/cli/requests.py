@@ -14,6 +14,7 @@ from gdp.models.hugging_face import sizes
 from gdp.models.model import Model
 from gdp.models.serving import Requests, ServedStep
 from gdp.models.source import ModelSource
+from gdp.parallel.step import BatchStream
 from gdp.planning.plan_cache import KeptAnswer
 from gdp.search.batches.place_batches import throughput_of
 from gdp.simulator.plan import Plan
@@ -62,6 +63,8 @@ def requests_of(request: PlaceRequest, served: ServedStep, problem: Problem, fou
         first_ns = first_token(request, problem, found.plan.placement, prefill).step_time_ns
         return Requests(first_ns, first_ns, step_ns, step_ns, *counts)
     best = found.batches.best
+    assert isinstance(best.step, BatchStream)
+    problem = Problem.build(best.step.batch, best.problem.cluster)  # where its devices may be groups
     step = first_token(request, problem, np.array(best.devices[0])[best.places], prefill)
     ops = np.arange(step.problem.num_ops), step.placement
     hosts_ns = np.bincount(step.placement, step.problem.host_time_ns[ops])  # that issue while their devices compute

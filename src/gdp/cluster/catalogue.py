@@ -77,6 +77,8 @@ class ExchangeFigures:
     protocols: Mapping[str, tuple[int, int, float]]  # ns to begin, ns a step, share of the rate
     nvls: tuple[int, float] | None  # sums in the switch: ns, bytes per second
     tree_ns: Mapping[str, int]  # a step of a tree between hosts, by protocol
+    # sums of servers by one kernel a card: ns, bytes per second, by the number of passes
+    one_kernel: Mapping[int, tuple[int, float]] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def latency_ns(self) -> int:
@@ -94,7 +96,8 @@ class ExchangeFigures:
         parts = self.protocols.items()
         protocols = {name: (round(begin * latency), round(step * latency), part) for name, (begin, step, part) in parts}
         nvls = None if self.nvls is None else (round(self.nvls[0] * latency), self.nvls[1] * rate)
-        return replace(self, rates=rates, protocols=protocols, nvls=nvls)
+        own = {passes: (round(begin * latency), own * rate) for passes, (begin, own) in self.one_kernel.items()}
+        return replace(self, rates=rates, protocols=protocols, nvls=nvls, one_kernel=own)
 
     def rate(self, num_cards: int) -> int:
         """Returns bytes per second for `num_cards`: on a line in logarithms between those that are known."""
@@ -154,7 +157,10 @@ def _exchange(row: Mapping[str, Any]) -> ExchangeFigures:
     nvls = (row["nvls"][0] * 1000, row["nvls"][1] * float(GB)) if "nvls" in row else None
     tree_ns = {name: round(us * 1000) for name, us in zip(protocols, row.get("tree", ()), strict=False)}
     rates = {int(count): rate * float(GB) for count, rate in row.get("rates", {}).items()}
-    return ExchangeFigures(rates, row.get("share", 1.0), row.get("local", math.inf) * GB, protocols, nvls, tree_ns)
+    own = {
+        passes: (round(us * 1000), rate * float(GB)) for passes, (us, rate) in enumerate(row.get("one_kernel", ()), 1)
+    }
+    return ExchangeFigures(rates, row.get("share", 1.0), row.get("local", math.inf) * GB, protocols, nvls, tree_ns, own)
 
 
 def _kind(name: str, row: Mapping[str, Any]) -> DeviceKind:

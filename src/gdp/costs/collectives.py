@@ -14,6 +14,12 @@ NVLink SHARP inside a host and trees between hosts. Of B bytes and R cards (H ho
 
 `gdp.cluster.catalogue.EXCHANGES` has the figures of kinds of links. All costs are lines in B: a time is a few numbers.
 
+Servers, which replay CUDA graphs, sum up to 8 MB by one kernel a card, which reads what others wrote
+(vLLM's `custom_all_reduce`; SGLang and TensorRT-LLM have their like): in one pass everything, or in two a part of each
+card and then all sums:
+
+    one pass     begin + B (R - 1) / rate          two passes     begin + 2 B (R - 1) / R / rate
+
 Ranks of a group exchange in ops of kinds `collective.all_reduce` and so on. Over links without figures these take the
 hops of a ring: the latency of a route for each step, the bytes at its rate."""
 
@@ -27,12 +33,14 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.cluster import Cluster, Device
 from gdp.cluster.catalogue import EXCHANGES, NETWORK, ExchangeFigures
+from gdp.cluster.device import CUDA_GRAPHS
 from gdp.errors import InputError
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all_reduce", "reduce_scatter", "all_gather"
 COLLECTIVE = "collective"  # ops of ranks are called collective.all_reduce and so on
 KINDS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, "broadcast", "all_to_all", "send")
 _NVLS_CARDS = 8  # all cards of a switch: of fewer, NCCL 2.27 takes rings
+_MOST_ONE_KERNEL_BYTES = 8 * 2**20  # vLLM's and SGLang's: larger buffers are NCCL's
 _NETWORK_POST_NS = 1_000  # the least of any step where some are between hosts: getNetOverhead of tuning.cc
 _TREE_SHARE, _TREE_LL_SHARE = 0.92, 1 / 3.8  # of the rate: tuning.cc
 
@@ -50,6 +58,7 @@ class AlikeCards:
     rate: float = math.inf  # bytes per second of a card, over this link
     num_hosts: int = 1
     network_rate: float = math.inf  # bytes per second out of a host, over all network cards that they use
+    is_served: bool = False  # small sums take one kernel
 
     @classmethod
     def of_group(cls, device: Device, num_ranks: int = 0) -> "AlikeCards":
@@ -61,7 +70,7 @@ class AlikeCards:
             figures = EXCHANGES[link.exchange].over(rate, link.latency_ns, count)
         else:
             figures = ExchangeFigures({count: rate}, 1.0, math.inf, protocols, None, {})
-        return cls(count, figures, rate)
+        return cls(count, figures, rate, is_served=device.runtime == CUDA_GRAPHS)
 
     def lines(self, exchange: str) -> tuple[Line, ...]:
         """Returns what each protocol and algorithm takes; the exchange takes the least."""
@@ -91,11 +100,19 @@ class AlikeCards:
 
     def time_ns(self, exchange: str, num_bytes: int) -> int:
         """Returns the time of an exchange of a buffer of `num_bytes`; `all_gather`: of the gathered one."""
-        return _least_ns(self.lines(exchange), num_bytes)
+        return _least_ns(self._lines_of(exchange, num_bytes), num_bytes)
 
     def begin_ns(self, exchange: str, num_bytes: int) -> int:
         """Returns what of this time any exchange takes, however few its bytes are."""
-        return min(self.lines(exchange), key=lambda line: line[0] + num_bytes * line[1])[0]
+        return min(self._lines_of(exchange, num_bytes), key=lambda line: line[0] + num_bytes * line[1])[0]
+
+    def _lines_of(self, exchange: str, num_bytes: int) -> tuple[Line, ...]:
+        lines = self.lines(exchange)
+        if self.is_served and self.link and exchange == ALL_REDUCE and num_bytes < _MOST_ONE_KERNEL_BYTES:
+            others = self.num_cards - 1
+            for passes, (begin_ns, rate) in self.link.one_kernel.items():
+                lines += ((begin_ns, (others if passes == 1 else 2 * others / self.num_cards) * 1e9 / rate),)
+        return lines
 
 
 def _least_ns(lines: Sequence[Line], num_bytes: int) -> int:

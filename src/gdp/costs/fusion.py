@@ -8,6 +8,9 @@ is fused along tensors whose reader loops over as many elements as their maker, 
 An op of one element after the other that one op alone reads is computed there, however often: a small gate in the
 kernel that scales a large array by it.
 
+Servers also compute products as one that read the same tensor in one module (vLLM's `QKVParallelLinear` and
+`MergedColumnParallelLinear`, and their like in SGLang and TensorRT-LLM): each op is a part of it.
+
 An op is charged for what it reads from outside of its kernel, and for what it makes that others read; the last op of a
 kernel launches it. So times of ops still add up, wherever each op is placed. N ops, E (tensor, consumer) pairs."""
 
@@ -15,9 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import F64, I64, Bool
 from gdp.cluster.achieved import OF_FLOPS
 from gdp.costs.collectives import COLLECTIVE
+from gdp.costs.products import PRODUCTS, product_size
 from gdp.costs.table import class_of
 from gdp.graph import Graph
 from gdp.graph.fingerprint import numbered
@@ -37,10 +41,12 @@ class Fusion:
     region: I64  # [N] the kernel of each op
     bytes: I64  # [N] that the op's part of its kernel reads and writes
     launches: Bool  # [N] the last op of each kernel
+    part: F64  # [N] of the product that each op is computed in; 1: by itself
 
 
-def fused(graph: Graph) -> Fusion:
-    """Returns the kernels that the ops of each pass become."""
+def fused(graph: Graph, *, with_siblings: bool = False) -> Fusion:
+    """Returns the kernels that the ops of each pass become; `with_siblings` products that read the same tensor are
+    one."""
     from scipy.sparse import coo_array  # half a second, which eager steps never need
     from scipy.sparse.csgraph import connected_components
 
@@ -59,7 +65,34 @@ def fused(graph: Graph) -> Fusion:
     region = connected_components(pairs, directed=False)[1].astype(np.int64)
     last = np.zeros(graph.num_ops, np.int64)
     last[region] = np.arange(graph.num_ops)
-    return Fusion(is_fused, region, _crossing(graph, region), last[region] == np.arange(graph.num_ops))
+    part = _siblings(graph, place) if with_siblings else np.ones(graph.num_ops)
+    return Fusion(is_fused, region, _crossing(graph, region), last[region] == np.arange(graph.num_ops), part)
+
+
+def _siblings(graph: Graph, place: I64) -> F64:
+    """Returns the part [N] that each op is of the products with weights in its module and place that read a tensor."""
+    read = graph.base[graph.edge_tensors]  # of a view what it is of
+    is_made = ~np.isin(graph.kinds, _SOURCES)[graph.producers[read]]
+    reads = [set[int]() for _ in range(graph.num_ops)]
+    for tensor, reader in zip(read[is_made].tolist(), graph.consumers[is_made].tolist(), strict=True):
+        reads[reader].add(tensor)
+    together: dict[tuple[object, ...], list[tuple[int, int]]] = {}
+    columns: dict[tuple[str, int], tuple[int, int, int, int]] = {}
+    for op in np.flatnonzero(np.isin(graph.kinds, [f"aten.{name}" for name in PRODUCTS])).tolist():
+        call = graph.shapes[op], int(graph.flops[op])
+        if call not in columns:
+            calls = parsed_calls(call[0])
+            columns[call] = product_size(calls[0], call[1]) if len(calls) == 1 else (0, 0, 0, 0)
+        parts, rows, count, depth = columns[call]
+        if parts == 1 and len(reads[op]) == 1:  # the other operand is a weight
+            where = graph.modules[op].rpartition(".")[0], graph.kinds[op], rows, depth
+            together.setdefault((*where, *place[[0, 1, 2, 4], op].tolist(), *reads[op]), []).append((op, count))
+    part = np.ones(graph.num_ops)
+    for siblings in together.values():
+        total = sum(count for _, count in siblings)
+        for op, count in siblings:
+            part[op] = count / total
+    return part
 
 
 def _is_fusible(kind: str) -> bool:

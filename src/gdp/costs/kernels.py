@@ -31,7 +31,8 @@ class Kernel(NamedTuple):
     # of products: parts, m, n, k; of attention: see `gdp.costs.attention`; of a collective: its exchange's place in
     # KINDS, and its ranks; (): not known
     size: tuple[int, ...] = ()
-    launches: float = 1.0  # less than 1: the op is a part of a kernel that other ops are in
+    # less than 1: the op is a part of a kernel that other ops are in; of a product `size` is then that of all of it
+    launches: float = 1.0
     dtype: str = ""  # of its arithmetic; "": the op's
 
 
@@ -88,10 +89,11 @@ def kernels_of(
     codes = [code for _, code in columns]
     is_trained = "backward" in columns[3][0]
     part, bytes_accessed = np.zeros(graph.num_ops, np.int64), graph.bytes_accessed
+    of_product = np.ones(graph.num_ops) if fusion is None else fusion.part
     if fusion is not None:
         part = np.where(fusion.is_fused, 1 + fusion.launches, 0)
         bytes_accessed = np.where(fusion.is_fused, fusion.bytes, bytes_accessed)
-    first, ops = _distinct(np.stack([*codes, graph.flops, bytes_accessed, part]))
+    first, ops = _distinct(np.stack([*codes, graph.flops, bytes_accessed, part, numbered(of_product.tolist())[1]]))
     offsets, rows, names = [0], list[Kernel](), list[str]()
     dtypes = list[str]()
     for op in first.tolist():
@@ -111,6 +113,9 @@ def kernels_of(
             if part[op]:
                 name = "fused"
                 own = [Kernel(own[0].kind, flops, num_bytes, launches=float(part[op] - 1))]
+            elif of_product[op] < 1:
+                size = (*own[0].size[:2], round(own[0].size[2] / of_product[op]), own[0].size[3])
+                own[0] = own[0]._replace(size=size, launches=float(of_product[op]))
             rows += own
             names += [name] * len(own)
             dtypes += [kernel.dtype or dtype for kernel in own]

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from gdp.arrays import I64, Bool, wide
 from gdp.cluster import Cluster, Device
 from gdp.cluster.catalogue import KINDS
-from gdp.cluster.device import COMPILE
+from gdp.cluster.device import COMPILE, CUDA_GRAPHS
 from gdp.costs.collectives import COLLECTIVE
 from gdp.costs.collectives import KINDS as EXCHANGES
 from gdp.costs.fusion import fused
@@ -205,10 +205,13 @@ def has_kernels(graph: Graph, device: Device) -> bool:
 
 
 def step_kernels(graph: Graph, runtime: str) -> Kernels:
-    """Returns the kernels of a step as it is run, which are made once for several devices and their hosts."""
+    """Returns the kernels of a step as it is run, which are made once for several devices and their hosts. Servers
+    replay forward passes from CUDA graphs; they have fused them, and joined products that read one tensor."""
     known = _KNOWN.setdefault(graph, {})
     if runtime not in known:
-        known[runtime] = kernels_of(graph, rule_of, fused(graph) if runtime == COMPILE else None)
+        is_served = runtime == CUDA_GRAPHS and not graph.is_in_phase("backward").any()
+        is_fused = is_served or runtime == COMPILE
+        known[runtime] = kernels_of(graph, rule_of, fused(graph, with_siblings=is_served) if is_fused else None)
     return known[runtime]
 
 

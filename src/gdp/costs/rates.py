@@ -37,10 +37,10 @@ def kernel_times(kernels: Kernels, device: Device) -> F64:
         item = np.array([item_bytes(dtype) for dtype in kernels.dtypes])[kernels.dtype_codes[cut]]
         cut_ns = tiled_ns(sizes[cut, :4], item, multiprocessors_of(device, achieved[cut]))
         fused_ns = attention_ns(sizes[fused], kernels.flops[fused], multiprocessors_of(device, achieved[fused]))
-        times_ns[cut] = together_ns(cut_ns, bytes_ns[cut])
+        times_ns[cut] = together_ns(cut_ns * kernels.launches[cut], bytes_ns[cut])
         times_ns[fused] = together_ns(fused_ns, bytes_ns[fused])
     floors_ns = [figures.get(f"{name}_floor_ns", 0) for name in ("product", "decode", "prefill")]
-    times_ns[cut] += floors_ns[0]
+    times_ns[cut] += floors_ns[0] * kernels.launches[cut]
     times_ns[fused] += np.where(sizes[fused, 2] == 1, *floors_ns[1:])
     exchange_ns = collective_times(kernels, device)[1]
     return np.where(is_collective(kernels), exchange_ns, times_ns + gap_ns(device) * kernels.launches)

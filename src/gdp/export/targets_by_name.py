@@ -2,6 +2,7 @@
 
 import contextlib
 
+from gdp.arrays import I64
 from gdp.errors import InputError, suggest
 from gdp.export import hf_device_map, llama_cpp, megatron, onnxruntime, openvino, servers, torch_pipelining
 from gdp.export.export_target import ExportTarget, is_cpu
@@ -56,6 +57,12 @@ def serving_target(problem: Problem) -> ExportTarget | None:
             target.read_units(problem)
             return target
     return None
+
+
+def server_units(problem: Problem) -> I64 | None:
+    """Returns the unit [N] that each op is in where servers run a decoder; None where none can run it."""
+    target = serving_target(problem)
+    return None if target is None else target.read_units(problem).index
 
 
 def find_layout_target(name: str, *, is_cut: bool) -> LayoutTarget | None:

@@ -1,7 +1,7 @@
 """Opens the question of `place`: which step on which devices, and whether its ops are placed or its batch is cut."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log2
@@ -82,7 +82,7 @@ class PlaceQuestion:
     parts: Parts | None = None  # of the batch, which may be cut; None: the ops of the whole step are placed
     layout: Layout | None = None  # of the batch; None: any
     num_batches: int = 0  # in flight of a forward pass; 0: one step is placed
-    groups: I64 | None = None  # [N] of the ops of a batch in flight, as in `BatchQuestion`
+    groups_of: Callable[[Problem], I64 | None] = lambda problem: None  # of a batch in flight, as in `BatchQuestion`
     source: ModelSource | None = None  # that is captured anew to be cut; None: a step as it is
     parallel: Layout | str | None = None  # as it was asked for
     shards: Shards = WHOLE  # the step is the local program of one rank, and devices are groups
@@ -169,7 +169,8 @@ class PlaceQuestion:
         source, limits = self.source.sharded(shards), self.constraints
         if self.parts is None or self.num_batches:
             batches = self.num_batches or None
-            return PlaceQuestion.of(source, self.cluster, limits, self.parallel, batches, self.options)
+            asked = PlaceQuestion.of(source, self.cluster, limits, self.parallel, batches, self.options)
+            return replace(asked, groups_of=self.groups_of)
         parts, cluster = self.parts.sharded(shards), self.cluster.grouped(shards.num_ranks)
         return replace(
             self,
@@ -188,7 +189,7 @@ class PlaceQuestion:
         and in training about as many groups as samples. None where layouts are given, or ops are what it is about."""
         source, options, limits = self.source, self.options, self.constraints
         is_asked = self.parallel in (None, AUTO) and options.placer == AUTO and not options.starts
-        if source is None or not is_asked or limits.pins or limits.forbid or self.shards != WHOLE or self.num_batches:
+        if source is None or not is_asked or limits.pins or limits.forbid or self.shards != WHOLE:
             return ()
         if source.is_file or source.is_timed or source.reading.op_costs is not None or source.reading.microbatches > 1:
             return ()
@@ -253,7 +254,7 @@ class PlaceQuestion:
             self.constraints,
             self.layout,
             self.num_batches,
-            self.groups,
+            self.groups_of(self.problem),
             seed=options.seed,
             checkpoint=options.checkpoint,
             num_threads=options.num_threads,

@@ -21,6 +21,7 @@ from gdp.errors import InputError
 from gdp.models.shards import WHOLE, Shards
 from gdp.notebook import milliseconds
 from gdp.parallel.layout import Layout
+from gdp.parallel.step import in_flight
 from gdp.search.place_question import PlaceQuestion
 from gdp.search.question import Solution
 
@@ -135,5 +136,8 @@ def stamped(solution: Solution, shards: Shards) -> Solution:
 
 
 def _rank(solution: Solution) -> tuple[bool, float]:
-    plan = solution.plan
-    return (True, inf) if plan is None else (plan.status != "ok", plan.step_time_ns)
+    plan, best = solution.plan, solution.best
+    if plan is None:
+        return True, inf
+    is_in_flight = best is not None and in_flight(plan.layout)
+    return plan.status != "ok", best.step_time_ns if is_in_flight and best is not None else plan.step_time_ns

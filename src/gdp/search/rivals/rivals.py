@@ -6,6 +6,7 @@
     megatron   the best grid of tensor x data x pipeline with equal layers a stage, 1F1B, with or without full
                recomputation and the optimizer's state cut over replicas
     fsdp-tp    torchtitan: FSDP over groups of cards, whose ops are cut over the cards of each
+    vllm       of a forward pass: the best of all sizes of groups times stages with as many layers each
 
 The first three accumulate gradients over the fewest micro-batches that fit in memory, as users raise that number; with
 several, all blocks are recomputed if that is faster. fsdp-tp does so for each size of groups. Where ops are cut, so are
@@ -41,8 +42,9 @@ from gdp.search.candidate import UNKNOWN, Arrangement, BatchCut, Candidate
 from gdp.search.layouts.dispatch import levels_of, simulate_1f1b
 from gdp.search.question import BatchQuestion, Solution
 from gdp.simulator.constraints import Constraints, memory_limits
+from gdp.simulator.levels import communication_levels
 from gdp.simulator.problem import Problem
-from gdp.simulator.simulate import Simulation
+from gdp.simulator.simulate import Simulation, simulate
 
 
 def accelerators(question: BatchQuestion) -> list[int]:
@@ -51,12 +53,12 @@ def accelerators(question: BatchQuestion) -> list[int]:
     return [number for number, kind in enumerate(kinds) if "cpu" not in kind] or list(range(len(kinds)))
 
 
-def _degrees(question: BatchQuestion) -> tuple[dict[Shards, BatchQuestion], str]:
+def _degrees(question: BatchQuestion, *, training: bool = True) -> tuple[dict[Shards, BatchQuestion], str]:
     """Returns the question about the step as it is and on groups of each size; and why the last is not there."""
     degrees, reason = {WHOLE: question}, "no two equal cards are joined by links of a host"
     for size in question.cluster.group_sizes():
         try:
-            shards = Shards(size).settled(training=True)
+            shards = Shards(size).settled(training=training)
             degrees[shards] = question.on_groups(shards)
         except InputError as error:  # such as heads that the size does not divide
             reason = str(error)
@@ -89,8 +91,11 @@ def _candidate(layout: Layout, grid: I64, step: Step, simulation: Simulation) ->
     """Returns the candidate that a step is; one that breaks another constraint than memory is not allowed."""
     cut = BatchCut(Arrangement(layout, tuple(map(tuple, grid.tolist()))), step)
     candidate = replace(Candidate.of(simulation), cut=cut)
-    is_allowed = simulation.feasible or simulation.missing_bytes.any()
-    return candidate if is_allowed else replace(candidate, figures=UNKNOWN, refusal=simulation.reasons[0])
+    return candidate if _is_allowed(simulation) else replace(candidate, figures=UNKNOWN, refusal=simulation.reasons[0])
+
+
+def _is_allowed(simulation: Simulation) -> bool:
+    return simulation.feasible or bool(simulation.missing_bytes.any())
 
 
 def simulate_layout(
@@ -330,6 +335,27 @@ def _uneven(question: BatchQuestion, count: int) -> str:
     return f"a batch of {question.parts.batch_size} has no {count} equal parts"
 
 
+def vllm(question: BatchQuestion) -> Solution:
+    """Returns the best forward pass over all sizes of groups and numbers of stages, on the first cards: what users of
+    vLLM try with `-tp` and `-pp`. Layers that do not divide are shared out evenly, as by its partition."""
+    tried: list[Candidate] = []
+    for shards, asked in _degrees(question, training=False)[0].items():
+        devices = np.array(accelerators(asked))
+        problem = Problem.build(asked.parts.exact(1), asked.cluster, asked.constraints)
+        for num_stages in range(1, len(devices) + 1):
+            stage = equal_stages(problem, num_stages, is_even=False)
+            if stage is None:
+                break
+            layout = Layout(stages=None if num_stages == 1 else num_stages)
+            levels = problem.b_level_ns, communication_levels(problem, devices[stage])
+            steps = [simulate(problem, devices[stage], priority=level) for level in levels]
+            cut = BatchCut(Arrangement(layout, (tuple(devices[:num_stages].tolist()),)))
+            tried += [replace(Candidate.of(step), cut=cut).on_groups(shards) for step in steps if _is_allowed(step)]
+    return Solution(min(tried, default=Candidate.refused(None)), looked_at=tuple(tried))
+
+
+SERVERS: Mapping[str, Callable[[BatchQuestion], Solution]] = MappingProxyType({"vllm": vllm})
+
 RIVALS: Mapping[str, Callable[[BatchQuestion], Solution]] = MappingProxyType(
     {
         "ddp": partial(_accumulating, zero=0),
@@ -341,8 +367,9 @@ RIVALS: Mapping[str, Callable[[BatchQuestion], Solution]] = MappingProxyType(
 )
 
 
-def equal_stages(problem: Problem, num_stages: int) -> I64 | None:
-    """Returns the stage [N] of each op of a step; None where the layers are not a multiple of `num_stages`.
+def equal_stages(problem: Problem, num_stages: int, *, is_even: bool = True) -> I64 | None:
+    """Returns the stage [N] of each op of a step; None where the layers are fewer than, or no multiple of `num_stages`;
+    not `is_even`: stages may differ by a layer.
 
     Stages are as Megatron cuts them: as many layers each, the embedding with the first, the head with the last. Layers
     are those of the numbered lists in module paths. Other modules go with the layer in front of them.
@@ -355,7 +382,7 @@ def equal_stages(problem: Problem, num_stages: int) -> I64 | None:
     longest = max(sizes.values(), default=0)
     is_layer = [sizes.get(path, 0) >= max(EXPERT.min_share * longest, 2) for path in layers.lists]
     count = sum(is_layer)
-    if not count or count % num_stages:
+    if count < num_stages or (is_even and count % num_stages):
         return None
     position = np.maximum(np.cumsum(is_layer) - 1, 0)  # [L]
     of_part = position * num_stages // count
