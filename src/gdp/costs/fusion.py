@@ -56,10 +56,12 @@ def fused(graph: Graph, *, with_siblings: bool = False) -> Fusion:
     tensors, readers = graph.edge_tensors, graph.consumers
     makers = graph.producers[tensors]
     place = np.stack([numbered(graph.phases)[1], graph.microbatches, graph.replicas, _loops(graph)])
-    place = np.vstack((place, _level(makers, readers, ~is_fused & ~np.isin(graph.kinds, _SOURCES))))
+    holds = graph.tensor_bytes[tensors] > 0  # a batch that enters where one ends is fused as that one is
+    is_own = ~is_fused & ~np.isin(graph.kinds, _SOURCES)
+    place = np.vstack((place, _level(makers[holds], readers[holds], is_own)))
     is_inline = is_fused & np.array([class_of(kind) in _INLINE for kind in kinds], np.bool_)[code]
     place[3:] = place[3:, _computed_at(graph, is_inline, is_fused, place[:3])]
-    joins = is_fused[makers] & is_fused[readers] & (graph.tensor_bytes[tensors] > 0)
+    joins = is_fused[makers] & is_fused[readers] & holds
     joins &= (place[:, makers] == place[:, readers]).all(axis=0)
     pairs = coo_array((joins[joins], (makers[joins], readers[joins])), (graph.num_ops, graph.num_ops))
     region = connected_components(pairs, directed=False)[1].astype(np.int64)
