@@ -147,7 +147,7 @@ def _spread(problem: Problem, executed: Sequence[int], position: I64) -> I64:
     for op in sources:
         labels[op] = first_use.get(op, min(by_module.get(graph.modules[op], {0})))
     for op in range(graph.num_ops):
-        if labels[op] < 0 and len(by_module.get(graph.modules[op], ())) == 1:
+        if labels[op] < 0 and graph.modules[op] and len(by_module.get(graph.modules[op], ())) == 1:
             labels[op] = min(by_module[graph.modules[op]])
     groups = list(grouped_ops(problem))
     is_labelled_source = is_source(graph) & (labels >= 0)
