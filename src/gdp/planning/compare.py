@@ -172,8 +172,7 @@ def compare_answers(
                 solution = find(asked, clock)
                 best = _answered(solution)
                 if question.num_batches and not seed:
-                    usual = {each.name: each for each in sorted(solution.looked_at, reverse=True) if each.name}
-                    rows += [_row(name, [each], 0.0, 1) for name, each in usual.items()]  # each on its best groups
+                    rows += [_row(each.name, [each], 0.0, 1) for each in solution.looked_at if each.name]
             if stop.is_set():
                 return _comparison(rows, question, interrupted=True)
             answers.append(best)

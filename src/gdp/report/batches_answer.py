@@ -23,9 +23,10 @@ _MOST_ROWS = 12  # of the table; all are in --json
 
 
 def layout_in_words(candidate: Candidate) -> str:
-    """Returns `2 replicas of the model on 2 devices in stages each`."""
-    num_places = candidate.way.num_places
-    return copies_in_words(len(candidate.devices), num_places, in_stages=num_places > 1 and is_pipeline(candidate))
+    """Returns `2 replicas of the model on 2 devices in stages each`, with the cards of a group behind it."""
+    num_places, num_ranks = candidate.way.num_places, candidate.layout.shards.num_ranks
+    words = copies_in_words(len(candidate.devices), num_places, in_stages=num_places > 1 and is_pipeline(candidate))
+    return words if num_ranks == 1 else f"{words}, a device being {num_ranks} cards"
 
 
 def of_throughput(figures: Throughput, samples: int | None = None) -> str:

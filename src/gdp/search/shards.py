@@ -127,7 +127,8 @@ def stamped(solution: Solution, shards: Shards) -> Solution:
         return solution
     plan = solution.plan
     document = dict(plan.layout or Layout().document()) | shards.document()
-    looked_at = {each: each.on_groups(shards) for each in (solution.best, *solution.looked_at) if each is not None}
+    kept = (each for each in (solution.best, *solution.looked_at) if each is not None)
+    looked_at = {each: replace(each.on_groups(shards), name="") for each in kept}  # names are of ways on single cards
     return solution._replace(
         plan=replace(plan, layout=document),
         best=None if solution.best is None else looked_at[solution.best],
