@@ -43,8 +43,10 @@ def costs(
     source = ModelSource(model, reading)
     if parallel is not None:
         layout = Layout.parse(parallel)
-        if layout.shards == WHOLE or not layout.of_groups.is_whole:
-            raise InputError(f"--parallel {parallel}: costs are of one rank; give degrees of its group alone: tensor=8")
+        if layout.shards == WHOLE or layout.shards.shares or not layout.of_groups.is_whole:
+            raise InputError(
+                f"--parallel {parallel}: costs are of one rank of equal ones; give degrees of its group alone: tensor=8"
+            )
         source = source.sharded(layout.shards)
     graph = read_graph(source).graph
     if (num_ranks := int(ranks_of(graph).max())) > 1:

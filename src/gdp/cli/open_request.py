@@ -35,7 +35,7 @@ class OpenRequest:
         model = request.read()
         request = request.later(time.monotonic() - began if model.is_captured else 0.0)
         request, question = request.opened(model)
-        request.say_notes(model.graph)
+        request.say_notes(model.graph, question.cluster)
         # a plan of batches in flight is of another graph than the model's
         return cls(request, model, question, files if question.num_batches else files.sparing_others(model.graph))
 

@@ -135,8 +135,10 @@ def place(
         layout = parallel if parallel in (None, AUTO, NONE) else Layout.parse(parallel)
         source = ModelSource(model, reading)
         if isinstance(layout, Layout) and layout.shards != WHOLE:
-            cluster.grouped(layout.shards.num_ranks)  # refused before the model is read
-            source = source.sharded(layout.shards)
+            if layout.shards.shares and sweep is not None:
+                raise InputError(f"--sweep: shares are those of known cards; leave it or {layout} out")
+            cluster.grouped(layout.shards.num_ranks, layout.shards.shares)  # refused before the model is read
+            source = source.sharded(layout.shards, cluster)
         request = PlaceRequest(
             source=source,
             devices=devices,

@@ -121,7 +121,8 @@ class PlaceRequest:
 
     def for_servers(self, question: PlaceQuestion) -> "tuple[PlaceRequest, PlaceQuestion]":
         """Returns the request and its question for what servers run, layers in order, unless it asks for else."""
-        has_shards = isinstance(self.parallel, Layout) and self.parallel.of_groups.is_whole
+        layout = self.parallel if isinstance(self.parallel, Layout) else None
+        has_shards = layout is not None and layout.of_groups.is_whole and not layout.shards.shares
         asks_else = self.target is not None or self.times is not None or not (self.parallel is None or has_shards)
         if not self.reading.serving.has_cache or asks_else or self.options.placer != "auto" or self.options.checkpoint:
             return self, question
@@ -180,11 +181,11 @@ class PlaceRequest:
         except InputError as error:
             raise InputError(f"{self.model} on {self.devices}: {error}") from None
 
-    def say_notes(self, graph: Graph) -> None:
+    def say_notes(self, graph: Graph, cluster: Cluster) -> None:
         """Logs what may not be as the user expects."""
         if self.is_local:
             log("gdp: note: devices as they are now; gdp devices detect shows them, and which figures are estimates")
-        for sentence in unused_names(graph, self.cluster):
+        for sentence in unused_names(graph, cluster):
             log(f"gdp: note: {sentence}")
         if self.times is not None and not any(graph.times_ns):
             kinds = ", ".join(sorted({device.kind for device in self.cluster.devices}))

@@ -127,7 +127,7 @@ class _SweepTable:
         """Returns the question of a value, prepared, and what its step serves."""
         if request.source is not self._source or self._model is None:
             self._source, self._model, self._parts = request.source, read_graph(request.source), None
-            request.say_notes(self._model.graph)
+            request.say_notes(self._model.graph, request.cluster)
         name = f"{self._model.graph.name} on {request.cluster.name}"
         with live(f"preparing {name}"):
             question = PlaceQuestion.of(

@@ -126,14 +126,17 @@ class Cluster:
         check_devices(devices)
         return replace(self, name=f"{split_runtime(self.name)[0]}:{runtime}", devices=tuple(devices))
 
-    def grouped(self, num_ranks: int) -> "Cluster":
+    def grouped(self, num_ranks: int, shares: Sequence[int] = ()) -> "Cluster":
         """Returns the cluster whose cards are groups of `num_ranks` equal ones of a host, see `gdp.cluster.groups`.
+        With `shares` it is one group of the first cards of any kinds.
 
         InputError where there is no such group. One whose cards are in such groups is returned as it is.
         """
         cards = [device for device in self.devices if not device.is_cpu] or self.devices
         if all(device.num_cards == num_ranks for device in cards):
             return self
+        if shares:
+            return Cluster.build(self.name, [groups.unequal_group(self, shares)], {})
         return Cluster.build(self.name, *groups.grouped(self, num_ranks))
 
     def group_sizes(self) -> tuple[int, ...]:

@@ -32,15 +32,16 @@ _HOST = re.compile(r"(.*host\d+)[.-]")  # of a device's name, in presets and as 
 _Members = tuple[int, ...]
 
 
-def islands(cluster: "Cluster", least: int = 2, *, of_cpus: bool = False) -> list[_Members]:
+def islands(cluster: "Cluster", least: int = 2, *, of_cpus: bool = False, of_any_kind: bool = False) -> list[_Members]:
     """Returns the cards of one kind and one host that its fastest links join: of the links that join `least` of them.
     Links that are slower are left out unless it takes them to join as many; those between hosts always are. `of_cpus`:
-    the CPUs in place of cards."""
+    the CPUs in place of cards. `of_any_kind`: of one runtime alone."""
     alike: dict[object, list[int]] = {}
     for number, device in enumerate(cluster.devices):
         if device.is_cpu == of_cpus and not device.group:
             host = found[1] if (found := _HOST.match(device.name)) else ""
-            alike.setdefault((host, device.kind, device.runtime, *sorted(device.achieved.items())), []).append(number)
+            traits = () if of_any_kind else (device.kind, *sorted(device.achieved.items()))
+            alike.setdefault((host, device.runtime, *traits), []).append(number)
     return sorted(island for cards in alike.values() for island in _joined(cluster, np.array(cards), least))
 
 
@@ -97,6 +98,25 @@ def grouped(cluster: "Cluster", num_ranks: int) -> tuple[list[Device], dict[tupl
         (a, b): _route(cluster, list(zip(parts[a], parts[b], strict=True)), channels)
         for a, b in permutations(range(len(parts)), 2)
     }
+
+
+def unequal_group(cluster: "Cluster", shares: Sequence[int]) -> Device:
+    """Returns the group of the first cards of a host that are as many as `shares`, with the figures of the one whose
+    share fills most of its memory. InputError where there are fewer."""
+    count = len(shares)
+    members = next((island[:count] for island in islands(cluster, count, of_any_kind=True)), ())
+    if not members:
+        raise InputError(f"a group of {count}: {cluster.name!r} has no {count} cards of a host; give fewer shares")
+    uses = Counter(channel for hop in _ring(members) for channel in _channels(cluster, hop))
+    group = _device(cluster, members, uses, count)
+    cards = [cluster.devices[card] for card in members]
+    lead = fullest(shares, cards)
+    return replace(cards[lead], name=group.name, group=group.group, link=group.link, issue_ns=group.issue_ns)
+
+
+def fullest(shares: Sequence[int], cards: Sequence[Device]) -> int:
+    """Returns the place of the card whose share fills most of its memory."""
+    return max(range(len(cards)), key=lambda place: shares[place] / max(cards[place].memory_bytes, 1))
 
 
 def _ring(members: _Members) -> Iterable[tuple[int, int]]:

@@ -115,6 +115,11 @@ def _can_exchange(num_ranks: I64, device: Device) -> Bool:
     return np.asarray((num_ranks == 0) | (fits & bool(device.group)))
 
 
+def has_shares(graph: Graph, device: Device) -> bool:
+    """Returns whether `device` is a group of unequal shares, whose members' times the graph has."""
+    return bool(device.group) and any(device.name in table for table in graph.times_ns[:1])
+
+
 def count_time_sources(graph: Graph, cluster: Cluster) -> dict[str, dict[str, int]]:
     """By device name, how many of the N ops have which source: `measured`, `cannot_run`, `roofline` or `free`."""
     measured, num_ranks = _measured_times(graph), ranks_of(graph)
@@ -123,7 +128,7 @@ def count_time_sources(graph: Graph, cluster: Cluster) -> dict[str, dict[str, in
     for device in cluster.devices:
         times_ns, is_measured = _times_on(device, measured, graph.num_ops)
         cannot = ~_can_exchange(num_ranks, device)
-        times_ns, is_measured = np.where(cannot, -1, times_ns), is_measured | cannot
+        times_ns, is_measured = np.where(cannot, -1, times_ns), is_measured & (not has_shares(graph, device)) | cannot
         counts[device.name] = {
             "measured": int((is_measured & (times_ns >= 0)).sum()),
             "cannot_run": int((is_measured & (times_ns < 0)).sum()),

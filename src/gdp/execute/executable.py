@@ -182,10 +182,9 @@ class PlannedCut:
         shards = layout.shards
         if shards == WHOLE:
             return self._step(captured(*inputs))
-        if shards.expert > 1:
-            raise InputError(
-                f"expert={shards.expert} is placed, not executed: it takes rows for balanced; leave expert out"
-            )
+        if shards.expert > 1 or shards.shares:
+            why = "no rank has a program of its own size" if shards.shares else "it takes rows for balanced"
+            raise InputError(f"{shards} is placed, not executed: {why}; place with tensor={shards.tensor} alone")
         if shards.tensor > 1 and shards.context > 1:
             raise InputError(f"{shards} is placed, not executed: ops are cut twice; leave tensor or context out")
         ranks = [captured(*inputs, shards=shards, rank=rank) for rank in range(shards.num_ranks)]

@@ -225,6 +225,7 @@ class ExportTarget:
     layers: Callable[[ExportUnits], Sequence[int]] = lambda _: ()  # units that any device may have more or fewer of
     takes_replicas: bool = False  # of batches in flight: a server each
     takes_shards: bool = False  # ops that are cut over the cards of a group
+    with_shares: Callable[[tuple[int, ...]], "ExportTarget"] | None = None  # of the cards of a group, unequal ones
 
     def within_share(self, problem: Problem) -> Problem:
         """Returns `problem` with the memory that the tool takes of each device by default."""

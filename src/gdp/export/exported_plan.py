@@ -79,6 +79,8 @@ def exported(
 
     InputError, with the remedy, for what the target cannot run.
     """
+    if plan.shards.shares:
+        target = _of_shares(target, plan.shards)
     if isinstance(target, LayoutTarget):
         check_training(problem, target.name)
         step = cut_step(problem, plan, target.name, has_stages=target.has_stages, held_by=target.held_by, source=source)
@@ -91,10 +93,20 @@ def exported(
     return Exported(target, adapt(problem, plan, target), plan)
 
 
+def _of_shares(target: ExportTarget | LayoutTarget, shards: Shards) -> ExportTarget:
+    if isinstance(target, LayoutTarget) or target.with_shares is None:
+        remedy = f"export to llama-cpp, or place with tensor={shards.tensor} on equal cards"
+        raise InputError(f"{shards} is not runnable today by {target.name}, whose shares are equal; {remedy}")
+    return target.with_shares(shards.shares)
+
+
 def check_takes_layout(plan: Plan, target: ExportTarget) -> None:
     """Raises InputError if the plan has a layout that a tool for one copy of the model does not take."""
     layout, shards = plan.layout, WHOLE if plan.layout is None else Shards.of_document(plan.layout)
     is_more = bool(shards.sequence) or shards.expert > 1 or shards.context > 1
+    if shards.shares:
+        _of_shares(target, shards)
+        return
     if shards != WHOLE and (is_more or not target.takes_shards):
         options = plan.question.options
         is_training = not options.get("inference") and options.get("phase", "step") == "step"

@@ -9,14 +9,22 @@ llama.cpp computes an op where its weights are, and attention where the cache is
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
 
 from gdp.arrays import I64
 from gdp.errors import InputError
-from gdp.export.export_target import ExportTarget, ExportUnits, check_inference, check_one_batch, gpu_numbers, is_cpu
+from gdp.export.export_target import (
+    ExportTarget,
+    ExportUnits,
+    cards_of,
+    check_inference,
+    check_one_batch,
+    gpu_numbers,
+    is_cpu,
+)
 from gdp.export.gguf_names import FEED_FORWARD, gguf_tensors, is_feed_forward
 from gdp.export.llama_cpp_cache import Cache, find_cache
 from gdp.export.module_chains import Layers, find_layers
@@ -35,6 +43,7 @@ class LlamaCpp:
 
     context: int | None = None
     split_layers: bool = False
+    shares: tuple[int, ...] = ()  # of each GPU in all matrices; (): a layer is on one device
 
     def __post_init__(self) -> None:
         if self.context is not None and self.context < 0:
@@ -54,6 +63,7 @@ class LlamaCpp:
             arrange=in_stretches,
             layers=whole_layers,
             notes=self.notes,
+            with_shares=lambda shares: replace(self, shares=shares).target(),
         )
 
     def read_units(self, problem: Problem) -> ExportUnits:
@@ -81,6 +91,10 @@ class LlamaCpp:
         place = {name: int(devices[unit]) for unit, members in enumerate(units.members) for name in members}
         cache = self.cache(problem.graph)
         lines = [f"-c {cache.tokens}"] if cache.tokens else []
+        if self.shares:
+            gpus = ",".join(_place(number) for _, number in cards_of(problem)[0])
+            lines += ["-ngl 999", "-sm row", f"-dev {gpus}", f"-ts {','.join(map(str, self.shares))}"]
+            return "\n".join(lines) + "\n"
         lines += _cache_options(problem, _layer_devices(place)) or ["-ngl 999"]
         parts: list[tuple[str, int]] = []  # (pattern, device)
         by_device: dict[tuple[str, int], list[int]] = defaultdict(list)
@@ -117,6 +131,9 @@ class LlamaCpp:
             ]
         else:
             notes = ["No room is left for a cache of keys and values."]
+        if self.shares:
+            notes.append("Rows of matrices have these shares; the cache and attention are on the first GPU (-mg).")
+            return notes
         place = {name: int(devices[unit]) for unit, members in enumerate(units.members) for name in members}
         if _cache_options(problem, _layer_devices(place)) is None:
             notes.append(

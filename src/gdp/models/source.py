@@ -26,6 +26,7 @@ from gdp.models.model_text import check_no_python_file, in_directory, is_graph_f
 from gdp.models.papers import PAPERS, Workload
 from gdp.models.serving import ServedStep
 from gdp.models.shards import Shards, Styles
+from gdp.models.unequal import UnequalStep
 from gdp.models.user_function import Example, JaxFunction, UserFunction, in_order
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class ModelSource:
         self._directory = directory
         self._timer: OpTimer | None = None  # None: times of ops are modelled
         self._timed_parts: dict[int, Model] = {}  # with times measured with as many samples
+        self.unequal: UnequalStep | None = None  # of cards with shares of their own, which have no other parts
         self._time_steps: dict[int, list[int]] = {}  # of recurrent layers, by the number of parts
 
     @classmethod
@@ -81,6 +83,8 @@ class ModelSource:
 
         A file is the step of one micro-batch.
         """
+        if self.unequal is not None:
+            return self.unequal.model
         count = self.reading.microbatches
         model = self.part(count)
         self._check_microbatch(count, model.graph)
@@ -111,13 +115,17 @@ class ModelSource:
         source._timer, source._timed_parts = OpTimer(times, cluster), {}
         return source
 
-    def sharded(self, shards: Shards) -> "ModelSource":
-        """Returns the same MODEL as one rank runs it. InputError for a file, and for options that do not go with it."""
+    def sharded(self, shards: Shards, cluster: "Cluster | None" = None) -> "ModelSource":
+        """Returns the same MODEL as one rank runs it, with unequal shares as the cards of `cluster` do. InputError for
+        a file, and for options that do not go with it."""
         if self.is_file:
             raise InputError(f"{self.text}: a file has its ops as they are; name the PyTorch model to cut them")
+        if shards.shares and (cluster is None or self.is_timed or self.reading.microbatches > 1):
+            raise InputError(f"{shards}: unequal shares take modelled times of a whole step on cards that are named")
         source = copy(self)
         source.reading = replace(self.reading, shards=shards.settled(training=self.reading.training))
         source._timed_parts, source._time_steps = {}, {}
+        source.unequal = UnequalStep.of(self, shards, cluster) if shards.shares and cluster else None
         return source
 
     def styles(self, shards: Shards, layers: Sequence[str], name: str) -> Styles:
@@ -131,6 +139,13 @@ class ModelSource:
         with user_function.printing_to_stderr():
             built = source._unused if source._is_function else source._built
             return built.styles(source.reading.shards, layers, name)
+
+    @property
+    def num_key_heads(self) -> int | None:
+        """The heads of keys of a model of Transformers; None where no config tells."""
+        if self._is_published and self.reading.serving.has_cache:  # whose attention reads the cache as it is
+            return None
+        return getattr(getattr(self._built.answer[0], "config", None), "num_key_value_heads", None)
 
     @property
     def has_tensor_plan(self) -> bool:

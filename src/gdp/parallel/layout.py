@@ -7,7 +7,7 @@ from typing import Any
 
 from gdp.errors import InputError, suggest
 from gdp.graph.microbatches import check_count
-from gdp.models.shards import WHOLE, Shards
+from gdp.models.shards import WHOLE, Shards, in_shares
 
 MAX_REPLICAS = 1024  # as many as there may be devices
 NONE, BLOCKS, AUTO = "none", "blocks", "auto"  # what is recomputed; AUTO: as many blocks as memory asks for
@@ -22,6 +22,7 @@ _BESIDE = (
     "exchanges",
     "whole",
     "groups",
+    "shares",
 )  # what plan files have besides the layout
 _MEANT = {  # what users of other tools write; the docs have the table
     "dp": "data",
@@ -73,6 +74,8 @@ class Layout:
             raise InputError("offload=selective: whole blocks wait on a CPU; take offload=blocks or auto")
         if self.offload != NONE and self.recompute != NONE:
             raise InputError("recompute and offload are two ways to hold fewer activations; take one of them")
+        if self.shards.shares and not self.of_groups.is_whole:
+            raise InputError(f"{self.shards} is one group of cards, which runs the whole step; leave other keys out")
         if self.offload != NONE and self.zero == 3:
             raise InputError("offload does not go with zero=3; take zero=2 or less, or recompute")
 
@@ -172,10 +175,11 @@ class Layout:
                 raise InputError(
                     f"microbatches has {len(counts)} numbers for {data} replicas; one, or one each, is expected"
                 )
-            tensor, expert, context = (_integer(values, key, 1) for key in ("tensor", "expert", "context"))
+            tensor, parts = in_shares(*(_number("tensor", item) for item in values.get("tensor", "1").split(":")))
+            expert, context = (_integer(values, key, 1) for key in ("expert", "context"))
+            shards = Shards(tensor, _SEQUENCE[sequence], expert, context, _FLAGS[overlap], parts)
             even, zero = counts if len(counts) == data else counts * data, _integer(values, "zero", 0)
             stages = _integer(values, "stages", 0) if "stages" in values else None
-            shards = Shards(tensor, _SEQUENCE[sequence], expert, context, _FLAGS[overlap])
             return cls(even, zero, recompute, stages, offload, shards)
         except InputError as error:
             raise InputError(f"--parallel: {error}") from None

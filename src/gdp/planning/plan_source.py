@@ -77,7 +77,7 @@ class PlanSource:
     def _of_plan(self, cluster: Cluster, text: str) -> Cluster:
         plan, shards = self.plan, self.plan.shards
         if shards != WHOLE:
-            cluster = cluster.grouped(shards.num_ranks)
+            cluster = cluster.grouped(shards.num_ranks, shards.shares)
         if cluster.fingerprint == plan.cluster:
             return cluster
         names = tuple(device.name for device in cluster.devices)
@@ -85,6 +85,12 @@ class PlanSource:
         if names != plan.devices:
             differs = f"it has {_listed(names)}, and the plan {_listed(plan.devices)}"
         raise InputError(f"the plan is for other devices than {text}: {differs}; name its own with --devices")
+
+    @property
+    def cards(self) -> Cluster:
+        """The devices that the plan's groups are made of, as they were asked for."""
+        question = self.plan.question
+        return Cluster.parse(self._devices or in_directory(question.cluster, question.directory))
 
     @cached_property
     def model(self) -> ModelSource:
@@ -162,7 +168,7 @@ class PlanSource:
         if times is not None:
             source = source.timed(MeasuredTimes(Path(times)), self.cluster)
         if (shards := self.plan.shards) != WHOLE:
-            source = source.sharded(shards)
+            source = source.sharded(shards, self.cards if shards.shares else None)
         if layout is None or (not in_flight(layout) and Layout.of_document(layout).of_groups.is_whole):
             return source.whole()
         if in_flight(layout) or source.is_file:
@@ -207,7 +213,8 @@ class PlanSource:
     @property
     def constraints(self) -> Constraints:
         """The limits of the plan."""
-        return constraints_of(self.options, self.cluster).on_groups(self.cluster)
+        limits = constraints_of(self.options, self.cluster).on_groups(self.cluster)
+        return replace(limits, max_memory_bytes=None) if self.plan.shards.shares else limits
 
     def problem(self) -> Problem:
         """Returns the problem that the plan solves."""

@@ -101,7 +101,7 @@ def device_report(
     yield ""
     yield Text(str(Limits.of(simulation)))
     for sentence in (
-        *sentences.of_groups(problem.cluster),
+        *sentences.of_groups(problem),
         *(sentences.of_held_memory(problem.graph) if tells_held else ()),
         sentences.of_full_devices(simulation),
         sentences.of_empty_devices(simulation, searched=searched),

@@ -100,7 +100,7 @@ def summary(data: PageData) -> dict[str, Any]:
         *([] if data.served is None else [serving_sentence(data.served, simulation, plan.layout)]),
         *sentences.of_speed(simulation, data.amounts if data.served is None else {}),
         str(_shortened(Limits.of(simulation))),
-        *sentences.of_groups(problem.cluster),
+        *sentences.of_groups(problem),
         *sentences.of_held_memory(problem.graph),
         sentences.of_full_devices(simulation, short),
         sentences.of_empty_devices(simulation, short, searched=sentences.is_searched(plan)),

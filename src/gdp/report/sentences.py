@@ -8,7 +8,7 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.cluster import Cluster
 from gdp.costs.collectives import COLLECTIVE
-from gdp.costs.op_times import ranks_of
+from gdp.costs.op_times import has_shares, ranks_of
 from gdp.costs.ranges import StepRange
 from gdp.graph import Graph
 from gdp.graph.held_memory import HeldMemory, is_cache
@@ -19,6 +19,7 @@ from gdp.report.tables import format_ms, format_range
 from gdp.search.solvers import SOLVERS
 from gdp.simulator.orders import BY_CALL
 from gdp.simulator.plan import Baseline, Plan, Search
+from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation
 
 _MOST_NAMED, _NAMED_OF_MANY = 64, 8  # devices: of more the first are named
@@ -125,10 +126,15 @@ def num_replicas(simulation: Simulation) -> int:
     return int(simulation.problem.graph.replicas.max()) + 1
 
 
-def of_groups(cluster: Cluster) -> Iterator[str]:
+def of_groups(problem: Problem) -> Iterator[str]:
     """Yields a sentence on the devices that are groups of cards."""
-    groups = [device for device in cluster.devices if device.group]
-    if groups:
+    groups = [device for device in problem.cluster.devices if device.group]
+    if groups and has_shares(problem.graph, groups[0]):
+        yield (
+            f"{groups[0].name} is a group of {groups[0].num_cards} cards with shares of their own: an op takes the "
+            f"longest of all cards; memory is that of the fullest one, {groups[0].kind}."
+        )
+    elif groups:
         names = _listed([device.name for device in groups])
         what = "is a group" if len(groups) == 1 else "are groups"
         yield (

@@ -20,6 +20,7 @@ from gdp.graph import Graph, GraphSource
 from gdp.models.model import Model
 from gdp.models.shards import WHOLE, Shards
 from gdp.models.source import ModelSource
+from gdp.models.unequal import UnequalStep
 from gdp.parallel.layout import AUTO, NONE, Layout
 from gdp.parallel.step import check_batches
 from gdp.search.batch_parts import Parts
@@ -113,7 +114,7 @@ class PlaceQuestion:
                     f"--parallel: {parallel.shards} cuts the ops of a MODEL; a step as it is has no shards"
                 )
             if model.reading.shards == WHOLE:
-                model, read = model.sharded(parallel.shards), None
+                model, read = model.sharded(parallel.shards, cluster), None
             own = replace(parallel, shards=WHOLE)
             parallel = NONE if own.is_whole else own
         if isinstance(model, Problem) and (model.cluster is not cluster or constraints != Constraints()):
@@ -122,7 +123,9 @@ class PlaceQuestion:
             read = read or model.whole()
         shards = model.reading.shards if isinstance(model, ModelSource) else WHOLE
         if shards != WHOLE:
-            cluster = cluster.grouped(shards.num_ranks)
+            if isinstance(model, ModelSource) and model.unequal is not None:
+                constraints = _checked(model.unequal, cluster, constraints)
+            cluster = cluster.grouped(shards.num_ranks, shards.shares)
             constraints = constraints.on_groups(cluster)
         asked = cls(_whole_step(model, read), cluster, constraints, options, parallel=parallel, shards=shards)
         if isinstance(model, ModelSource) and read is not None:
@@ -166,7 +169,7 @@ class PlaceQuestion:
             return self
         if self.source is None:
             raise InputError(f"--parallel: {shards} cuts the ops of a MODEL; a step as it is has no shards")
-        source, limits = self.source.sharded(shards), self.constraints
+        source, limits = self.source.sharded(shards, self.cluster), self.constraints
         if self.parts is None or self.num_batches:
             batches = self.num_batches or None
             asked = PlaceQuestion.of(source, self.cluster, limits, self.parallel, batches, self.options)
@@ -261,6 +264,20 @@ class PlaceQuestion:
             on_progress=on_progress,
             settings=options.settings,
         )
+
+
+def _checked(step: UnequalStep, cluster: Cluster, constraints: Constraints) -> Constraints:
+    """Returns the constraints but for limits of memory, which each member keeps. InputError where one does not."""
+    limits = dict(zip((device.name for device in cluster.devices), memory_limits(cluster, constraints), strict=True))
+    for card, graph in zip(step.cards, step.graphs, strict=True):
+        problem = Problem.build(graph, Cluster.build(card.name, [step.group], {}))
+        used = int(in_program_order(simulate(problem, np.zeros(graph.num_ops, np.int64))).peak_memory_bytes[0])
+        if (limit := int(limits[card.name])) < used:
+            raise InputError(
+                f"{step.shards}: {card.name} ({card.kind}) takes {used / 2**30:.2f} GiB with its share, of "
+                f"{limit / 2**30:.2f} GiB; give it a smaller one, or add a card"
+            )
+    return replace(constraints, max_memory_bytes=None)
 
 
 def _whole_step(model: _Opened, read: Model | None) -> Graph | Problem:

@@ -20,6 +20,7 @@ from numba.extending import overload
 from gdp import notebook
 from gdp.arrays import I64, Bool
 from gdp.compiled import INLINED, inner, kernel
+from gdp.costs.op_times import has_shares
 from gdp.costs.ranges import StepKind, StepRange, range_of
 from gdp.costs.rates import peak_rate
 from gdp.errors import InputError
@@ -126,7 +127,7 @@ class Simulation:
         flops = np.where(graph.is_in_role(MODEL) & ~graph.is_in_phase("update"), graph.flops, 0)
         dtypes, codes = numbered(graph.dtypes)
         by_dtype = np.bincount(codes, flops, len(dtypes))
-        if not by_dtype.any() or not self.step_time_ns:
+        if not by_dtype.any() or not self.step_time_ns or any(has_shares(graph, device) for device in devices):
             return None
         dtype = dtypes[int(by_dtype.argmax())]
         used = np.unique(self.placement).tolist()
