@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import zlib
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -37,12 +38,8 @@ class OverGloo(TorchDispatchMode):
 def logits(text: str, phase: str, shards: Shards, rank: int) -> Tensor:
     """Returns the logits of a rank, whose weights and cache are its part of those that are drawn."""
     torch.manual_seed(1)
-    cut = local_program.cut_weights
-
-    def own(*args: Any, **options: Any) -> None:
-        cut(*args, **options | {"rank": rank})
-
-    with torch.no_grad(), patch.object(local_program, "cut_weights", own):
+    own = partial(local_program.localise, rank=rank)
+    with torch.no_grad(), patch.object(local_program, "localise", own):
         model, _, inputs = ServedBuild(text, Serving(phase), 1, shards)()
         for name, buffer in model.named_buffers():
             if "_cache" in name:
