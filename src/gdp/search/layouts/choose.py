@@ -86,7 +86,8 @@ def _large_ops_placed(search: LayoutSearch) -> list[Candidate]:
     is_asked = layout is None or layout.is_whole
     if not is_asked or search.parts.exact(1).num_ops <= search.settings.large.estimated_ops:
         return []
-    is_many = search.question.cluster.is_large  # on which one copy of the model hardly wins
+    cluster = search.question.cluster  # on many devices, or on groups, one copy of the model hardly wins
+    is_many = cluster.is_large or any(device.group for device in cluster.devices)
     return _ops_placed(search, clock.part(search.settings.layouts.quick_share) if is_many else clock)
 
 
