@@ -28,7 +28,7 @@ from benchmarks.rival_steps import ARMS, EAGER, NUM_PROCESSES, RivalSetting
 from benchmarks.rows import Rows
 from benchmarks.training_subjects import SUBJECTS, Subject
 from gdp.budget import Budget
-from gdp.cluster.detect import detect
+from gdp.cluster.detect import Detected, detect
 from gdp.errors import InputError
 from gdp.execute.backends import Target, target_of
 from gdp.execute.calibrate.calibrate import Calibration, calibrate
@@ -70,12 +70,7 @@ class ExecutionAgainstBenchmark(Benchmark):
         pick(self.name, "workload", self.workloads, tuple(SUBJECTS))
 
     def measure(self, rows: Rows, say: Say) -> dict[str, Any]:
-        devices = [device for device in detect().devices if len(target_of(device).cores) == 1][:NUM_PROCESSES]
-        if len(devices) < NUM_PROCESSES:
-            raise InputError(
-                "execution-against: two processor cores are needed as devices of their own, and this machine "
-                "has none to give; where it has GPUs, hide them with CUDA_VISIBLE_DEVICES="
-            )
+        devices = two_cores(self.name)
         targets = tuple(map(target_of, devices))
 
         def measure() -> Calibration:
@@ -103,6 +98,17 @@ class ExecutionAgainstBenchmark(Benchmark):
     def draw(self, measured: Mapping[str, Any]) -> bytes:
         dots = {row["workload"]: _predicted_over_measured([row]).tolist() for row in measured["rows"]}
         return dot_plot("Predicted step times", "predicted over measured; a dot for each layout and placement", dots)
+
+
+def two_cores(bench: str) -> list[Detected]:
+    """Returns two processor cores that are devices of their own; InputError where this machine has none to give."""
+    devices = [device for device in detect().devices if len(target_of(device).cores) == 1][:NUM_PROCESSES]
+    if len(devices) < NUM_PROCESSES:
+        raise InputError(
+            f"{bench}: two processor cores are needed as devices of their own, and this machine "
+            "has none to give; where it has GPUs, hide them with CUDA_VISIBLE_DEVICES="
+        )
+    return devices
 
 
 def _predicted_over_measured(rows: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.float64]:

@@ -14,6 +14,7 @@ N ops, U units, K op kinds, D devices, G groups of the grouper, F features, S sa
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -231,8 +232,17 @@ class HdpPolicy(nn.Module):
         return placements, log_prob.gather(1, group[:, None]).sum() + device_log_prob
 
 
+Evaluate = Callable[[Problem, I64], tuple[I64, I64]]
+"""From a problem and placements [S, N] to step times [S] and peaks [S, D]."""
+
+
 def hdp(
-    question: Question, clock: Clock, *, config: HdpConfig | None = None, max_updates: int | None = None
+    question: Question,
+    clock: Clock,
+    *,
+    config: HdpConfig | None = None,
+    max_updates: int | None = None,
+    evaluate: Evaluate = evaluate_many,
 ) -> Solution:
     """Returns the best placement met while HDP trains on the reduced problem, until the clock or `max_updates` ends it.
 
@@ -251,7 +261,7 @@ def hdp(
     baseline: float | None = None
     while num_updates != max_updates and not clock.is_up:
         placements, log_prob = policy.sample(clock.at_most(config.num_samples), generator)
-        times, peaks = evaluate_many(problem, placements)
+        times, peaks = evaluate(problem, placements)
         clock.spend(len(placements))
         fits = np.all(peaks <= problem.memory_limit_bytes, axis=1)
         rewards = np.where(fits, -np.sqrt(times * 1e-9), config.invalid_reward)

@@ -6,14 +6,15 @@ parts of the batch --captured, ops measured--> Parts --place--> plan --step_prog
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.op_times import op_times, with_op_times
 from benchmarks.rival_processes import TrainedStep
-from benchmarks.training_subjects import Subject
+from benchmarks.training_subjects import Inputs, Subject
 from gdp.arrays import I64
 from gdp.cluster import Cluster
 from gdp.errors import InputError
@@ -53,8 +54,13 @@ class MeasuredSubject:
 
     def content(self, program: Program) -> dict[int, Tensor]:
         """Copies parameters, buffers and the inputs of the whole batch, by tensor of `program`."""
-        (whole,) = self.subject.inputs()
-        return program.bind_state(self.subject.module()) | program.bind_inputs(*whole)
+        module, (args, kwargs) = self._start
+        return program.bind_state(module) | program.bind_inputs(args, kwargs)
+
+    @cached_property
+    def _start(self) -> tuple[nn.Module, Inputs]:
+        """The module and the inputs that all ways to train begin with."""
+        return self.subject.module(), self.subject.inputs()[0]
 
     def step(self, plan: Plan) -> Step:
         """Returns the step that `plan` places."""

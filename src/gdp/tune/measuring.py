@@ -72,7 +72,7 @@ class Measuring:
                 return None
             settled = times_ms[len(times_ms) // 2 :]
             low, median, high = np.percentile(settled, (25, 50, 75)).tolist()
-            return median * 1e6, _of_median(low, median, high, len(settled))
+            return median * 1e6, noise_of_median(low, median, high, len(settled))
 
         return cls(["/bin/sh", "-c", command], read, timeout_s)
 
@@ -117,11 +117,11 @@ def _of_run(output: str) -> tuple[float, float | None] | None:
     for document in _json_lines(output):
         with contextlib.suppress(KeyError, TypeError, ValueError):
             (low, high), median = document["step_time_quartiles_ns"], float(document["step_time_ns"])
-            return median, _of_median(low, median, high, int(document["steps"]))
+            return median, noise_of_median(low, median, high, int(document["steps"]))
     return None
 
 
-def _of_median(low: float, median: float, high: float, count: int) -> float | None:
+def noise_of_median(low: float, median: float, high: float, count: int) -> float | None:
     """Returns the relative deviation of the median of `count` times with these quartiles, as of a normal distribution;
     None of too few."""
     return 1.25 * (high - low) / 1.349 / median / count**0.5 if count > 2 else None
