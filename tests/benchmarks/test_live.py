@@ -63,7 +63,7 @@ def test_page(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_fastest_by_hand() -> None:
-    """Of steps of 3, none, 1 and 2 ns after 1, 3, 6 and 10 s the first two have 3 ns, and so has all that ends in 5 s."""
+    """Steps of 3, none, 1 and 2 ns end after 1, 3, 6 and 10 s: the first two have 3 ns, and so has what ends in 5 s."""
     run = LiveRun([LiveTrial("a", 3, 1), LiveTrial("b", inf, 2), LiveTrial("c", 1, 3), LiveTrial("d", 2, 4)])
     assert [run.fastest(count) for count in (1, 2, 3, 4)] == [run.trials[0]] * 2 + [run.trials[2]] * 2
     assert run.fastest(seconds=5) == run.trials[0]
