@@ -45,6 +45,21 @@ def test_order_and_answer(tmp_path: Path) -> None:
     assert tuning.ended.startswith("no other is likely to be faster")
 
 
+def test_leaders_are_measured_again(tmp_path: Path) -> None:
+    """Two plans within the noise take turns before one is the answer: the first time of the first was a lucky one. Its
+    times are 100, 110, 110, those of the other 102: it leads, then the median of two is 105, and of three 110."""
+    tuning = Tuning.begin(tmp_path, QUESTION, candidates(100, 102, 300, first=2))
+    times_ns = {0: [100.0, 110.0, 110.0], 1: [102.0] * 3}
+    tuning.run(
+        lambda directory: Measured(OK, times_ns[int(directory.name)].pop(0), 0.01),
+        most=50,
+        ends_s=inf,
+        on_measured=lambda _: None,
+    )
+    assert [line.candidate for line in tuning.measurements] == [0, 1, 0, 1, 1, 0]
+    assert tuning.answer == 1
+
+
 def test_a_failed_plan_is_measured_too(tmp_path: Path) -> None:
     """A plan that does not run is not the answer and does not come again; where none runs there is no answer."""
     tuning = Tuning.begin(tmp_path, QUESTION, candidates(100, 105))

@@ -222,7 +222,7 @@ def _answered(tuning: "Tuning", *, json: bool, interrupted: bool) -> int:
                 "num_candidates": len(tuning.candidates),
                 "measurements": rows,
                 "best": None if best is None else tuning.candidates[best].name,
-                "step_time_ns": None if best is None else tuning.measured_ns[best],
+                "step_time_ns": None if best is None else round(tuning.measured_ns[best]),
                 "plan": None if best is None else str(plan),
                 "ended": tuning.ended,
             }
@@ -237,8 +237,8 @@ def _answered(tuning: "Tuning", *, json: bool, interrupted: bool) -> int:
         show(listings.rows_report(shown))
         if best is not None:
             name, time = tuning.candidates[best].name, format_ms(round(tuning.measured_ns[best]))
-            num_all = len(tuning.candidates)
-            print_text(f"\n{name} is the fastest of {len(lines)} measured plans, of {num_all}: {time} ({tuning.ended})")
+            num, num_all = len(tuning.measured_ns), len(tuning.candidates)
+            print_text(f"\n{name} is the fastest of {num} measured plans, of {num_all}: {time} ({tuning.ended})")
             print_text(f"Written to {plan}; next: gdp run {plan}")
     if interrupted:
         return INTERRUPTED

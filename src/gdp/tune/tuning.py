@@ -9,6 +9,7 @@ there and loses the measurement that ran."""
 import json
 import os
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf
@@ -27,6 +28,9 @@ LOG = "log.jsonl"
 # relative: runs of one plan, one after the other, differ by more than the steps of a run; and on a busy machine the
 # times of steps say nothing of others. Untuned
 _LEAST_NOISE, _MOST_NOISE = 0.02, 0.1
+# the fastest ones are measured again in turn before one is the answer: a machine's pace drifts, and of many noisy times
+# the shortest is a lucky one. Untuned
+_LEADERS, _ROUNDS = 3, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +96,11 @@ class Tuning:
 
     @property
     def measured_ns(self) -> dict[int, float]:
-        """The measured time of each candidate; infinite of one that failed."""
-        return {each.candidate: inf if each.step_ns is None else each.step_ns for each in self.measurements}
+        """The median of the measured times of each candidate; infinite of one that failed."""
+        times_ns = defaultdict[int, list[float]](list)
+        for each in self.measurements:
+            times_ns[each.candidate].append(inf if each.step_ns is None else each.step_ns)
+        return {number: float(np.median(times)) for number, times in times_ns.items()}
 
     @property
     def noise(self) -> float:
@@ -154,10 +161,21 @@ class Tuning:
         if first:
             return first[0]
         proposal = self.residual.proposal(measured)
-        if proposal is not None and not proposal.is_likely:
+        if proposal is not None and proposal.is_likely:
+            return proposal.candidate
+        if (leader := self._leader()) is None and proposal is not None:
             self.ended = f"no other is likely to be faster by more than {self.noise:.0%}"
-            return None
-        return None if proposal is None else proposal.candidate
+        return leader
+
+    def _leader(self) -> int | None:
+        """Returns the one of the fastest candidates that was measured least; None where that was enough, or noise does
+        not hide which is the fastest."""
+        measured, counts = self.measured_ns, Counter(each.candidate for each in self.measurements)
+        limit_ns = (1 + 2 * self.noise) * min(measured.values(), default=inf)
+        leaders = [number for number, time_ns in measured.items() if time_ns <= limit_ns < inf]
+        leaders = sorted(leaders, key=measured.__getitem__)[:_LEADERS]
+        waiting = [number for number in leaders if counts[number] < _ROUNDS]
+        return min(waiting, key=counts.__getitem__) if len(leaders) > 1 and waiting else None
 
     def _expected_ns(self, candidate: int) -> int:
         means, _ = self.residual.after(self.measured_ns)
