@@ -3,19 +3,23 @@
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
 
 from benchmarks import execution_against, live
-from benchmarks.live import ARM_NAMES, EXPERT, LiveBenchmark, mean_ratio, ratio_of
+from benchmarks.live import ARM_NAMES, EXPERT, LiveBenchmark, mean_ratio, ratio_of, steps_in_turn
 from benchmarks.live_arms import LEARNED, NUM_SAMPLES, ORDER, RANDOM, TUNE, TUNED, LiveRun, LiveTrial
 from benchmarks.models import families
+from benchmarks.own_steps import OwnSteps
+from benchmarks.rival_processes import TrainedStep
+from benchmarks.rival_steps import DDP, FSDP, RivalSetting
 from benchmarks.training_subjects import Subject
 from gdp import Cluster, InputError
 from gdp.cluster.detect import Detected, host
 from gdp.execute.calibrate.calibrate import Calibration
+from gdp.execute.plan_executor import ExecutionError
 from run_cases import CLUSTER
 
 SIZES = {"num_layers": 1, "hidden": 8, "num_heads": 2, "num_steps": 4, "vocabulary": 11}
@@ -35,6 +39,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution_against, "detect", lambda: SimpleNamespace(devices=devices))
     monkeypatch.setattr(live, "calibrate", lambda *_, **__: Calibration(cluster, ("as given",)))
     monkeypatch.setattr(live, "SUBJECTS", SUBJECTS)
+    monkeypatch.setattr(live, "RIVALS", ())  # their processes are tested with `execution-against`
     monkeypatch.setitem(live._QUICK, "budget", live.Budget(simulations=20))
 
 
@@ -43,7 +48,7 @@ def test_page(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     asked: dict[str, Any] = {"workloads": ("tiny-gpt2",), "quick": True}
     figures = LiveBenchmark(**asked).run(out=tmp_path / "out")
     (row,), most = figures["rows"], live._QUICK["measurements"]
-    assert set(row["final"]) == set(ARM_NAMES)
+    assert set(row["final"]) == set(ARM_NAMES) - {DDP, FSDP}
     assert {len(steps) for steps in row["final"].values()} == {live._QUICK["repeats"]}
     for arm in LEARNED:
         assert len(row["arms"][arm]["trials"]) == most
@@ -82,6 +87,32 @@ def test_ratios_by_hand() -> None:
     assert ratio_of(row, EXPERT, TUNE) == np.median([3, 2, 3])
     assert ratio_of(other, EXPERT, TUNE) is None
     assert mean_ratio([other], EXPERT, TUNE) is None
+
+
+class CountedSteps(OwnSteps):
+    """Steps of 1, 2, 3, ... ns, of which the one after `last` fails."""
+
+    def __init__(self, last: int) -> None:
+        self.last, self.count = last, 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.last = 0
+
+    def step(self) -> TrainedStep:
+        self.count += 1
+        if self.count > self.last:
+            raise ExecutionError("cpu0", "op")
+        return TrainedStep(self.count, 0.0)
+
+
+def test_a_plan_that_fails_is_left_out() -> None:
+    """After two steps that warm up, three are kept, and a plan that fails in the last of them has none."""
+    own: dict[str, OwnSteps] = {"runs": CountedSteps(5), "fails": CountedSteps(4)}
+    setting = RivalSetting(subject=SUBJECTS["tiny-gpt2"], layers=(), cut="")
+    assert steps_in_turn(own, setting, (), [()], 3) == {"runs": [3, 4, 5]}
 
 
 def test_bad_input() -> None:
