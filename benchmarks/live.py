@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from math import inf
 from typing import Any
 
@@ -31,6 +31,7 @@ from benchmarks.live_arms import (
     TUNE,
     TUNED,
     TUNED_CONTROL,
+    LivePlan,
     LivePlans,
     LiveRun,
     LiveTrial,
@@ -57,9 +58,8 @@ from gdp.execute.calibrate.calibrate import calibrate
 from gdp.execute.plan_executor import ExecutionError
 from gdp.graph import Graph
 from gdp.models.pytorch import capture
-from gdp.parallel.layout import Layout
-from gdp.parallel.step import Step
 from gdp.planning.warm_up import warm_up
+from gdp.policy.scheduler import Policy
 from gdp.search.place import place
 from gdp.search.place_question import PlaceQuestion, SearchOptions
 from gdp.search.question import Question
@@ -102,20 +102,22 @@ class LiveBenchmark(Benchmark):
         kept = asdict(config) | {"budget": str(config.budget), "workloads": None}
         settings = {"config": kept, "kinds": [device.kind for device in devices]}
         whole = cache(_whole_graph)
-
-        def measure(name: str) -> dict[str, Any]:
-            cluster = calibrate(devices, quick=True, on_progress=lambda text: say(f"measuring {text}")).cluster
-            others = {other: whole(other) for other in SUBJECTS if other != name}
-            targets = tuple(map(target_of, devices))
-            return _LiveModel(config, SUBJECTS[name], cluster, targets, others, say).row()
-
         measured = []
         for name in self.workloads:
-            row = rows.row(name, settings, partial(measure, name))
+
+            def keep(part: str, make: Callable[[], dict[str, Any]], name: str = name) -> dict[str, Any]:
+                say(f"{name}: {part}")
+                return rows.row(f"{name}-{part}", settings, partial(_timed, make))
+
+            def measure() -> dict[str, Any]:
+                return {"cluster": calibrate(devices, quick=True).cluster.to_document()}
+
+            cluster = Cluster.from_document(keep("devices", measure)["cluster"])
+            targets = tuple(map(target_of, devices))
+            row = _LiveModel(config, SUBJECTS[name], cluster, targets, whole, keep).row()
             measured.append(row)
-            ratio = np.median(np.divide(row["final"][OWN], row["final"][TUNE]))
-            taken = len(row["arms"][TUNE]["trials"])
-            say(f"{name}: {ratio:.2f}x place's plan after {taken} measurements, {row['seconds'] / 60:.0f} minutes")
+            ratio, taken = ratio_of(row, OWN, TUNE), len(row["arms"][TUNE]["trials"])
+            say(f"{name}: place's plan takes {ratio:.2f} of the answer after {taken} measurements")
         return {
             "rows": measured,
             "config": kept,
@@ -126,7 +128,7 @@ class LiveBenchmark(Benchmark):
             "curves": _curves(measured, [count for count in COUNTS if count <= config.measurements]),
             "claims": _claims(measured),
             "minutes": sum(row["seconds"] for row in measured) / 60,
-            "load": max(load for row in measured for load in row["load"]),
+            "load": max(row["load"] for row in measured),
         }
 
     def draw(self, measured: Mapping[str, Any]) -> bytes:
@@ -142,6 +144,12 @@ def _whole_graph(name: str) -> Graph:
     return capture(subject.module(), args, kwargs, name=name).graph
 
 
+def _timed(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Returns what `make` returns, with the seconds that it took, and the load of the machine before and after."""
+    began, load = time.monotonic(), os.getloadavg()[0]
+    return {**make(), "seconds": time.monotonic() - began, "load": max(load, os.getloadavg()[0])}
+
+
 @dataclass(frozen=True, eq=False)
 class _LiveModel:
     """A model on two cores, whose devices were measured."""
@@ -150,73 +158,91 @@ class _LiveModel:
     subject: Subject
     cluster: Cluster
     targets: Sequence[Target]
-    others: Mapping[str, Graph]  # whose placement the policy is pre-trained on
-    say: Say
+    graph_of: Callable[[str], Graph]  # other models, whose placement the policy is pre-trained on
+    keep: Callable[[str, Callable[[], dict[str, Any]]], dict[str, Any]]  # makes a part of a row, or finds it
 
     def row(self) -> dict[str, Any]:
         """Returns what all arms measured, and the steps of their answers in turn."""
-        began, load = time.monotonic(), [os.getloadavg()[0]]
-        config = self.config
+        candidates = self.keep("candidates", self._candidates)
+        arms, plans, answers = (dict(candidates[key]) for key in ("arms", "plans", "answers"))
+        parts = [candidates]
+        for arm in LEARNED:
+            parts.append(self.keep(arm, partial(self._learned, arm)))
+            arms[arm] = parts[-1]["run"]
+            plans |= parts[-1]["plans"]
+            answers |= zip([arm], parts[-1]["plans"], strict=False)  # none where no placement ran
+        parts.append(self.keep("answers", partial(self._in_turn, plans, answers)))
+        return {
+            **candidates,
+            "workload": self.subject.name,
+            "kind": self.subject.kind,
+            "batch_size": self.subject.batch_size,
+            "arms": arms,
+            "answers": answers,
+            "final": parts[-1]["final"],
+            "load": max(part["load"] for part in parts),
+            "seconds": sum(part["seconds"] for part in parts),
+        }
+
+    @cached_property
+    def _plans(self) -> LivePlans:
         measured = MeasuredSubject(self.subject, self.cluster, self.targets, num_steps=0)
-        question = PlaceQuestion.of(
-            measured.parts, self.cluster, Constraints(), None, None, SearchOptions(seed=_SEED, robust=0.0)
-        )
+        return LivePlans(measured, self.config.steps)
+
+    def _candidates(self) -> dict[str, Any]:
+        """Returns the runs of the arms that measure candidates, and the plans that they and others answer with."""
+        config, plans = self.config, self._plans
+        options = SearchOptions(seed=_SEED, robust=0.0)
+        question = PlaceQuestion.of(plans.subject.parts, self.cluster, Constraints(), None, None, options)
         question.prepare()
         warm_up(("auto",))
         pool = find_candidates(question, Clock(config.budget), config.measurements)
-        plans = LivePlans(measured, config.steps)
-        self.say(f"{self.subject.name}: {len(pool)} candidates")
         runs = run_on_candidates(plans, pool, config.measurements)
-        self.say(f"{self.subject.name}: tune measured {len(runs[TUNE].trials)}, {runs[TUNE].ended}")
-        runs |= self._learned(plans)
         answers = {arm: run.answer for arm, run in runs.items() if run.answer}
         answers[OWN] = next(f"{number}: {each.name}" for number, each in enumerate(pool) if each.name == OWN)
         for arm, placer in ((BY_LAYER, "expert"), (SINGLE, "single")):
             with suppress(InputError):  # it finds no placement
                 plan = place(question.graph, self.cluster, placer=placer, budget="1sims", robust=0.0)
-                plans.makers[arm] = lambda plan=plan: (measured.program(measured.step(plan)), plan.order)  # type: ignore[misc]
+                plans.by_name[arm] = LivePlan(None, plan.order)
                 answers[arm] = arm
-        own = {name: plans.own_steps(name) for name in dict.fromkeys(answers.values())}
-        cores = [target.cores for target in self.targets]
-        times = steps_in_turn(own, rival_setting(measured), RIVALS, cores, config.repeats)
-        final = {arm: times[name] for arm, name in answers.items() if name in times}
         return {
-            "workload": self.subject.name,
-            "kind": self.subject.kind,
-            "batch_size": self.subject.batch_size,
             "num_ops": question.graph.num_ops,
             "num_candidates": len(pool),
-            "cluster": self.cluster.to_document(),
             "predicted_ns": {f"{number}: {each.name}": each.plan.step_time_ns for number, each in enumerate(pool)},
             "arms": {arm: _document(run) for arm, run in runs.items()},
             "answers": answers,
-            "final": final | {arm: times[arm] for arm in RIVALS if arm in times},
-            "load": [*load, os.getloadavg()[0]],
-            "seconds": time.monotonic() - began,
+            "plans": {name: plans.by_name[name].document() for name in answers.values()},
         }
 
-    def _learned(self, plans: LivePlans) -> dict[str, LiveRun]:
-        """Returns the runs of policies on measured rewards, with a choice for each module."""
-        most, graph = self.config.measurements, plans.subject.parts.exact(1)
-        program = plans.subject.program(Step.of(graph, Layout()))
+    def _learned(self, arm: str) -> dict[str, Any]:
+        """Returns the run of a policy on measured rewards, with a choice for each module."""
+        most, asked = self.config.measurements, self._question(self._plans.subject.parts.exact(1))
+        rewards = MeasuredRewards(self._plans, asked, arm)
+        if arm in (HDP, HDP_CONTROL):
+            run = run_hdp(rewards, most, learns=arm == HDP)
+        else:
+            run = run_gdp(rewards, new_policy() if arm == GDP else self._policy, most, learns=arm != TUNED_CONTROL)
+        names = [run.answer] if run.answer else []
+        return {"run": _document(run), "plans": {name: self._plans.by_name[name].document() for name in names}}
 
-        def question(graph: Graph) -> Question:
-            return Question.about(by_module(Problem.build(graph, self.cluster)), seed=_SEED, num_threads=1)
+    @cached_property
+    def _policy(self) -> Policy:
+        """GDP's policy, trained in simulation on the other models."""
+        others = [name for name in SUBJECTS if name != self.subject.name]
+        questions = {name: self._question(self.graph_of(name)) for name in others}
+        return pretrained(questions, self.config.pretraining)
 
-        asked = question(graph)
-        policy = pretrained({name: question(graph) for name, graph in self.others.items()}, self.config.pretraining)
-        ways: dict[str, Callable[[MeasuredRewards], LiveRun]] = {
-            HDP: lambda rewards: run_hdp(rewards, most, learns=True),
-            HDP_CONTROL: lambda rewards: run_hdp(rewards, most, learns=False),
-            GDP: lambda rewards: run_gdp(rewards, new_policy(), most, learns=True),
-            TUNED: lambda rewards: run_gdp(rewards, policy, most, learns=True),
-            TUNED_CONTROL: lambda rewards: run_gdp(rewards, policy, most, learns=False),
-        }
-        runs = {}
-        for arm, run in ways.items():
-            runs[arm] = run(MeasuredRewards(plans, asked, program, arm))
-            self.say(f"{self.subject.name}: {arm}: {len(runs[arm].trials)} measured")
-        return runs
+    def _question(self, graph: Graph) -> Question:
+        return Question.about(by_module(Problem.build(graph, self.cluster)), seed=_SEED, num_threads=1)
+
+    def _in_turn(self, plans: Mapping[str, Mapping[str, Any]], answers: Mapping[str, str]) -> dict[str, Any]:
+        """Returns the step times of all answers and rivals, by arm."""
+        self._plans.by_name |= {name: LivePlan(**document) for name, document in plans.items()}
+        own = {name: self._plans.own_steps(name) for name in dict.fromkeys(answers.values())}
+        cores = [target.cores for target in self.targets]
+        times = steps_in_turn(own, rival_setting(self._plans.subject), RIVALS, cores, self.config.repeats)
+        final = {arm: times[name] for arm, name in answers.items() if name in times}
+        return {"final": final | {arm: times[arm] for arm in RIVALS if arm in times}}
 
 
 def steps_in_turn(

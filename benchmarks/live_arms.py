@@ -9,12 +9,12 @@ A policy has a control that draws as it does and learns nothing.
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,8 @@ from gdp.budget import Budget, Clock
 from gdp.errors import InputError, first_line
 from gdp.execute.measurement import Order, PlacedProgram, measure_programs
 from gdp.execute.plan_executor import ExecutionError
-from gdp.models.pytorch import Program
+from gdp.parallel.layout import Layout
+from gdp.parallel.step import Step
 from gdp.policy.scheduler import Policy, one_thread
 from gdp.policy.training.ppo import Trials, improve
 from gdp.search.candidate import Candidate
@@ -87,27 +88,40 @@ class LiveRun:
         return sum(trial.seconds for trial in self.trials)
 
 
+class LivePlan(NamedTuple):
+    """A plan as it is run."""
+
+    layout: Mapping[str, Any] | None  # None: the step is not cut
+    order: Order
+
+    def document(self) -> dict[str, Any]:
+        """Returns the plan for a row."""
+        return {"layout": self.layout, "order": [np.asarray(ops).tolist() for ops in self.order]}
+
+
 @dataclass(eq=False)
 class LivePlans:
     """Plans of a subject by name, which are run on this host: programs are made when they are."""
 
     subject: MeasuredSubject
     num_steps: int  # of a measurement, after one that warms up
-    makers: dict[str, Callable[[], tuple[Program, Order]]] = field(default_factory=dict)
+    by_name: dict[str, LivePlan] = field(default_factory=dict)
     _known: dict[tuple[str, int], tuple[Measured, float]] = field(default_factory=dict)
 
     def own_steps(self, name: str) -> OwnSteps:
         """Returns the steps of a plan, in processes of their own. InputError where it cannot be run."""
-        program, order = self.makers[name]()
+        layout, order = self.by_name[name]
+        step = Step.of_document(self.subject.parts.exact, layout or Layout().document())
+        program = self.subject.program(step)
         return OwnSteps(program, order, self.subject.content(program), self.subject.targets)
 
     def measure(self, name: str) -> tuple[Measured, float]:
         """Measures a plan; returns the seconds that it took, too."""
         began = time.monotonic()
         try:
-            program, order = self.makers[name]()
-            placed = {name: PlacedProgram(program, self.subject.content(program), order)}
-            found = measure_programs(placed, self.subject.targets, steps=self.num_steps, warm_up_steps=1)[name]
+            own = self.own_steps(name)
+            placed = {name: PlacedProgram(own.program, own.content, own.order)}
+            found = measure_programs(placed, own.targets, steps=self.num_steps, warm_up_steps=1)[name]
             (low, high), median = found.step_quartiles_ns, found.median_step_ns
             measured = Measured(OK, median, noise_of_median(low, median, high, self.num_steps))
         except (ExecutionError, InputError, MemoryError) as error:
@@ -126,7 +140,7 @@ def run_on_candidates(plans: LivePlans, pool: Sequence[PlannedCandidate], most: 
     order, so that a machine whose pace drifts favours none. All arms but `tune` answer after as many as it took."""
     names = [f"{number}: {each.name}" for number, each in enumerate(pool)]
     for name, each in zip(names, pool, strict=True):
-        plans.makers[name] = lambda plan=each.plan: (plans.subject.program(plans.subject.step(plan)), plan.order)  # type: ignore[misc]
+        plans.by_name[name] = LivePlan(each.plan.layout, each.plan.order)
 
     def trial(number: int) -> LiveTrial:
         measured, seconds = plans.measured(names[number])
@@ -169,7 +183,6 @@ class MeasuredRewards:
 
     plans: LivePlans
     question: Question
-    program: Program
     name: str
     run: LiveRun = field(default_factory=LiveRun)
     _since: float = field(default_factory=time.monotonic)
@@ -178,8 +191,8 @@ class MeasuredRewards:
         """Returns (step times [S], peaks [S, D]); a placement that fails is beyond all limits."""
         times, peaks = np.full(len(placements), NEVER), np.zeros((len(placements), problem.num_devices), np.int64)
         for row, placement in enumerate(placements):
-            name, order = f"{self.name} {len(self.run.trials)}", self._order(problem, placement)
-            self.plans.makers[name] = lambda order=order: (self.program, order)  # type: ignore[misc]
+            name = f"{self.name} {len(self.run.trials)}"
+            self.plans.by_name[name] = LivePlan(None, self._order(problem, placement))
             measured, _ = self.plans.measure(name)
             now = time.monotonic()
             self.run.trials.append(LiveTrial(name, measured.step_ns, now - self._since))
