@@ -17,6 +17,7 @@ from benchmarks.rival_processes import TrainedStep
 from benchmarks.rival_steps import DDP, FSDP, RivalSetting
 from benchmarks.training_subjects import Subject
 from gdp import Cluster, InputError
+from gdp.budget import Budget
 from gdp.cluster.detect import Detected, host
 from gdp.execute.calibrate.calibrate import Calibration
 from gdp.execute.plan_executor import ExecutionError
@@ -40,7 +41,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "calibrate", lambda *_, **__: Calibration(cluster, ("as given",)))
     monkeypatch.setattr(live, "SUBJECTS", SUBJECTS)
     monkeypatch.setattr(live, "RIVALS", ())  # their processes are tested with `execution-against`
-    monkeypatch.setitem(live._QUICK, "budget", live.Budget(simulations=20))
+    monkeypatch.setitem(live._QUICK, "budget", Budget(simulations=20))
 
 
 def test_page(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
