@@ -40,6 +40,7 @@ HELP = {
     "drawn": "Directory of `benchmarks.architectures`, of another seed than the graphs trained on.",
     "enough": "Plans that a number moves, after which it is not tried on further problems.",
     "evaluations": "Placements that a run simulates.",
+    "file": "CSV of your own candidates, in place of the tables: choice, traits, predicted, measured.",
     "fine_tune_budget": "Training on a workload.",
     "graphs": "Number of drawn graphs.",
     "hdp_factor": "HDP's processor time over that of fine-tuning.",

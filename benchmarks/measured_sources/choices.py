@@ -25,7 +25,7 @@ from gdp.costs.ranges import StepKind, range_on
 from gdp.errors import InputError
 
 _EIGHTY = 2.563  # deviations of a normal distribution between its 10th and 90th percentile
-_SPREAD = 0.15  # of predictions without a range
+SPREAD = 0.15  # of predictions without a range
 _F64 = npt.NDArray[np.float64]
 
 
@@ -40,7 +40,16 @@ class Choice:
     naive: _F64  # [N] by the peak of the sheet alone, in any unit
     traits: _F64  # [N, T]
     preference: Sequence[tuple[float, ...]]  # [N] of an expert, the least first
-    spread: float  # relative deviation of predictions that their ranges tell
+    spreads: _F64  # [N] relative deviations of predictions that their ranges tell
+    names: tuple[str, ...]  # [T] of traits
+    table: str = ""
+    machine: str = ""  # that it was measured on
+    model: str = ""
+
+    @property
+    def spread(self) -> float:
+        """The relative deviation of the least certain prediction."""
+        return float(self.spreads.max())
 
 
 @dataclass(frozen=True)
@@ -51,8 +60,10 @@ class ChoiceTable:
     about: str
     source: MeasuredSource
     group_of: Callable[[MeasuredRow], str]
+    machine_of: Callable[[MeasuredRow], str]
+    model_of: Callable[[MeasuredRow], str]
     amount_of: Callable[[MeasuredRow], float]
-    traits_of: Callable[[MeasuredRow], list[float]]
+    traits_of: Callable[[MeasuredRow], dict[str, float]]
     preference_of: Callable[[MeasuredRow], tuple[float, ...]]
     naive_of: Callable[[MeasuredRow], float]
 
@@ -81,22 +92,29 @@ class ChoiceTable:
 
     def _choice(self, name: str, group: Sequence[MeasuredRow], made: Mapping[str, Any]) -> Choice:
         amounts = np.array([self.amount_of(row) for row in group])
-        spreads = []
-        for row in group:
-            kind = made[row.key][1]
-            if kind is not None:
-                told = range_on(StepKind(*kind), [row.card])
-                spreads.append(log(told.high / told.low) / _EIGHTY)
+        traits = [self.traits_of(row) for row in group]
         return Choice(
             name,
             any(self.source.is_set(row) for row in group),
             np.array([row.measured_ms for row in group]) / amounts,
             np.array([made[row.key][0] for row in group]) / amounts,
             np.array([self.naive_of(row) for row in group]) / amounts,
-            np.array([self.traits_of(row) for row in group]),
+            np.array([list(each.values()) for each in traits]),
             [self.preference_of(row) for row in group],
-            max(spreads, default=_SPREAD),
+            np.array([spread_of(made[row.key][1], row.card) for row in group]),
+            tuple(traits[0]),
+            self.name,
+            self.machine_of(group[0]),
+            self.model_of(group[0]),
         )
+
+
+def spread_of(kind: Sequence[Any] | None, card: str) -> float:
+    """Returns the relative deviation of predictions of steps of a kind; None: without a range."""
+    if kind is None:
+        return SPREAD
+    told = range_on(StepKind(*kind), [card])
+    return log(told.high / told.low) / _EIGHTY
 
 
 def _peak(card: str) -> float:
@@ -126,22 +144,30 @@ def _naive_mpt(row: MeasuredRow) -> float:
     return flops * step.micro_batch * step.accumulation / _peak(row.card)  # of a card
 
 
-def _gpt_traits(row: MeasuredRow) -> list[float]:
-    step: GPTStep = row.case
-    return [log2(n) for n in (step.micro_batch, step.tensor_parallel, step.data_parallel, step.pipeline_parallel)]
+def gpt_traits(step: GPTStep) -> dict[str, float]:
+    """Returns the logarithms of what a layout of GPT has."""
+    names = "micro_batch", "tensor_parallel", "data_parallel", "pipeline_parallel"
+    return {name: log2(getattr(step, name)) for name in names}
 
 
-def _mpt_traits(row: MeasuredRow) -> list[float]:
+def _mpt_traits(row: MeasuredRow) -> dict[str, float]:
     step: MPTStep = row.case
-    numbers = [log2(n) for n in (step.sequence, step.micro_batch, step.cards)]
-    return [*numbers, float(step.recompute == "blocks"), float(step.precision == "mixed")]
+    numbers = {name: log2(getattr(step, name)) for name in ("sequence", "micro_batch", "cards")}
+    return numbers | {"recomputed": float(step.recompute == "blocks"), "mixed": float(step.precision == "mixed")}
 
 
-def _image_traits(row: MeasuredRow) -> list[float]:
+def _image_traits(row: MeasuredRow) -> dict[str, float]:
     step: ImageStep = row.case
-    facts = "4090" in row.card, row.runtime != "eager", step.channels_last, "pt29" in row.key
-    return [float(fact) for fact in facts]
+    facts = {"newer_card": "4090" in row.card, "compiled": row.runtime != "eager"}
+    facts |= {"channels_last": step.channels_last, "newer_software": "pt29" in row.key}
+    return {name: float(fact) for name, fact in facts.items()}
 
+
+NAMES = (
+    *("micro_batch", "tensor_parallel", "data_parallel", "pipeline_parallel", "sequence", "cards", "recomputed"),
+    *("mixed", "newer_card", "compiled", "channels_last", "newer_software"),
+)
+"""Traits of the tables."""
 
 TABLES = (
     ChoiceTable(
@@ -149,8 +175,10 @@ TABLES = (
         "layouts of GPT on 2 to 8 A100, by model and batch (vTrain)",
         GPTSteps(degrees=()),
         lambda row: row.chosen_from,
+        lambda row: f"{row.case.gpus}x{row.card}",
+        lambda row: f"{row.case.layers} layers",
         lambda row: 1.0,
-        _gpt_traits,
+        lambda row: gpt_traits(row.case),
         # as few shards and stages as there can be, within a host shards first, and large micro-batches (the same paper)
         lambda row: (
             row.case.tensor_parallel * row.case.pipeline_parallel,
@@ -164,6 +192,8 @@ TABLES = (
         "sequences and micro-batches of MPT under FSDP, by model and time per token and card (llm-foundry)",
         MPTSteps(),
         lambda row: row.case.model,
+        lambda row: row.card,
+        lambda row: row.case.model,
         lambda row: row.amount / row.case.cards,
         _mpt_traits,
         lambda row: (row.case.recompute == "blocks", -row.case.micro_batch * row.case.sequence),
@@ -174,6 +204,8 @@ TABLES = (
         "cards, memory formats and runtimes for inference of an image model, by time per image (timm)",
         ImageInference(60),
         lambda row: f"{row.model}-{row.case.image}",
+        lambda row: "a host of a choice of cards",
+        lambda row: row.model,
         lambda row: row.amount,
         _image_traits,
         lambda row: ("4090" not in row.card, row.runtime == "eager", not row.case.channels_last),

@@ -22,12 +22,14 @@ from benchmarks.measured_sources.source import (
     cluster_of,
     read_table,
 )
+from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.models.shards import Shards
 from gdp.parallel.layout import BLOCKS, Layout
 from gdp.search.rivals.rivals import equal_stages, simulate_layout
 from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import Simulation
 
 VTRAIN = DATA / "gpt-a100.csv"
 VOCABULARY = 50_257  # of GPT-2's tokenizer: the files do not have it
@@ -123,16 +125,8 @@ class GPTSteps(MeasuredSource):
     def predict(self, row: MeasuredRow, graphs: CapturedGraphs) -> PredictedRow:
         """Simulates the step in its layout."""
         step: GPTStep = row.case
-        graph = graphs.read(step.graph_name, lambda: _capture(step))
-        cluster = cluster_of(f"{step.gpus}x{row.card}").grouped(step.tensor_parallel)
-        stage = equal_stages(Problem.build(graph, cluster), step.pipeline_parallel)
-        assert stage is not None, "the layers are a multiple of the stages"
-        grid = np.arange(step.data_parallel * step.pipeline_parallel).reshape(
-            step.data_parallel, step.pipeline_parallel
-        )
-        _, simulation = simulate_layout(
-            graph, step.layout, cluster, stage, grid, in_program_order=True, bucket_bytes=_ONE_BUCKET
-        )
+        graph = graphs.read(step.graph_name, lambda: capture(step))
+        simulation = simulated(step, graph, cluster_of(f"{step.gpus}x{row.card}"))
         of_rank = f"tensor={step.tensor_parallel}, " * (step.tensor_parallel > 1)
         fits = not simulation.missing_bytes.any()
         return PredictedRow(
@@ -152,6 +146,15 @@ class GPTTensorSteps(GPTSteps):
     about = "the same with tensor parallelism over 2, 4 and 8 cards, which nothing is set on"
 
     degrees: tuple[int, ...] = (2, 4, 8)
+
+
+def simulated(step: GPTStep, graph: Graph, cluster: Cluster) -> Simulation:
+    """Simulates a step in its layout over groups of the cards of `cluster`."""
+    cluster = cluster.grouped(step.tensor_parallel)
+    stage = equal_stages(Problem.build(graph, cluster), step.pipeline_parallel)
+    assert stage is not None, "the layers are a multiple of the stages"
+    grid = np.arange(step.data_parallel * step.pipeline_parallel).reshape(step.data_parallel, step.pipeline_parallel)
+    return simulate_layout(graph, step.layout, cluster, stage, grid, in_program_order=True, bucket_bytes=_ONE_BUCKET)[1]
 
 
 def read_steps(path: Path) -> list[tuple[GPTStep, float]]:
@@ -177,7 +180,7 @@ def _check(step: GPTStep, time_ms: float, where: str) -> None:
         raise InputError(f"{where}: the batch has no equal micro-batches, or the layers no equal stages")
 
 
-def _capture(step: GPTStep) -> Graph:
+def capture(step: GPTStep) -> Graph:
     """Returns the step of one micro-batch on one rank, as Megatron computes it."""
     import torch
 

@@ -23,6 +23,7 @@ from benchmarks.benchmark import HELP, settings_of
         ("generalization --checkpoints directory --fine-tune-budget fast", "budget is 'fast'"),
         ("trained --checkpoint none --budget 20sims", "budget is 20sims; a time such as 3s is expected"),
         ("trained", "Missing option '--checkpoint'"),
+        ("few-measurements --file none.csv", "none.csv: "),
         ("execution-against --against dpd", "execution-against: no arm 'dpd'; did you mean ddp"),
         ("serach", "No such command 'serach'"),
     ],
