@@ -4,9 +4,9 @@ The residual of `gdp.tune` has errors with mean 0, and widths that are set. Here
 log(measured / predicted) on traits, relative to the choice, and the widths are the likeliest of a few.
 
 A bandit chooses among three that propose the next candidate: the policy, the order of costs, the residual. One has won
-when the candidate that it proposed is at least as fast as all before. The bandit draws from what it believes of each
-(W. Thompson, 1933; Beta distributions), which begins with the wins on other machines, at most so many that a run can
-change it. All who proposed the candidate are credited.
+when the candidate that it proposed is at least as fast as all before; only the first few measurements are counted. The
+bandit draws from what it believes of each (W. Thompson, 1933; Beta distributions), which begins with the wins on other
+machines, at most so many that a run can change it. All who proposed the candidate are credited.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,6 +26,7 @@ PROPOSERS = "policy", "costs", "residual"
 _SHARED = 0.5  # deviation of the error that all candidates share, as the residual has it
 _WIDTHS, _OF_TRAITS = (0.4, 0.7, 1.0, 1.5), (0.0, 0.2, 0.5, 0.8)  # of the spread; of the variance
 _RIDGES = (3.0, 30.0, 300.0, np.inf)
+_EARLY = 5  # measurements that are counted
 _MOST_BELIEVED, _NOISE = 10.0, 0.02  # measurements that wins elsewhere count as; of a measurement there
 
 
@@ -130,7 +131,7 @@ class _Bandit:
 
     def credit(self, measured: Mapping[int, float]) -> None:
         """Counts what the last measurement says; the first has none before it."""
-        if len(measured) > 1:
+        if 1 < len(measured) <= _EARLY:
             last = list(measured)[-1]
             won = measured[last] == min(measured.values())
             self.counts[0 if won else 1] += [each == last for each in self.proposed]
@@ -139,6 +140,12 @@ class _Bandit:
 def _player(trial: Trial, lessons: Lessons) -> ArmRun:
     bandit = _Bandit(trial, lessons, beliefs(lessons).copy())
     return ArmRun(bandit.propose, bandit.residual.answer)
+
+
+def shares(lessons: Lessons) -> F64:
+    """Returns how often each proposer is heard [P] as the bandit begins."""
+    drawn = np.random.default_rng(0).beta(*beliefs(lessons), size=(2000, len(PROPOSERS)))
+    return np.bincount(drawn.argmax(axis=1), minlength=len(PROPOSERS)) / len(drawn)
 
 
 @cache

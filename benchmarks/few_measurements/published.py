@@ -145,13 +145,13 @@ class SuperposedPolicy(Network):
 
 
 # What was tried on the choices with set rows is told on the page
-HDP = Learning(learning_rate=0.01, entropy_weight=0.01, samples=1, repeats=True, most=200)
-GDP = Learning(learning_rate=0.003, entropy_weight=0.01, samples=4, epochs=4, clip=0.2, repeats=True, most=200)
+HDP = Learning(learning_rate=0.01, entropy_weight=0.03, samples=4, repeats=True, most=100)
+GDP = Learning(learning_rate=0.03, entropy_weight=0.03, samples=4, epochs=4, clip=0.2, repeats=True, most=100)
 
 
 def _without_repeats(learning: Learning) -> Learning:
     """Returns the same, made stronger: what is known is not measured again, and updates are over all of it."""
-    return replace(learning, repeats=False, remembers=True)
+    return replace(learning, samples=2, repeats=False, remembers=True)
 
 
 def _hdp(learning: Learning) -> Arm:

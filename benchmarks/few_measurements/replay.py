@@ -11,10 +11,10 @@ its regret how much slower that one is than the fastest of all, as the table has
     llama-8b on 8 cards,398.7,440.2,2,4,1f1b
 
 Those of one `choice` are chosen between; times are in any unit that all have. Other columns are traits: numbers, or
-texts, which are equal or not. The policy knows traits called like those of the tables (`NAMES` of choices.py; numbers as
-logarithms to the base 2). Two further columns, `machine` and `model`, may say where a choice belongs, so that what is
-learned on others is judged. Arms that need what the file lacks (an expert's rule, the peak of a sheet, other machines)
-are left out.
+texts, which are equal or not. The policy knows traits that are called like those of the tables (`NAMES` of choices.py;
+numbers are logarithms to the base 2). Two further columns, `machine` and `model`, may say where a choice belongs, so
+that what is learned on others is judged. Arms that need what the file lacks (an expert's rule, the peak of a sheet,
+other machines) are left out.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.benchmark import Benchmark, Say, pick
 from benchmarks.few_measurements.arms import ARMS
 from benchmarks.few_measurements.drawn_choices import DrawnQuestion, drawn_questions
-from benchmarks.few_measurements.elsewhere import ELSEWHERE, PROPOSERS, beliefs
+from benchmarks.few_measurements.elsewhere import ELSEWHERE, PROPOSERS, shares
 from benchmarks.few_measurements.scorer import POLICIES
 from benchmarks.few_measurements.trial import Arm, Lessons, Trial
 from benchmarks.few_measurements.user_file import read_choices
@@ -39,7 +39,7 @@ from benchmarks.rows import Rows
 from gdp.arrays import F64
 
 COUNTS = 1, 2, 3, 5, 10, 25, 50
-_MOST = 200  # measurements of arms that may repeat one
+_MOST = 100  # measurements of arms that may repeat one
 _FOLDS = 4  # of models, one of which is held out where others of the same table teach
 OURS, SHOWN = "gdp's costs, residual", 5  # counts in the drawing
 WITH_COSTS = OURS, *ELSEWHERE, *POLICIES
@@ -88,9 +88,9 @@ class FewMeasurementsBenchmark(Benchmark):
             for is_set in (False, True)
             if (own := [each for each in choices if each.table == name and each.is_set == is_set])
         ]
-        controls, shares = _controls(parts, self.noises), _shares(taught.values())
+        controls, heard = _controls(parts, self.noises), _shares(taught.values())
         idle = [what for what, (arm, _) in CONTROLS.items() if arm in WITH_COSTS and not _earns(what, controls)]
-        facts = {"counts": COUNTS, "most": _MOST, "controls": controls, "idle": idle, "shares": shares}
+        facts = {"counts": COUNTS, "most": _MOST, "controls": controls, "idle": idle, "shares": heard}
         return {"tables": parts, **facts}
 
     def _part(
@@ -219,9 +219,8 @@ def _controls(parts: Sequence[Mapping[str, Any]], noises: Sequence[float]) -> li
 
 
 def _shares(taught: Iterable[Lessons]) -> dict[str, float]:
-    """Returns the chances of a win that the bandit begins with, means over what is held out."""
-    counts = [beliefs(lessons) for lessons in taught if lessons.other_machines]
-    means = [each[0] / each.sum(axis=0) for each in counts]
+    """Returns the shares that the bandit begins with, means over what is held out."""
+    means = [shares(lessons) for lessons in taught if lessons.other_machines]
     return dict(zip(PROPOSERS, np.mean(means, axis=0).tolist(), strict=True)) if means else {}
 
 

@@ -76,7 +76,7 @@ def test_every_arm_ends_at_the_fastest(arm: str) -> None:
 
 
 def test_rewards_teach() -> None:
-    """Published learners come to draw the fastest candidate: of the last 20 of 200 draws, over 20 seeds, most are it,
+    """Published learners come to draw the fastest candidate: of the last 20 of 100 draws, over 20 seeds, most are it,
     and by chance a quarter would be."""
     from benchmarks.few_measurements.learning import _measure, torch
     from benchmarks.few_measurements.published import HDP, SequencePolicy
