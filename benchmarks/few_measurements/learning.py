@@ -121,14 +121,14 @@ def learn(
             own = {
                 name: value.detach().repeat(len(chunk), *[1] * (value.dim() - 1)) for name, value in parameters.items()
             }
-        measured = _measure(network, own, chunk, learning, generator)
+        measured = measure(network, own, chunk, learning, generator)
         for trial, row in zip(chunk, measured.tolist(), strict=True):
             num = learning.most if learning.repeats else len(trial.seen)
             answers.append(fastest_so_far(trial, row[:num]))
     return answers
 
 
-def _measure(
+def measure(
     network: Network, parameters: Parameters, trials: Sequence[Trial], learning: Learning, generator: torch.Generator
 ) -> I64:
     """Returns the candidates [R, M] that each trial measures."""
