@@ -144,7 +144,8 @@ def _player(trial: Trial, lessons: Lessons) -> ArmRun:
 
 def shares(lessons: Lessons) -> F64:
     """Returns how often each proposer is heard [P] as the bandit begins."""
-    drawn = np.random.default_rng(0).beta(*beliefs(lessons), size=(2000, len(PROPOSERS)))
+    wins, losses = beliefs(lessons)
+    drawn = np.random.default_rng(0).beta(wins, losses, size=(2000, len(PROPOSERS)))
     return np.bincount(drawn.argmax(axis=1), minlength=len(PROPOSERS)) / len(drawn)
 
 

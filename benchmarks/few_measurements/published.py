@@ -38,8 +38,8 @@ _PRE_TRAINING = 200  # updates, of all choices each
 
 def _drawn(generator: torch.Generator, *shape: int) -> Tensor:
     """Returns weights [R, in, out], with X. Glorot's and Y. Bengio's deviation (AISTATS 2010)."""
-    deviation = float(2 / (shape[-1] + shape[-2])) ** 0.5
-    return torch.randn(shape, generator=generator) * deviation
+    drawn: Tensor = torch.randn(shape, generator=generator) * (2 / (shape[-1] + shape[-2])) ** 0.5
+    return drawn
 
 
 @dataclass(frozen=True)
