@@ -385,6 +385,17 @@ class Prediction(TypedDict):
     transfers: list[Transfer]
 
 
+class FittedNumber(TypedDict):
+    """A number of a kind of device or link."""
+
+    of: str
+    number: Literal["product", "bandwidth", "issue", "rate", "latency"]
+    before: Annotated[float, d("a share, FLOP or bytes per second, or ns")]
+    after: float
+    factor: float
+    prior: Annotated[float, d("deviation of its logarithm among machines")]
+
+
 class TunedPlan(TypedDict):
     """A measurement of a plan."""
 
@@ -408,6 +419,8 @@ class Tune(TypedDict):
     best: Annotated[str | None, d("null: none ran")]
     step_time_ns: int | None
     plan: Annotated[str | None, d("path")]
+    machine: Annotated[str | None, d("path of the cluster with what was learned")]
+    numbers: list[FittedNumber]
     ended: Annotated[str, d("why")]
 
 
@@ -626,17 +639,6 @@ class Measure(TypedDict):
     path: str
 
 
-class FittedNumber(TypedDict):
-    """A number of a kind of device or link."""
-
-    of: str
-    number: Literal["product", "bandwidth", "issue", "rate", "latency"]
-    before: Annotated[float, d("a share, FLOP or bytes per second, or ns")]
-    after: float
-    factor: float
-    prior: Annotated[float, d("deviation of its logarithm among machines")]
-
-
 class FittedStep(TypedDict):
     """Errors of a measured step, as shares of its time."""
 
@@ -698,6 +700,29 @@ class PlanFile(TypedDict):
     layout: NotRequired[Annotated[dict[str, Any], d("a Layout, and where its parts are")]]
 
 
+class TuneCandidate(TypedDict):
+    """A plan that may be measured, in the directory of its number."""
+
+    name: str
+    predicted_ns: Ns
+    spread: Annotated[float, d("relative deviation of the prediction")]
+    comes_first: bool
+    traits: list[float]
+    key: Annotated[str, d("by which it is known again")]
+    slopes: Annotated[list[float], d("of the logarithm of its time in those of `numbers`")]
+    environment: Annotated[dict[str, str], d("of the command")]
+
+
+class TuneLog(TypedDict):
+    """`gdp-tune`, the first line of `log.jsonl`; others are measurements, or further candidates (`placed_after`)."""
+
+    format: Literal["gdp-tune"]
+    version: Literal[2]
+    question: dict[str, Any]
+    numbers: Annotated[list[tuple[str, str]], d("of the machine: a kind of device or link, and its number")]
+    candidates: list[TuneCandidate]
+
+
 class OpCost(TypedDict):
     """Costs of the ops of a kind, or with a name or module that a regular expression finds."""
 
@@ -745,6 +770,7 @@ FILES: Mapping[str, Any] = {
     "graph": GraphFile,
     "cluster": ClusterFile,
     "plan": PlanFile,
+    "tune-log": TuneLog,
     "op-costs": OpCostsFile,
     "prices": Annotated[dict[str, Price], d("`--prices`, by kind of device; YAML or JSON")],
     "placement": Annotated[dict[str, str], d("`gdp simulate --placement`: the device of each op")],

@@ -2,9 +2,10 @@
 
 import os
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,11 +14,10 @@ from gdp.cli.shared import INTERRUPTED, NOTHING_FITS, OK, check_writable, fail, 
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
-    from gdp.export.export_target import ExportTarget
-    from gdp.export.layouts.target import LayoutTarget
+    from gdp.cluster import Cluster
     from gdp.models.source import ModelSource
-    from gdp.tune.candidates import PlannedCandidate
-    from gdp.tune.tuning import LoggedCandidate, LoggedMeasurement, Tuning
+    from gdp.search.place_question import PlaceQuestion
+    from gdp.tune.tuning import LoggedMeasurement, Tuning
 
 # a run that goes on may have others
 _NOT_ASKED = "on", "devices", "steps", "budget", "timeout", "resume", "out", "json"
@@ -47,6 +47,10 @@ def tune(
             metavar="REGEX", help='Its group is a time in ms that COMMAND prints. Default: {"step_time_ms": 12.3}.'
         ),
     ] = None,
+    runtime: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,...", help="With --measure: runtimes to be tried; GDP_RUNTIME has that of a plan."),
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Plans measured at most.")] = 50,
     budget: Annotated[str, typer.Option(metavar="TIME", help="No measurement begins after it.")] = "10m",
     search: Annotated[str, typer.Option(metavar="BUDGET", help="Of the search for plans.")] = "20s",
@@ -68,8 +72,10 @@ def tune(
         from gdp.budget import Budget
         from gdp.cluster import Cluster
         from gdp.models.source import ModelSource
+        from gdp.planning.options import run_by
         from gdp.simulator.plan import Asked
         from gdp.tune.measuring import Measuring
+        from gdp.tune.placing import Placing
         from gdp.tune.tuning import LOG, Tuning
 
         if (on is None) == (measure is None):
@@ -77,8 +83,9 @@ def tune(
         text = on if measure is None else devices
         if text is None or (on is not None and devices is not None):
             raise InputError("--devices: goes with --measure, and says which devices COMMAND uses; --on has its own")
-        if measure is None and (to is not None or pattern is not None):
-            raise InputError(f"{'--pattern' if to is None else '--to'}: is for --measure; leave it out")
+        for option, value in {"--to": to, "--pattern": pattern, "--runtime": runtime}.items():
+            if measure is None and value is not None:
+                raise InputError(f"{option}: is for --measure; leave it out")
         seconds, limit_s, clock_budget = (
             _seconds("--budget", budget),
             _seconds("--timeout", timeout),
@@ -89,39 +96,68 @@ def tune(
             if measure is None
             else Measuring.by_command(measure, pattern, limit_s)
         )
-        source, cluster = ModelSource(model, model_options.reading()), Cluster.parse(text)
+        source, runtimes = ModelSource(model, model_options.reading()), runtime.split(",") if runtime else []
+        texts = [run_by(text, name, source.reading.serving) for name in runtimes or [None]]
+        text, cluster = texts[0], Cluster.parse(texts[0])
         if measure is None:
             from gdp.execute.backends import find_targets
 
             source.check_runnable("executed")
-            find_targets([device.name for device in cluster.devices], option="--on")
+            try:
+                find_targets([device.name for device in cluster.devices], option="--on")
+            except InputError as error:
+                remedy = f"measure by a command that runs there, --measure COMMAND --devices {text}"
+                raise InputError(f"--on {text}: is not this machine ({error}); {remedy}") from None
         path = out / LOG
         check_writable(path)
         kept = {name: value for name, value in given.items() if name not in _NOT_ASKED}
         question = {"model": model, "devices": text, "options": kept | {"search": search, "seed": seed}}
         if path.exists() and not resume:
             raise InputError(f"{path}: has measurements; go on with --resume, or name another --out")
+        if to is not None:
+            from gdp.export.targets_by_name import find_layout_target, find_target
+
+            if find_layout_target(to, is_cut=True) is None and (reserve := find_target(to).reserve):
+                limits = replace(limits, reserve=given.get("reserve", f"{reserve:.0%}"))
     began_s = time.monotonic()
+    reads = {name: value for name, value in kept.items() if name not in _OF_TUNING}
+    placing = Placing(
+        question=_asking(source, limits, seed, threads),
+        cluster=cluster,
+        source=source,
+        asked=Asked(model, reads | {"seed": seed}, text, os.getcwd()),
+        directory=out,
+        budget=clock_budget,
+        target=to or "",
+        runtimes=runtimes,
+        say=lambda text: log(f"gdp: note: {text}"),
+    )
     if resume and path.exists():
         tuning = Tuning.resume(out, question)
         log(f"gdp: {len(tuning.measurements):,} of {len(tuning.candidates):,} plans were measured before")
     else:
-        reads = {name: value for name, value in kept.items() if name not in ("measure", "to", "pattern", "search")}
-        asked = Asked(model, reads | {"seed": seed}, text, os.getcwd())
-        found = _found(source, cluster, limits.constraints(cluster), seed, threads, clock_budget)
+        with live(f"looking for plans of {model}"):
+            found = placing.candidates({})
         if not found:
             return fail("error: no plan fits in memory; `gdp place` says how much is missing", NOTHING_FITS)
-        tuning = Tuning.begin(out, question, _written(found, out, to, source, asked))
+        tuning = Tuning.begin(out, question, found, placing.numbers)
     interrupted = False
     try:
-        tuning.run(how.measure, most=steps, ends_s=began_s + seconds, on_measured=lambda line: _tell(tuning, line))
+        tuning.run(
+            lambda directory: how.measure(directory, tuning.candidates[int(directory.name)].environment),
+            most=steps,
+            ends_s=began_s + seconds,
+            on_measured=lambda line: _tell(tuning, line),
+            placing=placing,
+        )
     except KeyboardInterrupt:
         interrupted, tuning.ended = True, "interrupted"
-    return _answered(tuning, json=json, interrupted=interrupted)
+    return _answered(tuning, cluster, json=json, interrupted=interrupted)
 
 
 _RUN_STEPS = 5
-_MOST_CANDIDATES = 100
+_OF_TUNING = "measure", "to", "pattern", "search", "runtime"  # and not of the question that a plan answers
+_LEAST_MOVED = 0.01  # of a number of the machine, to be worth a word
 
 
 def _seconds(option: str, text: str) -> float:
@@ -133,63 +169,26 @@ def _seconds(option: str, text: str) -> float:
     return seconds
 
 
-def _found(
-    source: "ModelSource", cluster: Any, constraints: Any, seed: int, threads: int | None, budget: Any
-) -> "list[PlannedCandidate]":
-    """Returns the plans to be measured."""
-    from gdp.budget import Clock
+def _asking(
+    source: "ModelSource", limits: options.ConstraintOptions, seed: int, threads: int | None
+) -> "Callable[[Cluster], PlaceQuestion]":
+    """Returns the question about MODEL on a cluster, which is read once."""
+    from functools import cache
+
     from gdp.cli.inputs import read_graph
     from gdp.cli.shared import warm_up
-    from gdp.report.progress import live
     from gdp.search.place_question import PlaceQuestion, SearchOptions
-    from gdp.tune.candidates import find_candidates
 
-    read = read_graph(source)
-    search = SearchOptions(seed=seed, num_threads=threads)
-    with live(f"preparing {read.graph.name} on {cluster.name}"):
-        question = PlaceQuestion.of(source, cluster, constraints, None, None, search, read)
+    read = cache(lambda: read_graph(source))
+
+    def ask(cluster: "Cluster") -> PlaceQuestion:
+        search = SearchOptions(seed=seed, num_threads=threads)
+        question = PlaceQuestion.of(source, cluster, limits.constraints(cluster), None, None, search, read())
         question.prepare()
-    warm_up(("auto",), question.problem)
-    with live(f"looking for plans of {read.graph.name}"):
-        return find_candidates(question, Clock(budget), _MOST_CANDIDATES)
+        warm_up(("auto",), question.problem)
+        return question
 
-
-def _written(
-    found: "list[PlannedCandidate]", out: Path, to: str | None, source: "ModelSource", asked: Any
-) -> "list[LoggedCandidate]":
-    """Writes each plan, with its devices and its export, into a directory of its number. Plans that TARGET cannot
-    express are left out; InputError where it can express none."""
-    from dataclasses import replace
-
-    from gdp import files
-    from gdp.export.exported_plan import check_takes_layout, exported
-    from gdp.export.targets_by_name import find_layout_target, find_target
-    from gdp.planning.plan_directory import files_beside
-    from gdp.tune.tuning import LoggedCandidate
-
-    logged, reason = list[LoggedCandidate](), ""
-    for each in found:
-        plan, path = replace(each.plan, asked=asked), out / str(len(logged)) / "plan.json"
-        problem = plan.problem
-        assert problem is not None
-        if to is not None:
-            try:
-                target: ExportTarget | LayoutTarget | None = find_layout_target(to, is_cut=plan.layout is not None)
-                if target is None:
-                    target = find_target(to)
-                    check_takes_layout(plan, target)
-                content = exported(problem, plan, target, source).content
-            except InputError as error:
-                reason = str(error)
-                log(f"gdp: note: {each.name} is left out: {reason}")
-                continue
-            files.write_bytes(path.with_name(target.file_name), content.encode())
-        plan.save(path)
-        problem.cluster.save(files_beside(path)[2])
-        logged.append(LoggedCandidate(each.name, plan.step_time_ns, each.spread, each.comes_first, each.traits))
-    if not logged:
-        raise InputError(f"--to {to}: expresses none of {len(found)} plans; the last: {reason}")
-    return logged
+    return ask
 
 
 def _tell(tuning: "Tuning", line: "LoggedMeasurement") -> None:
@@ -205,12 +204,15 @@ def _tell(tuning: "Tuning", line: "LoggedMeasurement") -> None:
             files.write_bytes(tuning.directory / name, files.read_bytes(tuning.directory / str(best) / name))
 
 
-def _answered(tuning: "Tuning", *, json: bool, interrupted: bool) -> int:
-    """Prints the answer; returns the exit status."""
+def _answered(tuning: "Tuning", cluster: "Cluster", *, json: bool, interrupted: bool) -> int:
+    """Prints the answer, and writes what was learned about the machine; returns the exit status."""
     from gdp.report import listings
     from gdp.report.tables import format_ms
 
-    best, plan = tuning.answer, tuning.directory / "plan.json"
+    best, plan, machine = tuning.answer, tuning.directory / "plan.json", tuning.directory / "machine.yaml"
+    fit = tuning.machine(cluster)
+    if best is not None:
+        fit.fitted.save(machine)
     lines = sorted(tuning.measurements, key=lambda line: (line.step_ns is None, line.step_ns or 0))
     if json:
         rows = []
@@ -224,6 +226,8 @@ def _answered(tuning: "Tuning", *, json: bool, interrupted: bool) -> int:
                 "best": None if best is None else tuning.candidates[best].name,
                 "step_time_ns": None if best is None else round(tuning.measured_ns[best]),
                 "plan": None if best is None else str(plan),
+                "machine": None if best is None else str(machine),
+                "numbers": fit.number_rows(),
                 "ended": tuning.ended,
             }
         )
@@ -239,7 +243,15 @@ def _answered(tuning: "Tuning", *, json: bool, interrupted: bool) -> int:
             name, time = tuning.candidates[best].name, format_ms(round(tuning.measured_ns[best]))
             num, num_all = len(tuning.measured_ns), len(tuning.candidates)
             print_text(f"\n{name} is the fastest of {num} measured plans, of {num_all}: {time} ({tuning.ended})")
-            print_text(f"Written to {plan}; next: gdp run {plan}")
+            moved = [
+                f"{what} of {kind} {factor:.2f} times"
+                for (kind, what), factor in fit.factors.items()
+                if abs(factor - 1) >= _LEAST_MOVED
+            ]
+            print_text(f"The machine is {', '.join(moved) or 'as it was known'}")
+            for kind, what in fit.unlikely:
+                log(f"gdp: note: {what} of {kind} is far from elsewhere; check that the times are those of steps")
+            print_text(f"Written to {plan}; next: gdp run {plan}; another model: gdp place MODEL --devices {machine}")
     if interrupted:
         return INTERRUPTED
     if best is None:

@@ -27,7 +27,7 @@ links by more: untuned."""
 ROW_ERROR = 0.08  # of a prediction with the right numbers; untuned: above most priors, so that few rows move little
 _LEAST_ERROR, _DISAGREES = 0.02, 3.0  # sigmas
 _HUBER = 1.5  # sigmas, beyond which a row counts by its distance
-_STEP = 0.02  # of a logarithm, for differences
+STEP = 0.02  # of a logarithm, for differences
 
 F64 = npt.NDArray[np.float64]
 Number = tuple[str, str]  # a kind of device or link, and which number of it
@@ -95,10 +95,7 @@ def fit_machine(
     steps: Sequence[MeasuredStep], cluster: Cluster, on_progress: Callable[[str], None] = lambda text: None
 ) -> MachineFit:
     """Returns the fit of `cluster`, and of what rows have beside it. InputError for a step that is not modelled."""
-    from scipy.optimize import least_squares
-
     numbers = list(dict.fromkeys(key for each in (cluster, *(s.cluster for s in steps)) for key in known_numbers(each)))
-    priors = np.array([PRIORS[what] for _, what in numbers])
     measured, known = np.log([step.measured_ns for step in steps]), dict[tuple[object, ...], float]()
 
     def predicted(row: int, logs: F64) -> float:
@@ -113,34 +110,62 @@ def fit_machine(
             known[at] = float(np.log(time_ns))
         return known[at] - float(measured[row])
 
-    def residuals(logs: F64) -> F64:
+    def ratios(logs: F64) -> F64:
         on_progress(f"{len(known)} steps simulated")
-        ratios = [predicted(row, logs) for row in range(len(steps))]
-        return np.array([*np.array(ratios) / ROW_ERROR, *logs / priors])
+        return np.array([predicted(row, logs) for row in range(len(steps))])
+
+    def slopes(logs: F64) -> F64:
+        shifts = np.eye(len(numbers)) * STEP
+        return np.stack([(ratios(logs + shift) - ratios(logs)) / STEP for shift in shifts], axis=1)
+
+    logs = _most_likely(ratios, slopes, numbers)
+    after, priors = ratios(logs), priors_of(numbers)
+    jacobian = np.vstack([slopes(logs) / ROW_ERROR, np.diag(1 / priors)])
+    errors = np.array([*after / ROW_ERROR, *logs / priors])
+    weights = np.append(np.minimum(1, _HUBER * ROW_ERROR / np.maximum(np.abs(after), 1e-9)), np.ones(len(numbers)))
+    left_out = []
+    for row in range(len(steps)):  # a Gauss-Newton step from the fit, without the row
+        rest = np.where(np.arange(len(weights)) == row, 0, weights)
+        change = np.linalg.solve(jacobian.T @ (rest[:, None] * jacobian), -jacobian.T @ (rest * errors))
+        left_out.append(predicted(row, logs + change))
+    return MachineFit(steps, cluster, numbers, logs, ratios(np.zeros(len(numbers))), after, np.array(left_out))
+
+
+def fit_slopes(cluster: Cluster, numbers: Sequence[Number], before: F64, slopes: F64) -> MachineFit:
+    """Returns the fit of `cluster` to rows that are not simulated again: logarithms `before` [R] of predicted over
+    measured times, which follow the numbers by `slopes` [R, P]."""
+    logs = _most_likely(lambda logs: before + slopes @ logs, lambda logs: slopes, numbers)
+    after = before + slopes @ logs
+    return MachineFit((), cluster, numbers, logs, before, after, after)
+
+
+def priors_of(numbers: Sequence[Number]) -> F64:
+    """Returns the deviations [P] of their logarithms among machines."""
+    return np.array([PRIORS[what] for _, what in numbers])
+
+
+def _most_likely(ratios: Callable[[F64], F64], slopes: Callable[[F64], F64], numbers: Sequence[Number]) -> F64:
+    """Returns the logarithms [P] of the most likely factors of `numbers`; `ratios` are those [R] of predicted over
+    measured times with given factors, and `slopes` [R, P] how they change."""
+    from scipy.optimize import least_squares
+
+    priors = priors_of(numbers)
+
+    def errors(logs: F64) -> F64:
+        return np.array([*ratios(logs) / ROW_ERROR, *logs / priors])
 
     def jacobian(logs: F64) -> F64:
-        base = residuals(logs)
-        shifts = np.eye(len(numbers)) * _STEP
-        return np.stack([(residuals(logs + shift) - base) / _STEP for shift in shifts], axis=1)
+        return np.vstack([slopes(logs) / ROW_ERROR, np.diag(1 / priors)])
 
     def loss(squares: F64) -> F64:  # Huber's for rows, squares for priors
-        is_far = (np.arange(len(squares)) < len(steps)) & (squares > _HUBER**2)
+        is_far = (np.arange(len(squares)) < len(squares) - len(numbers)) & (squares > _HUBER**2)
         root = np.sqrt(np.maximum(squares, _HUBER**2))
         rho = np.where(is_far, 2 * _HUBER * root - _HUBER**2, squares)
         return np.stack([rho, np.where(is_far, _HUBER / root, 1), np.where(is_far, -0.5 * _HUBER / root**3, 0)])
 
     start = np.zeros(len(numbers))
-    before = residuals(start)[: len(steps)] * ROW_ERROR
-    found = least_squares(residuals, start, jacobian, loss=loss, xtol=1e-3, ftol=1e-4, max_nfev=20)
-    after = residuals(found.x)[: len(steps)] * ROW_ERROR
-    slopes = jacobian(found.x)
-    weights = np.append(np.minimum(1, _HUBER * ROW_ERROR / np.maximum(np.abs(after), 1e-9)), np.ones(len(numbers)))
-    left_out = []
-    for row in range(len(steps)):  # a Gauss-Newton step from the fit, without the row
-        rest = np.where(np.arange(len(weights)) == row, 0, weights)
-        change = np.linalg.solve(slopes.T @ (rest[:, None] * slopes), -slopes.T @ (rest * residuals(found.x)))
-        left_out.append(predicted(row, found.x + change))
-    return MachineFit(steps, cluster, numbers, found.x, before, after, np.array(left_out))
+    found: F64 = least_squares(errors, start, jacobian, loss=loss, xtol=1e-3, ftol=1e-4, max_nfev=20).x
+    return found
 
 
 def known_numbers(cluster: Cluster) -> dict[Number, float]:
@@ -157,7 +182,8 @@ def known_numbers(cluster: Cluster) -> dict[Number, float]:
         )
         if issue_ns := device.issue_ns or device.launch_ns:
             numbers[device.kind, "issue"] = issue_ns
-    for route in routes_of(cluster).values():
+    links = [device.link for device in cluster.devices if device.link is not None]
+    for route in (*routes_of(cluster).values(), *links):
         numbers.setdefault((route.exchange or "links", "rate"), route.bytes_per_second)
         if route.latency_ns:
             numbers.setdefault((route.exchange or "links", "latency"), route.latency_ns)
@@ -174,6 +200,7 @@ def with_factors(cluster: Cluster, factors: Mapping[Number, float]) -> Cluster:
         product, bandwidth = factor(device.kind, "product"), factor(device.kind, "bandwidth")
         issue, host = factor(device.kind, "issue"), "issue_ns" if device.issue_ns else "launch_ns"
         device = replace(device, **{host: round(getattr(device, host) * issue)})
+        device = device if device.link is None else replace(device, link=of_route(device.link))
         if not device.achieved:
             rates = {dtype: round(rate * product) for dtype, rate in device.flops_per_second.items()}
             rate = round(device.memory_bytes_per_second * bandwidth)

@@ -1,23 +1,27 @@
 """Candidates of a tuning: plans of one question that differ in layout or placement, and plans as users run today."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import log, log1p
 
 import numpy as np
 
 from gdp.budget import Clock
+from gdp.cluster.device import COMPILE, CUDA_GRAPHS, EAGER
 from gdp.errors import InputError
 from gdp.models.shards import WHOLE
 from gdp.placers import CLASSICAL
 from gdp.search.candidate import Candidate
+from gdp.search.layouts.choose import in_layout
 from gdp.search.ops.good_order import in_program_order
 from gdp.search.place import answer
 from gdp.search.place_question import PlaceQuestion
-from gdp.search.question import plan_of, search_record
+from gdp.search.question import Solution, plan_of, search_record
 from gdp.search.rivals.rivals import RIVALS
 from gdp.simulator.plan import Plan
+from gdp.simulator.problem import Problem
+from gdp.simulator.simulate import simulate
 
 OWN, SINGLE = "place", "single"
 _USERS = "ddp", "fsdp"  # that run as they are predicted
@@ -33,6 +37,23 @@ class PlannedCandidate:
     name: str  # its layout or placer
     plan: Plan
     comes_first: bool = False  # measured whatever is predicted: the answer of `place` and what users run
+    runtime: str = EAGER
+
+    def run_by(self, runtime: str) -> "PlannedCandidate":
+        """Returns the same plan in another runtime."""
+        plan, problem = self.plan, self.plan.problem
+        assert problem is not None
+        cluster = problem.cluster.run_by(runtime)
+        limits = dict(zip(plan.devices, problem.memory_limit_bytes.tolist(), strict=True))
+        other = Problem.build(problem.graph, cluster, max_memory_bytes=limits)
+        step_time_ns = simulate(other, plan.placement, order=plan.order).step_time_ns
+        plan = replace(plan, cluster=cluster.fingerprint, step_time_ns=step_time_ns, problem=other)
+        return replace(self, plan=plan, comes_first=False, runtime=runtime)
+
+    @property
+    def key(self) -> tuple[str, bytes]:
+        """Equal for equal plans."""
+        return str({**(self.plan.layout or {}), "places": None}), self.plan.placement.tobytes()
 
     @property
     def traits(self) -> list[float]:
@@ -43,6 +64,7 @@ class PlannedCandidate:
         used, ops = np.unique(plan.placement, return_counts=True)
         numbers = len(used), layout.get("data", 1), num_microbatches, layout.get("zero", 0), layout.get("stages") or 0
         more = layout.get("recompute", "none") != "none", layout.get("offload", "none") != "none"
+        more += self.runtime == COMPILE, self.runtime == CUDA_GRAPHS
         return [*(log1p(float(number)) for number in numbers), *map(float, more), float(ops.max() / ops.sum())]
 
     @property
@@ -52,20 +74,24 @@ class PlannedCandidate:
         return _SPREAD if known is None else log(known.high / known.low) / _EIGHTY
 
 
-def find_candidates(question: PlaceQuestion, clock: Clock, most: int) -> list[PlannedCandidate]:
-    """Returns at most `most` plans that fit, the ones that come first in front, then by predicted time."""
+def find_candidates(
+    question: PlaceQuestion, clock: Clock, most: int, find: Callable[[PlaceQuestion, Clock], Solution] = answer
+) -> list[PlannedCandidate]:
+    """Returns at most `most` plans that fit, the ones that come first in front, then by predicted time; `find` is the
+    search of `place`."""
     known, chosen = set[tuple[str, bytes]](), list[PlannedCandidate]()
-    for each in _plans(question, clock):
-        key = str({**(each.plan.layout or {}), "places": None}), each.plan.placement.tobytes()
-        if each.plan.status == "ok" and key not in known:
-            known.add(key)
+    for each in _plans(question, clock, find):
+        if each.plan.status == "ok" and each.key not in known:
+            known.add(each.key)
             chosen.append(each)
     chosen.sort(key=lambda each: (not each.comes_first, each.comes_first or each.plan.step_time_ns))
     return chosen[:most]
 
 
-def _plans(question: PlaceQuestion, clock: Clock) -> Iterator[PlannedCandidate]:
-    solution = answer(question, clock.part(_SHARE))
+def _plans(
+    question: PlaceQuestion, clock: Clock, find: Callable[[PlaceQuestion, Clock], Solution]
+) -> Iterator[PlannedCandidate]:
+    solution = find(question, clock.part(_SHARE))
     assert solution.plan is not None
     yield PlannedCandidate(OWN, solution.plan, comes_first=True)
     is_cut = question.parts is not None and not question.num_batches
@@ -77,16 +103,17 @@ def _plans(question: PlaceQuestion, clock: Clock) -> Iterator[PlannedCandidate]:
             rival = RIVALS[name](question.about_batch()).best
             if rival is not None and rival.may_be_answer:
                 yield PlannedCandidate(name, _plan_of(question, rival, clock), comes_first=True)
-    others = [each for each in solution.looked_at if each.refusal is None and each.layout.shards == WHOLE]
-    for each in others:
-        if each.may_be_answer and each.problem.cluster is question.cluster:
-            yield PlannedCandidate(str(each.layout), _plan_of(question, each, clock))
-    estimated = [each for each in others if not each.may_be_answer and not each.is_whole]
+    others = [each for each in solution.looked_at if each.refusal is None]
+    simulated = [each for each in others if each.may_be_answer and each.problem.cluster is question.cluster]
+    for each in simulated:
+        yield PlannedCandidate(str(each.layout), _plan_of(question, each, clock))
+    estimated = [each for each in others if each not in simulated and not each.layout.is_whole]
     for number, each in enumerate(sorted(estimated)):
         if clock.is_up:
             break
-        asked = replace(question, layout=each.layout, parallel=each.layout)
+        own = replace(each.layout, shards=WHOLE)
         with contextlib.suppress(InputError):
+            asked = replace(question.sharded(each.layout.shards), layout=own, parallel=own)
             plan = answer(asked, clock.part(1 / (len(estimated) - number))).plan
             assert plan is not None
             yield PlannedCandidate(str(each.layout), plan)
@@ -105,11 +132,8 @@ def _of_placers(question: PlaceQuestion, clock: Clock, names: tuple[str, ...]) -
 
 def _plan_of(question: PlaceQuestion, candidate: Candidate, clock: Clock) -> Plan:
     """Returns the plan of a step that was simulated."""
-    parts, simulation = question.parts, in_program_order(candidate.replay)
-    assert parts is not None
+    simulation = in_program_order(candidate.replay)
+    assert question.parts is not None
     record = search_record(simulation, clock, candidate.order, {})
     plan = plan_of(simulation, 0, candidate.name or "auto", question.options.seed, record)
-    if candidate.is_whole:
-        return plan
-    beside = {"batch": parts.batch_size, "whole": parts.exact(1).fingerprint}
-    return replace(plan, layout=candidate.step.document() | beside)
+    return in_layout(plan, candidate, question.parts)

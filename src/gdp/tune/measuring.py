@@ -7,10 +7,11 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from gdp.errors import InputError
 OK, OUT_OF_MEMORY, FAILED, TIMED_OUT, NO_TIME = "ok", "out of memory", "failed", "timed out", "no time"
 CANDIDATE = "GDP_CANDIDATE"  # environment variable: the directory of the plan that is measured
 _KEY = "step_time_ms"
+_MS = {"ms": 1.0, "s": 1e3}  # by the name of a pattern's group
 _MEMORY_STATUS = 3  # exit status of `gdp run`
 _MEMORY_WORDS = "out of memory", "outofmemory", "cannot allocate memory", "can't allocate memory"
 _KEPT = 200  # characters of a reason
@@ -54,18 +56,23 @@ class Measuring:
     @classmethod
     def by_command(cls, command: str, pattern: str | None, timeout_s: float) -> "Measuring":
         """Returns a command of the user's for a shell, which prints times in ms: a JSON object with `step_time_ms` a
-        line, or what the group of `pattern` matches. The median of the second half of them is the time."""
+        line, or what the group of `pattern` matches, which may be called `s` or `ms`. The median of the second
+        half of them is the time."""
         try:
             compiled = None if pattern is None else re.compile(pattern)
         except re.error as error:
             raise InputError(f"--pattern {pattern}: is no regular expression ({error})") from None
         if compiled is not None and compiled.groups != 1:
             raise InputError(f"--pattern {pattern}: has {compiled.groups} groups; one is expected, about a time in ms")
+        unit = "ms" if compiled is None else next(iter(compiled.groupindex), "ms")
+        if unit not in _MS:
+            raise InputError(f"--pattern {pattern}: its group is called {unit!r}; ms or s is expected")
 
         def read(output: str) -> tuple[float, float | None] | None:
             texts: list[Any] = [item[_KEY] for item in _json_lines(output) if _KEY in item]
             try:
-                times_ms = [float(text) for text in (texts if compiled is None else compiled.findall(output))]
+                found = texts if compiled is None else [text.replace(",", "") for text in compiled.findall(output)]
+                times_ms = [_MS[unit] * float(text) for text in found]
             except (TypeError, ValueError):
                 return None
             if not times_ms or not all(isfinite(time) and time > 0 for time in times_ms):
@@ -76,16 +83,15 @@ class Measuring:
 
         return cls(["/bin/sh", "-c", command], read, timeout_s)
 
-    def measure(self, directory: Path) -> Measured:
+    def measure(self, directory: Path, environment: Mapping[str, str] = MappingProxyType({})) -> Measured:
         """Runs the command in `directory`, if it is that of `gdp run`, else where gdp runs. What it prints is kept in
         the directory, and all its processes are ended."""
         own = self.read is _of_run
-        environment = os.environ | {CANDIDATE: str(directory.absolute())}
         with open(directory / _OUTPUT, "wb") as output, open(directory / _ERRORS, "wb") as errors:
             process = subprocess.Popen(
                 self.command,
                 cwd=directory if own else None,
-                env=environment,
+                env=os.environ | environment | {CANDIDATE: str(directory.absolute())},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,
@@ -106,7 +112,7 @@ class Measuring:
             lacks |= own and status == _MEMORY_STATUS
             ended = f"signal {-status}" if status < 0 else f"exit status {status}"
             return Measured(OUT_OF_MEMORY if lacks else FAILED, reason=f"{ended}: {last}"[:_KEPT])
-        found = self.read(printed)
+        found = self.read(printed) or self.read(said)
         if found is None or not (isfinite(found[0]) and found[0] > 0):
             return Measured(NO_TIME, reason=f"no time of a step in {directory / _OUTPUT}")
         return Measured(OK, *found)

@@ -1,7 +1,9 @@
-"""Residual: what measured steps say about predictions of steps that are not measured yet. N candidates, T traits.
+"""Residual: what measured steps say about predictions of steps that are not measured yet. N candidates, T traits, P
+numbers of the machine.
 
-log(measured / predicted) is a Gaussian process, the sum of three errors: one that all candidates share, one that those
-with like traits share (such as the logarithm of the number of stages), and each candidate's own. So a step that takes
+log(measured / predicted) is a Gaussian process, the sum of four errors: one that all candidates share, those of the few
+numbers of the machine, by how the times of candidates follow them, one that those with like traits share (such as the
+logarithm of the number of stages), and each candidate's own. So a step that takes
 longer than predicted makes others longer as far as they are like it, and the order of the predictions stands where
 nothing speaks against it."""
 
@@ -44,16 +46,19 @@ class Residual:
     noise: float  # relative deviation of a measurement
 
     @classmethod
-    def of(cls, predicted_ns: npt.ArrayLike, traits: npt.ArrayLike, spread: float, noise: float) -> "Residual":
+    def of(
+        cls, predicted_ns: npt.ArrayLike, traits: npt.ArrayLike, spread: float, noise: float, moves: npt.ArrayLike = ()
+    ) -> "Residual":
         """Returns the residual before anything is measured. `traits` [N, T] may be in any unit; `spread` is the
-        relative deviation of predictions."""
+        relative deviation of predictions, and `moves` [N, P] are those by each number of the machine."""
         predicted, values = np.log(np.asarray(predicted_ns, float)), np.asarray(traits, float)
         values = values.reshape(len(predicted), -1)
         deviation = values.std(axis=0)
         values = values[:, deviation > 0] / deviation[deviation > 0]
         distance = ((values[:, None] - values) ** 2).sum(axis=2) / max(values.shape[1], 1)
         shares = _OF_TRAITS * np.exp(-distance / 2) + (1 - _OF_TRAITS) * np.eye(len(predicted))
-        return cls(predicted, _SHARED**2 + spread**2 * shares, noise)
+        by_machine = np.asarray(moves, float).reshape(len(predicted), -1)
+        return cls(predicted, _SHARED**2 + by_machine @ by_machine.T + spread**2 * shares, noise)
 
     def after(self, measured_ns: Mapping[int, float]) -> tuple[_F64, _F64]:
         """Returns the mean [N] and the deviation [N] of log(ns) of each candidate. Failed ones, which are measured as

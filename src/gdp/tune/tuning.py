@@ -1,10 +1,11 @@
 """START HERE: the loop of `gdp tune`, and the log that it goes on from.
 
-    candidates --the first ones, then by expected improvement--> measure --> log --> residual --.
-        ^----------------------------------------------------------------------------------------'
+    candidates --the first ones, then by expected improvement--> measure --> log --> machine and residual --.
+        ^---------------------------- placed anew where none is likely to be faster -----------------------'
 
-The log has a line for each measurement, written and flushed before the next begins: a run that was killed goes on from
-there and loses the measurement that ran."""
+The log has a line for each measurement, and for candidates that were placed anew, written and flushed before the next
+measurement begins: a run that was killed goes on from there and loses the measurement that ran. M measurements, P
+numbers of the machine."""
 
 import json
 import os
@@ -14,16 +15,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gdp import files
+from gdp.cluster import Cluster
 from gdp.errors import InputError
+from gdp.planning.machine_fit import MachineFit, Number, fit_slopes, priors_of
 from gdp.tune.measuring import OK, Measured
 from gdp.tune.residual import Residual
 
-FORMAT, VERSION = "gdp-tune", 1
+if TYPE_CHECKING:
+    from gdp.tune.placing import Placing
+
+FORMAT, VERSION = "gdp-tune", 2
 LOG = "log.jsonl"
 # relative: runs of one plan, one after the other, differ by more than the steps of a run; and on a busy machine the
 # times of steps say nothing of others. Untuned
@@ -42,6 +49,9 @@ class LoggedCandidate:
     spread: float
     comes_first: bool
     traits: list[float]
+    key: str = ""  # by which it is known again
+    slopes: list[float] = field(default_factory=list)  # [P] of the logarithm of its time in those of the numbers
+    environment: dict[str, str] = field(default_factory=dict)  # of the command
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +74,25 @@ class Tuning:
 
     directory: Path
     question: Mapping[str, Any]  # by which a log is known again
-    candidates: Sequence[LoggedCandidate]
+    candidates: list[LoggedCandidate]
+    numbers: Sequence[Number] = ()  # of the machine
     measurements: list[LoggedMeasurement] = field(default_factory=list)
+    placed_after: int = 0  # measurements, when candidates were placed last
     ended: str = ""  # why it ended, in words
 
     @classmethod
-    def begin(cls, directory: Path, question: Mapping[str, Any], candidates: Sequence[LoggedCandidate]) -> "Tuning":
+    def begin(
+        cls,
+        directory: Path,
+        question: Mapping[str, Any],
+        candidates: Sequence[LoggedCandidate],
+        numbers: Sequence[Number] = (),
+    ) -> "Tuning":
         """Writes the head of a log."""
-        head = {"format": FORMAT, "version": VERSION, "question": question}
+        head = {"format": FORMAT, "version": VERSION, "question": question, "numbers": numbers}
         head |= {"candidates": [asdict(each) for each in candidates]}
         files.write_bytes(directory / LOG, json.dumps(head).encode() + b"\n")
-        return cls(directory, question, candidates)
+        return cls(directory, question, [*candidates], numbers)
 
     @classmethod
     def resume(cls, directory: Path, question: Mapping[str, Any]) -> "Tuning":
@@ -84,15 +102,21 @@ class Tuning:
         try:
             head, *others = [json.loads(line) for line in lines[:-1]]
             files.require_header(head, FORMAT, VERSION)
-            candidates = [LoggedCandidate(**each) for each in head["candidates"]]
-            measurements = [LoggedMeasurement(**each) for each in others]
+            rows = [LoggedCandidate(**each) for each in head["candidates"]]
+            tuning = cls(directory, question, rows, [(kind, what) for kind, what in head["numbers"]])
+            for line in others:
+                if "candidates" in line:
+                    tuning.candidates += [LoggedCandidate(**each) for each in line["candidates"]]
+                    tuning.placed_after = line["placed_after"]
+                else:
+                    tuning.measurements.append(LoggedMeasurement(**line))
         except (ValueError, TypeError, KeyError, InputError) as error:
             raise InputError(f"{path}: is not a log of gdp tune ({error}); leave --resume out, or name --out") from None
         for name in sorted({*question, *head["question"]}):
             if head["question"].get(name) != question.get(name):
                 raise InputError(f"{path}: was begun with another {name}; leave --resume out, or name another --out")
         files.write_bytes(path, b"\n".join([*lines[:-1], b""]))
-        return cls(directory, question, candidates, measurements)
+        return tuning
 
     @property
     def measured_ns(self) -> dict[int, float]:
@@ -110,10 +134,23 @@ class Tuning:
 
     @property
     def residual(self) -> Residual:
-        """The errors of predictions, by the measurements so far."""
+        """The errors of predictions, by the measurements so far, those of the machine's numbers among them."""
         rows = self.candidates
         spread = max(each.spread for each in rows)
-        return Residual.of([row.predicted_ns for row in rows], [row.traits for row in rows], spread, self.noise)
+        moves = self._slopes(range(len(rows))) * priors_of(self.numbers)
+        return Residual.of([row.predicted_ns for row in rows], [row.traits for row in rows], spread, self.noise, moves)
+
+    def machine(self, cluster: Cluster, after: int | None = None) -> MachineFit:
+        """Returns what the first measurements, `after` as many or all, say of the numbers of `cluster`."""
+        lines = self.measurements[:after]
+        ran = {line.candidate: line.step_ns for line in lines if line.step_ns is not None}
+        predicted = np.array([self.candidates[number].predicted_ns for number in ran], float)
+        return fit_slopes(cluster, self.numbers, np.log(predicted) - np.log([*ran.values()]), self._slopes([*ran]))
+
+    def _slopes(self, candidates: Sequence[int]) -> npt.NDArray[np.float64]:
+        """[N, P] Returns how the times of these candidates follow the numbers."""
+        rows = [self.candidates[number].slopes for number in candidates]
+        return np.array(rows, float).reshape(len(rows), len(self.numbers))
 
     @property
     def answer(self) -> int | None:
@@ -128,9 +165,11 @@ class Tuning:
         most: int,
         ends_s: float,
         on_measured: Callable[[LoggedMeasurement], None],
+        placing: "Placing | None" = None,
     ) -> None:
-        """Measures until no candidate is likely to be faster, `most` are measured, or it is `ends_s` by
-        `time.monotonic`. An interrupt ends the measurement that runs."""
+        """Measures until no candidate is likely to be faster, not of those either that `placing` finds on the machine
+        as it is known then, `most` are measured, or it is `ends_s` by `time.monotonic`. An interrupt ends the
+        measurement that runs."""
         while True:
             chosen = self._next()
             if chosen is None:
@@ -139,6 +178,10 @@ class Tuning:
                 self.ended = f"{most} are measured"
             elif time.monotonic() >= ends_s:
                 self.ended = "time is up"
+            may_go_on = chosen is None and len(self.measurements) < most and time.monotonic() < ends_s
+            if may_go_on and placing is not None and self._is_placed_anew(placing):
+                self.ended = ""
+                continue
             if chosen is None or self.ended:
                 return
             before_ns, began = self._expected_ns(chosen), time.monotonic()
@@ -151,7 +194,7 @@ class Tuning:
             self.measurements.append(line)
             after_ns = self._expected_ns(chosen)
             self.measurements[-1] = LoggedMeasurement(**{**asdict(line), "after_ns": after_ns})
-            self._append(self.measurements[-1])
+            self._append(asdict(self.measurements[-1]))
             on_measured(self.measurements[-1])
 
     def _next(self) -> int | None:
@@ -177,15 +220,37 @@ class Tuning:
         waiting = [number for number in leaders if counts[number] < _ROUNDS]
         return min(waiting, key=counts.__getitem__) if len(leaders) > 1 and waiting else None
 
+    def _is_placed_anew(self, placing: "Placing") -> bool:
+        """Places candidates on the machine as it is known now, where that changes the order of those there are; returns
+        whether there are more."""
+        count = len(self.measurements)
+        if not self.numbers or count == self.placed_after:
+            return False
+        predicted, slopes = (
+            np.log([row.predicted_ns for row in self.candidates]),
+            self._slopes(range(len(self.candidates))),
+        )
+        fit, last = (self.machine(placing.cluster, after) for after in (count, self.placed_after))
+        if np.array_equal(*(np.argsort(predicted + slopes @ each.logs, kind="stable") for each in (fit, last))):
+            return False
+        try:
+            rows = placing.candidates(fit.factors, self.candidates)
+        except InputError as error:  # the answer stands
+            self.ended = f"{self.ended}; none were placed anew: {error}"
+            return False
+        self._append({"placed_after": count, "candidates": [asdict(row) for row in rows]})
+        self.candidates, self.placed_after = [*self.candidates, *rows], count
+        return bool(rows)
+
     def _expected_ns(self, candidate: int) -> int:
         means, _ = self.residual.after(self.measured_ns)
         return round(float(np.exp(means[candidate])))
 
-    def _append(self, line: LoggedMeasurement) -> None:
+    def _append(self, line: Mapping[str, Any]) -> None:
         path = self.directory / LOG
         try:
             with open(path, "ab") as file:
-                file.write(json.dumps(asdict(line)).encode() + b"\n")
+                file.write(json.dumps(line).encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:

@@ -1,5 +1,6 @@
 """Trains a module in the layout of a gdp plan: replicas, parts of layers, micro-batches, ZeRO and recomputed blocks."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -34,6 +35,7 @@ COMPUTED_IN = ""  # the type that products are computed in, of float32 weights; 
 RECOMPUTED: tuple[str, ...] = ()  # modules that run again in the backward pass
 SELECTIVE = False  # but for attention and every second product, as in torchtitan
 IS_SHARDED = len(MICROBATCHES) > 1 and (ZERO > 1 or TENSOR > 1)  # by fully_shard
+COMPILED: dict[str, dict[str, Any]] = {"compile": {}, "cuda-graphs": {"mode": "reduce-overhead"}}  # by GDP_RUNTIME
 
 
 def start() -> torch.device:
@@ -61,6 +63,8 @@ def parallelize(module: nn.Module, device: torch.device) -> nn.Module:
         options = {"context_fn": _kept} if SELECTIVE else {}
         block = checkpoint_wrapper(module.get_submodule(path), CheckpointImpl.NO_REENTRANT, **options)
         module.get_submodule(parent).register_module(name, block)
+    if (settings := COMPILED.get(os.environ.get("GDP_RUNTIME", ""))) is not None:
+        module.compile(**settings)
     if len(MICROBATCHES) == 1:
         return module.to(device)
     if not IS_SHARDED:

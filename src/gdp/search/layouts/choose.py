@@ -19,6 +19,7 @@ from gdp.budget import Clock
 from gdp.errors import InputError
 from gdp.parallel.layout import NONE, Layout
 from gdp.parallel.step import Step
+from gdp.search.batch_parts import Parts
 from gdp.search.candidate import Arrangement, BatchCut, Candidate, simplest
 from gdp.search.layouts.dispatch import best_dispatch, preferred
 from gdp.search.layouts.layout_search import LayoutSearch
@@ -281,14 +282,18 @@ def _solution(
 
 def layout_plan(search: LayoutSearch, best: Candidate, baselines: dict[str, Baseline]) -> Plan:
     """Returns the plan of `best`."""
-    parts, simulation = search.parts, in_program_order(best.replay)
+    simulation = in_program_order(best.replay)
     bound_ns = _bound_ns(search, best.problem)
     record = search_record(simulation, search.clock, best.order, baselines)
-    plan = plan_of(simulation, bound_ns, "auto", search.question.seed, record)
-    if best.is_whole:
+    return in_layout(plan_of(simulation, bound_ns, "auto", search.question.seed, record), best, search.parts)
+
+
+def in_layout(plan: Plan, candidate: Candidate, parts: Parts) -> Plan:
+    """Returns the plan of `candidate`, of a batch in `parts`, with its layout."""
+    if candidate.is_whole:
         return plan
     beside = {"batch": parts.batch_size, "whole": parts.exact(1).fingerprint}  # by which the plan is known again
-    return replace(plan, layout=best.step.document() | beside)
+    return replace(plan, layout=candidate.step.document() | beside)
 
 
 def _bound_ns(search: LayoutSearch, problem: Problem) -> int:
