@@ -1,6 +1,7 @@
 """The numbers of the machine in a tuning: how times follow them, what is learned, and candidates placed anew."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from math import exp, inf
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from gdp.budget import Budget
 from gdp.cluster import Cluster
+from gdp.graph import Graph, Op, Tensor
 from gdp.models.source import ModelSource
 from gdp.planning.machine_fit import Number, with_factors
 from gdp.search.place_question import PlaceQuestion, SearchOptions
@@ -20,17 +22,38 @@ from gdp.simulator.simulate import simulate
 from gdp.tune.measuring import OK, Measured
 from gdp.tune.placing import RANKS, RUNTIME, Placing
 from gdp.tune.tuning import LoggedCandidate, Tuning
-from problems import recurrent
 
 CARDS = "2xl4-24g"
 QUESTION = {"model": "net", "devices": CARDS, "options": {}}
 RATE = ("pcie4", "rate")
 
 
+@cache
+def branches() -> Graph:
+    """Returns two chains of small products, which a host is slow to issue, and of large ones."""
+    ops, tensors = list[Op](), list[Tensor]()
+    for first in (0, 40):
+        for number in range(40):
+            size = 64 if number < 30 else 1024
+            array, num_bytes = f"bfloat16[{size},{size}]", 2 * size * size
+            ops.append(
+                Op(
+                    f"mm{first + number}",
+                    "aten.mm",
+                    2 * size**3,
+                    3 * num_bytes,
+                    "bfloat16",
+                    shapes=f"aten.mm {array} {array} > {array}",
+                )
+            )
+            tensors += [Tensor(first + number - 1, (first + number,), num_bytes)] * (number > 0)
+    return Graph.build("branches", ops, tensors)
+
+
 def placing(directory: Path, **others: Any) -> Placing:
-    """Returns what places a small recurrent model on two cards."""
+    """Returns what places the branches on two cards."""
     graph = directory / "graph.json"
-    recurrent().save(graph)
+    branches().save(graph)
     source = ModelSource(str(graph))
 
     def ask(cluster: Cluster) -> PlaceQuestion:
@@ -43,7 +66,7 @@ def placing(directory: Path, **others: Any) -> Placing:
 def time_ns(directory: Path, factors: Mapping[Number, float]) -> int:
     """Returns the step time of the plan in `directory` on its machine with numbers multiplied by `factors`."""
     plan, cluster = Plan.load(directory / "plan.json"), Cluster.load(directory / "cluster.json")
-    problem = Problem.build(recurrent(), with_factors(cluster, factors))
+    problem = Problem.build(branches(), with_factors(cluster, factors))
     return simulate(problem, plan.placement, order=plan.order).step_time_ns
 
 

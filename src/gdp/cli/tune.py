@@ -244,11 +244,11 @@ def _answered(tuning: "Tuning", cluster: "Cluster", *, json: bool, interrupted: 
             num, num_all = len(tuning.measured_ns), len(tuning.candidates)
             print_text(f"\n{name} is the fastest of {num} measured plans, of {num_all}: {time} ({tuning.ended})")
             moved = [
-                f"{what} of {kind} {factor:.2f} times"
+                f"{what} of {kind} {factor:.2f} times what it was"
                 for (kind, what), factor in fit.factors.items()
                 if abs(factor - 1) >= _LEAST_MOVED
             ]
-            print_text(f"The machine is {', '.join(moved) or 'as it was known'}")
+            print_text(f"Learned of the machine: {', '.join(moved) or 'it is as it was known'}")
             for kind, what in fit.unlikely:
                 log(f"gdp: note: {what} of {kind} is far from elsewhere; check that the times are those of steps")
             print_text(f"Written to {plan}; next: gdp run {plan}; another model: gdp place MODEL --devices {machine}")

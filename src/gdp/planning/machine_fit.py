@@ -67,8 +67,8 @@ class MachineFit:
 
     @property
     def unlikely(self) -> list[Number]:
-        """The numbers that rows carry beyond three deviations of their priors."""
-        return [key for key, log in zip(self.numbers, self.logs, strict=True) if abs(log) > _DISAGREES * PRIORS[key[1]]]
+        """The numbers that rows carry three deviations of their priors or more."""
+        return [key for key, log in zip(self.numbers, self.logs, strict=True) if abs(log) >= _DISAGREES * PRIORS[key[1]]]
 
     def number_rows(self) -> list[dict[str, Any]]:
         """Returns what each number was and is, beside its prior."""
@@ -133,8 +133,10 @@ def fit_machine(
 
 def fit_slopes(cluster: Cluster, numbers: Sequence[Number], before: F64, slopes: F64) -> MachineFit:
     """Returns the fit of `cluster` to rows that are not simulated again: logarithms `before` [R] of predicted over
-    measured times, which follow the numbers by `slopes` [R, P]."""
-    logs = _most_likely(lambda logs: before + slopes @ logs, lambda logs: slopes, numbers)
+    measured times, which follow the numbers by `slopes` [R, P]. None moves by more than three deviations: rows of one
+    model may all err alike."""
+    most = _DISAGREES * priors_of(numbers)
+    logs = _most_likely(lambda logs: before + slopes @ logs, lambda logs: slopes, numbers).clip(-most, most)
     after = before + slopes @ logs
     return MachineFit((), cluster, numbers, logs, before, after, after)
 
