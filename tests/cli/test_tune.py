@@ -123,8 +123,8 @@ STAND_INS = {  # what the tools print, around a time
     "vllm": 'echo "$@" >> options; echo "Avg latency: 0.25 seconds"; echo "10% percentile latency: 0.24 seconds"',
     "llama-completion": 'echo "$@" >> options; '
     'echo "llama_perf_context_print: prompt eval time =  900.00 ms /     2 tokens (  450.00 ms per token,     2.22 '
-    'tokens per second)" >&2; echo "llama_perf_context_print:        eval time =   1575.00 ms /    63 runs   (   25.00 ms per '
-    'token,    40.00 tokens per second)" >&2',
+    'tokens per second)" >&2; echo "llama_perf_context_print:        eval time =   1575.00 ms /    63 runs   (   25.00 '
+    'ms per token,    40.00 tokens per second)" >&2',
     "torchrun": 'echo "$@" >> options; echo "step: 25.00 ms"',
 }
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48}
