@@ -68,7 +68,9 @@ class MachineFit:
     @property
     def unlikely(self) -> list[Number]:
         """The numbers that rows carry three deviations of their priors or more."""
-        return [key for key, log in zip(self.numbers, self.logs, strict=True) if abs(log) >= _DISAGREES * PRIORS[key[1]]]
+        return [
+            key for key, log in zip(self.numbers, self.logs, strict=True) if abs(log) >= _DISAGREES * PRIORS[key[1]]
+        ]
 
     def number_rows(self) -> list[dict[str, Any]]:
         """Returns what each number was and is, beside its prior."""

@@ -121,8 +121,11 @@ class Tuning:
     @property
     def measured_ns(self) -> dict[int, float]:
         """The median of the measured times of each candidate; infinite of one that failed."""
+        return self._medians_ns(None)
+
+    def _medians_ns(self, after: int | None) -> dict[int, float]:
         times_ns = defaultdict[int, list[float]](list)
-        for each in self.measurements:
+        for each in self.measurements[:after]:
             times_ns[each.candidate].append(inf if each.step_ns is None else each.step_ns)
         return {number: float(np.median(times)) for number, times in times_ns.items()}
 
@@ -142,8 +145,7 @@ class Tuning:
 
     def machine(self, cluster: Cluster, after: int | None = None) -> MachineFit:
         """Returns what the first measurements, `after` as many or all, say of the numbers of `cluster`."""
-        lines = self.measurements[:after]
-        ran = {line.candidate: line.step_ns for line in lines if line.step_ns is not None}
+        ran = {number: time_ns for number, time_ns in self._medians_ns(after).items() if time_ns < inf}
         predicted = np.array([self.candidates[number].predicted_ns for number in ran], float)
         return fit_slopes(cluster, self.numbers, np.log(predicted) - np.log([*ran.values()]), self._slopes([*ran]))
 
