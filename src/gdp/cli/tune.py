@@ -97,7 +97,7 @@ def tune(
             else Measuring.by_command(measure, pattern, limit_s)
         )
         source, runtimes = ModelSource(model, model_options.reading()), runtime.split(",") if runtime else []
-        texts = [run_by(text, name, source.reading.serving) for name in runtimes or [None]]
+        texts = [run_by(text, name or None, source.reading.serving) for name in runtimes or [""]]
         text, cluster = texts[0], Cluster.parse(texts[0])
         if measure is None:
             from gdp.execute.backends import find_targets

@@ -64,8 +64,12 @@ class PlannedCandidate:
         used, ops = np.unique(plan.placement, return_counts=True)
         numbers = len(used), layout.get("data", 1), num_microbatches, layout.get("zero", 0), layout.get("stages") or 0
         more = layout.get("recompute", "none") != "none", layout.get("offload", "none") != "none"
-        more += self.runtime == COMPILE, self.runtime == CUDA_GRAPHS
-        return [*(log1p(float(number)) for number in numbers), *map(float, more), float(ops.max() / ops.sum())]
+        runtimes = self.runtime == COMPILE, self.runtime == CUDA_GRAPHS
+        return [
+            *(log1p(float(number)) for number in numbers),
+            *map(float, more + runtimes),
+            float(ops.max() / ops.sum()),
+        ]
 
     @property
     def spread(self) -> float:

@@ -233,7 +233,8 @@ class Tuning:
             self._slopes(range(len(self.candidates))),
         )
         fit, last = (self.machine(placing.cluster, after) for after in (count, self.placed_after))
-        if np.array_equal(*(np.argsort(predicted + slopes @ each.logs, kind="stable") for each in (fit, last))):
+        now, then = (np.argsort(predicted + slopes @ each.logs, kind="stable") for each in (fit, last))
+        if np.array_equal(now, then):
             return False
         try:
             rows = placing.candidates(fit.factors, self.candidates)
