@@ -103,6 +103,12 @@ def test_commands(tmp_path: Path, command: str, status: str) -> None:
     assert found.reason or status == OK
 
 
+def test_the_first_error_is_the_reason(tmp_path: Path) -> None:
+    """Of an output that ends in rulers, as torchrun's, the reason is the error that was raised first."""
+    command = "echo '[rank0]: ValueError: 3 ranks'; echo ChildFailedError:; echo ======; exit 1"
+    assert Measuring.by_command(command, None, 20.0).measure(tmp_path).reason == "exit status 1: ValueError: 3 ranks"
+
+
 def test_pattern(tmp_path: Path) -> None:
     """A pattern reads times in ms; the median of the second half is that of settled steps. The plan is in the
     directory that the environment names."""

@@ -47,7 +47,7 @@ class PlannedCandidate:
         limits = dict(zip(plan.devices, problem.memory_limit_bytes.tolist(), strict=True))
         other = Problem.build(problem.graph, cluster, max_memory_bytes=limits)
         step_time_ns = simulate(other, plan.placement, order=plan.order).step_time_ns
-        plan = replace(plan, cluster=cluster.fingerprint, step_time_ns=step_time_ns, problem=other)
+        plan = replace(plan, cluster=cluster.fingerprint, step_time_ns=step_time_ns, lower_bound_ns=0, problem=other)
         return replace(self, plan=plan, comes_first=False, runtime=runtime)
 
     @property

@@ -24,6 +24,7 @@ _KEY = "step_time_ms"
 _MS = {"ms": 1.0, "s": 1e3}  # by the name of a pattern's group
 _MEMORY_STATUS = 3  # exit status of `gdp run`
 _MEMORY_WORDS = "out of memory", "outofmemory", "cannot allocate memory", "can't allocate memory"
+_RAISED = re.compile(r"\w*(?:Error|Exception): \S.*")
 _KEPT = 200  # characters of a reason
 _TAIL_BYTES = 1 << 20  # of an output that are read
 _OUTPUT, _ERRORS = "output.txt", "errors.txt"
@@ -107,11 +108,12 @@ class Measuring:
                 process.wait()
         printed, said = _tail(directory / _OUTPUT), _tail(directory / _ERRORS)
         if status:
+            raised = [match[0] for match in _RAISED.finditer(said or printed)]  # torchrun says more behind the first
             last = next((line.strip() for line in reversed((said or printed).splitlines()) if line.strip()), "")
             lacks = any(words in f"{printed}{said}".lower() for words in _MEMORY_WORDS)
             lacks |= own and status == _MEMORY_STATUS
             ended = f"signal {-status}" if status < 0 else f"exit status {status}"
-            return Measured(OUT_OF_MEMORY if lacks else FAILED, reason=f"{ended}: {last}"[:_KEPT])
+            return Measured(OUT_OF_MEMORY if lacks else FAILED, reason=f"{ended}: {[*raised, last][0]}"[:_KEPT])
         found = self.read(printed) or self.read(said)
         if found is None or not (isfinite(found[0]) and found[0] > 0):
             return Measured(NO_TIME, reason=f"no time of a step in {directory / _OUTPUT}")
