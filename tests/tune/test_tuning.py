@@ -60,6 +60,23 @@ def test_leaders_are_measured_again(tmp_path: Path) -> None:
     assert tuning.answer == 1
 
 
+def test_a_machine_that_slows_down_is_noticed(tmp_path: Path) -> None:
+    """By hand: the first plan takes 100, then the machine takes twice as long, and the others 180 and 300 in place of
+    90 and 150. The first, measured again at the end, takes 200: so the next ones are measured again too, and the second
+    is the answer, of 180 to the median of 100, 200 and 200."""
+    tuning = Tuning.begin(tmp_path, QUESTION, candidates(100, 100, 100, first=3))
+    times_ns = {0: [100.0, 200.0, 200.0], 1: [180.0] * 3, 2: [300.0] * 3}
+    tuning.run(
+        lambda directory: Measured(OK, times_ns[int(directory.name)].pop(0), 0.01),
+        most=50,
+        ends_s=inf,
+        on_measured=lambda _: None,
+    )
+    assert [line.candidate for line in tuning.measurements][:4] == [0, 1, 2, 0]
+    assert tuning.answer == 1
+    assert "2.00 times as long" in tuning.ended
+
+
 def test_a_failed_plan_is_measured_too(tmp_path: Path) -> None:
     """A plan that does not run is not the answer and does not come again; where none runs there is no answer."""
     tuning = Tuning.begin(tmp_path, QUESTION, candidates(100, 105))
@@ -74,7 +91,7 @@ def test_predictions_before_and_after(tmp_path: Path) -> None:
     """After a step of twice the time predicted, the next is expected to take longer than predicted, too."""
     tuning = Tuning.begin(tmp_path, QUESTION, candidates(100, 105, first=2))
     run(tuning, {0: 200, 1: 210})
-    first, second = tuning.measurements
+    first, second, *_ = tuning.measurements
     assert first.before_ns == 100
     assert 190 <= first.after_ns <= 200
     assert 180 <= second.before_ns <= 210

@@ -38,6 +38,7 @@ _LEAST_NOISE, _MOST_NOISE = 0.02, 0.1
 # the fastest ones are measured again in turn before one is the answer: a machine's pace drifts, and of many noisy times
 # the shortest is a lucky one. Untuned
 _LEADERS, _ROUNDS = 3, 3
+_DRIFTS = 4  # deviations of noise by which two times of one plan differ where the machine's pace changed. Untuned
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +122,13 @@ class Tuning:
     @property
     def measured_ns(self) -> dict[int, float]:
         """The median of the measured times of each candidate; infinite of one that failed."""
-        return self._medians_ns(None)
+        return {number: float(np.median(times)) for number, times in self._times_ns().items()}
 
-    def _medians_ns(self, after: int | None) -> dict[int, float]:
+    def _times_ns(self, after: int | None = None) -> dict[int, list[float]]:
         times_ns = defaultdict[int, list[float]](list)
         for each in self.measurements[:after]:
             times_ns[each.candidate].append(inf if each.step_ns is None else each.step_ns)
-        return {number: float(np.median(times)) for number, times in times_ns.items()}
+        return times_ns
 
     @property
     def noise(self) -> float:
@@ -145,9 +146,9 @@ class Tuning:
 
     def machine(self, cluster: Cluster, after: int | None = None) -> MachineFit:
         """Returns what the first measurements, `after` as many or all, say of the numbers of `cluster`."""
-        ran = {number: time_ns for number, time_ns in self._medians_ns(after).items() if time_ns < inf}
-        predicted = np.array([self.candidates[number].predicted_ns for number in ran], float)
-        return fit_slopes(cluster, self.numbers, np.log(predicted) - np.log([*ran.values()]), self._slopes([*ran]))
+        ran = {number: float(np.median(times)) for number, times in self._times_ns(after).items() if max(times) < inf}
+        ratios = np.log([self.candidates[number].predicted_ns / time_ns for number, time_ns in ran.items()])
+        return fit_slopes(cluster, self.numbers, ratios, self._slopes([*ran]))
 
     def _slopes(self, candidates: Sequence[int]) -> npt.NDArray[np.float64]:
         """[N, P] Returns how the times of these candidates follow the numbers."""
@@ -185,6 +186,8 @@ class Tuning:
                 self.ended = ""
                 continue
             if chosen is None or self.ended:
+                if self.drift > 1:
+                    self.ended += f"; one plan took up to {self.drift:.2f} times as long as before: the pace changes"
                 return
             before_ns, began = self._expected_ns(chosen), time.monotonic()
             found = measure(self.directory / str(chosen))
@@ -213,14 +216,22 @@ class Tuning:
         return leader
 
     def _leader(self) -> int | None:
-        """Returns the one of the fastest candidates that was measured least; None where that was enough, or noise does
-        not hide which is the fastest."""
+        """Returns the one of the fastest candidates that was measured least; None where that was enough, or neither
+        noise nor a machine whose pace changes hides which is the fastest. A single one is measured again at the end,
+        which tells whether it changed."""
         measured, counts = self.measured_ns, Counter(each.candidate for each in self.measurements)
-        limit_ns = (1 + 2 * self.noise) * min(measured.values(), default=inf)
+        limit_ns = (1 + 2 * self.noise) * self.drift * min(measured.values(), default=inf)
         leaders = [number for number, time_ns in measured.items() if time_ns <= limit_ns < inf]
         leaders = sorted(leaders, key=measured.__getitem__)[:_LEADERS]
-        waiting = [number for number in leaders if counts[number] < _ROUNDS]
-        return min(waiting, key=counts.__getitem__) if len(leaders) > 1 and waiting else None
+        is_sure = len(leaders) == 1 and (counts[leaders[0]] > 1 or self.measurements[-1].candidate == leaders[0])
+        waiting = [] if is_sure else [number for number in leaders if counts[number] < _ROUNDS]
+        return min(waiting, key=counts.__getitem__, default=None)
+
+    @property
+    def drift(self) -> float:
+        """The largest ratio of two times of one candidate; 1 where they differ by no more than noise makes likely."""
+        ratio = max((max(times) / min(times) for times in self._times_ns().values() if max(times) < inf), default=1.0)
+        return ratio if ratio > 1 + _DRIFTS * self.noise else 1.0
 
     def _is_placed_anew(self, placing: "Placing") -> bool:
         """Places candidates on the machine as it is known now, where that changes the order of those there are; returns
