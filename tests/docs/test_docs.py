@@ -56,6 +56,10 @@ OF_OTHER_TOOLS = {  # options of torchrun, vLLM, llama.cpp, Megatron-LM, torchti
     "--master-addr",
     "--master-port",
     "--max-restarts",
+    "--model",
+    "--batch-size",
+    "--input-len",
+    "--output-len",
 }
 
 
