@@ -13,7 +13,7 @@ from gdp.errors import InputError
 from gdp.execute.equality import eager_step
 from gdp.execute.plan_executor import check_dropout
 from gdp.models.pytorch import Capture, capture
-from gdp.models.pytorch.fused_attention import MASK_NOTE
+from gdp.models.pytorch.fused_attention import CAUSAL_NOTE, MASK_NOTE
 from gdp.models.pytorch.replacements import ATTENTION, ATTENTION_BACKWARD, function_for
 
 FUSED = "aten._scaled_dot_product_flash_attention_for_cpu"
@@ -205,3 +205,19 @@ def test_passes_on_two_kinds_are_refused() -> None:
     check_dropout(program, home, [cpu, cpu])
     with pytest.raises(InputError, match="is on cuda and that on cpu, which draws other numbers; pin both"):
         check_dropout(program, home, [cpu, torch.device("cuda", 0)])
+
+
+def test_square_masks_of_transformers_are_causal() -> None:
+    """The mask of `nn.TransformerEncoder`, and of `nn.Transformer`'s decoder, costs what the causal kernel does, with a
+    note; one of another shape, or that is said not to be causal, is read."""
+    mask = nn.Transformer.generate_square_subsequent_mask(6)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    encoder, decoder = nn.TransformerEncoder(layer, 1), nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+    source, target = torch.randn(3, 4, 8), torch.randn(3, 6, 8)
+    causal = {"mask": mask, "is_causal": True}
+    asked, told = (capture(encoder, (target,), options) for options in ({"mask": mask}, causal))
+    assert asked.graph.fingerprint == told.graph.fingerprint
+    assert (CAUSAL_NOTE in asked.notes, CAUSAL_NOTE in told.notes) == (True, False)
+    assert CAUSAL_NOTE in capture(decoder, (source, target), {"tgt_mask": mask}).notes
+    others = {"mask": mask, "is_causal": False}, {"mask": torch.zeros(6, 6, 6)}  # of three samples, two heads
+    assert not any(CAUSAL_NOTE in capture(encoder, (target,), options).notes for options in others)

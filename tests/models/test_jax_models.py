@@ -11,6 +11,7 @@ from gdp.errors import InputError
 from gdp.execute.executable import read_executable
 from gdp.models.measured_times import MeasuredTimes
 from gdp.models.model import Reading
+from gdp.models.shards import Shards
 from gdp.models.source import ModelSource
 
 MODELS = """
@@ -93,6 +94,12 @@ BAD = {
     "inference": ("training", Reading(training=False), "--inference: .* takes gradients, captured as it is"),
     "micro-batches": ("net", Reading(microbatches=3), "--microbatches: .* gdp capture the step of one micro-batch"),
     "optimizer": ("training", Reading(optimizer="sgd"), "--optimizer: .* has its optimizer in it or none"),
+    "tensor ranks": (
+        "training",
+        Reading(shards=Shards(tensor=2)),
+        "is not cut over groups of cards; leave tensor=2 out",
+    ),
+    "context ranks": ("net", Reading(shards=Shards(context=2)), "is not cut over groups of cards; leave context=2 out"),
     "of PyTorch": ("torch_function", Reading(), r"the step updates no parameters; .* JAX arrays"),
     "wrong shape": ("shapes", Reading(), "the function failed .TypeError: dot_general requires"),
     "content": ("content", Reading(), "depends on an array's content"),

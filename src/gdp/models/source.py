@@ -328,6 +328,10 @@ class ModelSource:
         """Reads the step of a JAX function as it is; InputError for options that would change it."""
         text, training = self.text, self.reading.training
         self._check_update(f"{text} is a JAX function, which has its optimizer in it or none")
+        if self.reading.shards.num_ranks > 1:
+            raise InputError(
+                f"{text} is a JAX function, which is not cut over groups of cards; leave {self.reading.shards} out"
+            )
         if self.reading.dtype:
             raise InputError(
                 f"--dtype: {text} is a JAX function, which computes in the types of its arguments; cast them"

@@ -418,7 +418,9 @@ def _record_own(
     """Captures a user's own step."""
     if not options.training:
         raise InputError(f"{name}: is a training step of your own; give its module for inference")
-    is_changed = options.precision or options.lora or options.shards.num_ranks > 1
+    if options.shards.num_ranks > 1:
+        raise InputError(f"{name}: is a training step of your own, which is not cut; leave {options.shards} out")
+    is_changed = options.precision or options.lora
     if options.optimizer != "adam" or is_changed or options.loss is not None:
         raise InputError(f"{name}: is a training step of your own, which has its optimizers in it; leave options out")
     explain = partial(explained, name)

@@ -28,6 +28,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import autocast
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import transformer
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
@@ -36,7 +37,13 @@ from torch.utils._device import DeviceContext
 from gdp.models.pytorch.autocast import cuda_autocast_on_cpu, kernels
 from gdp.models.pytorch.card_kernels import kernels_of_cards
 from gdp.models.pytorch.control_flow import control_flow_in_python, run_operator
-from gdp.models.pytorch.fused_attention import attention_as_on_a_card, flex_attention_as_operators, note, recorders
+from gdp.models.pytorch.fused_attention import (
+    attention_as_on_a_card,
+    flex_attention_as_operators,
+    is_causal_mask,
+    note,
+    recorders,
+)
 from gdp.models.pytorch.memories import HAS_HOST_TENSORS
 from gdp.models.pytorch.replacements import (
     GRU_MODE,
@@ -177,6 +184,7 @@ def as_if_on_a_card(*, has_card: bool = False) -> Iterator["OnCpu"]:
         (checkpoint, "check_backward_validity", partial(_check_and_note, checkpoint.check_backward_validity)),
         (checkpoint.DefaultDeviceType, "_default_device_type", "cuda"),
         (torch.utils, "swap_tensors", _swap_tensors),
+        (transformer, "_detect_is_causal_mask", is_causal_mask),
         (DistributedDataParallel, "__init__", _init_plain),
         (DistributedDataParallel, "forward", lambda self, *args, **options: self.module(*args, **options)),
         (torch.cuda, "is_bf16_supported", lambda *args, **options: True),

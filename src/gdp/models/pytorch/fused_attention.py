@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._higher_order_ops.flex_attention import sdpa_dense
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import flex_attention as module
+from torch.nn.modules import transformer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from gdp.models.pytorch.autocast import kernels
@@ -30,12 +31,17 @@ MASK_NOTE = (
     "attention with a mask that needs a gradient is captured as products of its type and a softmax; the "
     "memory-efficient kernel of a card takes less time and memory"
 )
+CAUSAL_NOTE = (
+    "a square mask of nn.Transformer's layers is taken for causal, as PyTorch finds out from its content; say "
+    "is_causal=False (tgt_is_causal of decoders) where it is not"
+)
 FLEX_NOTE = (
     "flex_attention is captured as PyTorch computes it without torch.compile, with the whole matrix of scores in "
     "float32; its fused kernel takes less time and memory, and skips masked blocks"
 )
 
 _computed: Callable[..., Tensor] = torch.ops.aten.scaled_dot_product_attention.default.decompose  # as PyTorch does
+_is_causal_mask: Callable[..., bool] = transformer._detect_is_causal_mask
 _HALF = (torch.bfloat16, torch.float16)
 # `minimum_gemm_alignment` since compute capability 8.0; flash attention pads, but needs equal widths
 _WIDTH_MULTIPLE = {torch.bfloat16: 8, torch.float16: 8, torch.float32: 4}
@@ -115,6 +121,17 @@ def has_kernel(
     limits = (batch, heads, length, num_keys)[-mask.dim() :]
     fits = 2 <= mask.dim() <= 4 and all(size in (1, limit) for size, limit in zip(mask.shape, limits, strict=True))
     return fits and not is_causal and mask.dtype in (torch.bool, query.dtype)
+
+
+def is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Returns whether a mask is causal, as `nn.TransformerEncoder` asks; without content, by its shape."""
+    if is_causal is not None or not isinstance(mask, FakeTensor):
+        return _is_causal_mask(mask, is_causal, size)
+    length = mask.shape[-2] if size is None else size
+    if mask.shape != (length, length):
+        return False
+    note(CAUSAL_NOTE)
+    return True
 
 
 def recorders() -> list[Any]:
