@@ -66,9 +66,10 @@ def test_all_models_agree(name: str, tensor: int, sequence: bool) -> None:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_whole_experts_agree(sequence: bool) -> None:
-    """As above, of ranks with whole experts and as many rows each."""
-    check_ranks("routed", Shards(2, sequence, expert=2), rounding=0.03)  # in bfloat16, the type of their products
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_parts_of_experts_agree(tensor: int, sequence: bool) -> None:
+    """As above, of ranks with half of the experts and as many rows each; of four, with half of their columns too."""
+    check_ranks("routed", Shards(tensor, sequence, expert=2), rounding=0.03)  # in bfloat16, the type of their products
 
 
 def test_gradient_of_a_key_bias_is_rounding() -> None:

@@ -80,17 +80,20 @@ def test_sums_of_activations(name: str, tensor: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tensor", [2, 4, 8])
+@pytest.mark.parametrize(("tensor", "expert"), [(2, 2), (4, 4), (8, 8), (4, 2), (8, 2)])
 @pytest.mark.parametrize(
     ("name", "width", "per_token", "layers"),
     [("mixtral", 4096, 2, 2), ("qwen3_30b", 2048, 8, 2), ("deepseek_v3", 7168, 8, 1)],
 )
-def test_whole_experts(name: str, width: int, per_token: int, layers: int, tensor: int) -> None:
-    """Rows of 1 / T of the tokens go to their experts and back in each direction, and products are shared."""
-    model = local(name, tensor, sequence=True, expert=tensor)
+def test_parts_of_experts(name: str, width: int, per_token: int, layers: int, tensor: int, expert: int) -> None:
+    """Rows of 1 / T of the tokens go to their experts and back in each direction, and products are shared. Ranks with
+    the same experts gather rows, and scatter sums."""
+    model = local(name, tensor, sequence=True, expert=expert)
     num_bytes = 2 * BATCH * TOKENS * per_token // tensor * width
     counts = exchanges(model.graph, num_bytes)
     assert counts["forward", "all_to_all"] == counts["backward", "all_to_all"] == 2 * layers
+    summed = f"collective.reduce_scatter bfloat16[{num_bytes // 2 // width * tensor // expert},{width}] "
+    assert sum(summed in shapes for shapes in model.graph.shapes) == (0 if expert == tensor else 2 * layers)
     is_rows = [kind == "collective.all_to_all" for kind in model.graph.kinds]
     assert max(model.graph.bytes_accessed[is_rows]) == num_bytes
     repeated = tensor * product_flops(model.graph) / product_flops(whole(name)) - 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.models.model import Model, Reading
 from gdp.models.serving import Serving
@@ -66,6 +67,14 @@ def bytes_of(graph: Graph, *ends: str) -> int:
     """Returns the bytes of parameters or buffers whose names end so."""
     ops = [op for op, kind in enumerate(graph.kinds) if kind in ("parameter", "buffer")]
     return sum(int(graph.resident_bytes[op]) for op in ops if graph.op_names[op].endswith(ends))
+
+
+def test_a_decode_step_has_no_tokens_to_cut(tmp_path: Path) -> None:
+    """Tokens of a prompt are cut over ranks, those of a decode step are not: it is refused in one line."""
+    text = text_of("llama", tmp_path)
+    source = ModelSource(text, Reading(training=False, serving=Serving("decode")))
+    with pytest.raises(InputError, match="a decode step has one a sequence; leave context out, or take tensor=2"):
+        source.sharded(Shards(context=2)).whole()
 
 
 @pytest.mark.parametrize(

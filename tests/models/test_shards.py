@@ -97,10 +97,29 @@ def test_rows_go_to_their_experts() -> None:
     assert abs(repeated) < 0.001
 
 
-@pytest.mark.parametrize("expert", [1, 2])
-def test_experts_of_whole_tokens(expert: int) -> None:
+def test_rows_go_to_columns_of_their_experts() -> None:
+    """Two of four ranks have the same experts: they gather the rows that both got, and scatter sums before these go
+    back."""
+    local = captured("qwen3moe", 4, sequence=True, expert=2)
+    num_bytes = 2 * BATCH * TOKENS * 2 // 4 * WIDTH  # of bfloat16: two experts of each token, a quarter of the tokens
+    counts = exchanges(local.graph, num_bytes)
+    for phase, calls in (("forward", 4), ("backward", 4)):  # there and back in two layers
+        assert counts[phase, "all_to_all"] == calls
+    calls = [call for shapes in local.graph.shapes for call in parsed_calls(shapes)]
+    products = [call.arrays for call in calls if call.kind == "aten._grouped_mm"]
+    rows = 2 * BATCH * TOKENS * 2 // 4  # of both ranks: 16
+    assert [array.size for array in products[0]][:2] == [(rows, WIDTH), (2, WIDTH, 64 // 2)]
+    sums = [call for call in calls if call.kind == "collective.reduce_scatter" and call.arrays[0].size == (rows, WIDTH)]
+    assert len(sums) == 4  # of results, and of gradients of what was gathered, in two layers
+    assert {call.arguments[1:] for call in calls if call.kind == "collective.all_to_all"} == {(2, 2)}  # two ranks apart
+    whole_experts = captured("qwen3moe", 4, sequence=True, expert=4).graph
+    assert product_flops(local.graph) == product_flops(whole_experts)
+
+
+@pytest.mark.parametrize(("tensor", "expert"), [(2, 1), (2, 2), (4, 2)])
+def test_experts_of_whole_tokens(tensor: int, expert: int) -> None:
     """Without cut tokens a mixture of experts takes one sum of tokens in each direction, as a dense layer does."""
-    graph = captured("mixtral", 2, expert=expert).graph
+    graph = captured("mixtral", tensor, expert=expert).graph
     num_bytes = ACTIVATION // 2  # in bfloat16; not those of the rows, twice as many
     assert exchanges(graph, num_bytes) == {("forward", "all_reduce"): 5, ("backward", "all_reduce"): 5}
     assert exchanges(graph, num_bytes + 1) == {}

@@ -16,7 +16,7 @@ MAX_RANKS = 64  # of a group: as many cards as one island of fast links has toda
 @dataclass(frozen=True, slots=True)
 class Shards:
     """The degrees of a local program: that of one of `num_ranks` ranks. InputError for numbers that make no sense.
-    With `expert` = `tensor` each expert lies whole on one of the ranks; 1: every rank has columns of all experts."""
+    Each expert lies on `tensor` / `expert` ranks, which have a part of its columns each; with 1 on all ranks."""
 
     tensor: int = 1
     sequence: bool | None = None  # tokens are cut over the tensor ranks between cut ops; None: in training
@@ -39,9 +39,9 @@ class Shards:
             raise InputError("sequence cuts tokens over tensor ranks, and there is one; add tensor=2 or more")
         if self.overlap and self.tensor == 1:
             raise InputError("overlap is of exchanges between tensor ranks, and there is one; add tensor=2 or more")
-        if self.expert not in (1, self.tensor):
+        if self.tensor % self.expert:
             raise InputError(
-                f"expert={self.expert} places experts on tensor ranks; let it be tensor={self.tensor} or 1"
+                f"expert={self.expert} places experts on parts of the tensor ranks; let it divide tensor={self.tensor}"
             )
 
     def settled(self, *, training: bool) -> "Shards":

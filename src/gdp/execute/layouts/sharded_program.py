@@ -27,7 +27,7 @@ from gdp.models.pytorch import Replay
 from gdp.models.pytorch.program import Program, named_state
 from gdp.models.pytorch.recorded_calls import Call, Ref
 from gdp.models.pytorch.routine import OpRoutine
-from gdp.models.pytorch.shards.collectives import OF_ALL_RANKS
+from gdp.models.pytorch.shards.collectives import OF_ALL_RANKS, partners_of
 from gdp.models.pytorch.shards.cuts import OUTPUT, AxisCut
 
 
@@ -222,12 +222,13 @@ def is_among_ranks(graph: Graph) -> Bool:
 
 
 def _calls_of_all(ranks: Sequence[Program], op: int, rank: int, starts: Sequence[int]) -> tuple[Call, ...]:
-    """Returns the call of an exchange that reads what all ranks send, and makes what `rank` gets."""
+    """Returns the call of an exchange that reads what its ranks send, and makes what `rank` gets."""
     (call,) = ranks[rank].calls[op]
-    sent = [each.calls[op][0].args[0] for each in ranks]
-    refs = [Ref(ref.value + start, ref.layout) for ref, start in zip(sent, starts, strict=True)]
+    among = partners_of(call, rank)
+    sent = [ranks[other].calls[op][0].args[0] for other in among]
+    refs = [Ref(ref.value + starts[other], ref.layout) for ref, other in zip(sent, among, strict=True)]
     made = tuple(value if value < 0 else value + starts[rank] for value in call.outputs)
-    function: Any = partial(OF_ALL_RANKS[call.func], rank)
+    function: Any = partial(OF_ALL_RANKS[call.func], among.index(rank))
     return (replace(call, func=function, args=(refs, *call.args[2:]), outputs=made),)
 
 

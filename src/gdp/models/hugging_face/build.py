@@ -119,6 +119,11 @@ class ServedBuild:
         config, sizes = _read(text)
         if "_class_name" in config:
             raise InputError(f"{text}: a model of Diffusers has no cache; leave out --phase")
+        if self.is_decode and shards.context > 1:
+            raise InputError(
+                f"{text}: context={shards.context} cuts the tokens of a prompt, and a decode step has one a sequence; "
+                f"leave context out, or take tensor={shards.num_ranks}"
+            )
         self.sizes = replace(sizes, batch=even_part(sizes.batch, parts, text))
         self._make = _transformers_maker(config, self.sizes, text)
         self.room: CacheRoom | None = None  # of the last model built

@@ -25,7 +25,7 @@ ops = torch.ops.collective
 _LIBRARY = torch.library.Library("collective", "DEF")
 
 
-def _same(x: Tensor, num_ranks: int) -> Tensor:
+def _same(x: Tensor, num_ranks: int, stride: int = 1) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -45,7 +45,8 @@ for _name, _fake in (
     ("all_to_all", _same),
     ("send", _same),
 ):
-    _LIBRARY.define(f"{_name}(Tensor x, int num_ranks{', int dim' * (_fake is not _same)}) -> Tensor")
+    _options = ", int dim" * (_fake is not _same) + ", int stride=1" * (_name == "all_to_all")
+    _LIBRARY.define(f"{_name}(Tensor x, int num_ranks{_options}) -> Tensor")
     torch.library.register_fake(f"collective::{_name}", _fake, lib=_LIBRARY)
 
 
@@ -58,9 +59,16 @@ OF_ALL_RANKS: Mapping[Any, Callable[..., Tensor]] = {  # from a rank and what al
     ops.all_reduce.max: lambda rank, parts: functools.reduce(torch.maximum, parts),
     ops.all_gather.default: lambda rank, parts, dim: torch.cat(parts, dim),
     ops.reduce_scatter.default: lambda rank, parts, dim: _sum_of(rank, [x.chunk(len(parts), dim)[rank] for x in parts]),
-    ops.all_to_all.default: lambda rank, parts: torch.cat([x.chunk(len(parts))[rank] for x in parts]),
+    ops.all_to_all.default: lambda rank, parts, *_: torch.cat([x.chunk(len(parts))[rank] for x in parts]),
     ops.send.default: lambda rank, parts: parts[rank - 1].clone(),
 }
+
+
+def partners_of(call: Any, rank: int) -> range:
+    """Returns the ranks that exchange with `rank` in a call; the smaller groups of a group stand behind each other."""
+    stride = call.args[2] if call.func is ops.all_to_all.default and len(call.args) > 2 else 1
+    first = rank - rank // stride % call.args[1] * stride
+    return range(first, first + call.args[1] * stride, stride)
 
 
 class Enter(torch.autograd.Function):
@@ -138,17 +146,17 @@ class Scatter(torch.autograd.Function):
 
 
 class Shuffle(torch.autograd.Function):
-    """Sends an equal part of the rows to each rank, and gets as many from each."""
+    """Sends an equal part of the rows to each rank, and gets as many from each; ranks are `stride` apart."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, num_ranks: int) -> Tensor:
-        context.num_ranks = num_ranks
-        result: Tensor = ops.all_to_all(x, num_ranks)
+    def forward(context: Any, x: Tensor, num_ranks: int, stride: int = 1) -> Tensor:
+        context.among = num_ranks, stride
+        result: Tensor = ops.all_to_all(x, *context.among)
         return result
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ops.all_to_all(gradient, context.num_ranks), None
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ops.all_to_all(gradient, *context.among), None, None
 
 
 class Repeated(torch.autograd.Function):

@@ -37,6 +37,7 @@ class AxisCut:
     outer: int = 1
     segments: tuple[int, ...] = ()
     sources: frozenset[str] = frozenset()  # paths of the weights whose cut it comes from
+    again: "AxisCut | None" = None  # of each part over the ranks that share it, of experts
 
     @property
     def is_partial(self) -> bool:
@@ -50,16 +51,17 @@ class AxisCut:
 
     def part_of(self, whole: Tensor, rank: int, num_ranks: int) -> Tensor:
         """Returns the part of a whole tensor that a rank has."""
-        own = rank * self.num_parts // num_ranks
-        return part(whole, self.dim, self.num_parts, own, self.outer, self.segments)
+        own, among = divmod(rank, num_ranks // self.num_parts)
+        local = part(whole, self.dim, self.num_parts, own, self.outer, self.segments)
+        return local if self.again is None else self.again.part_of(local, among, num_ranks // self.num_parts)
 
     def whole_of(self, parts: Sequence[Tensor]) -> Tensor:
         """Returns the whole tensor that the ranks have these parts of."""
-        sizes = segments_of(self)
-        pieces = [
-            tensor.split([-(-size // self.num_parts) for size in sizes], self.dim)
-            for tensor in parts[:: len(parts) // self.num_parts]
-        ]
+        sizes, copies = segments_of(self), len(parts) // self.num_parts
+        if self.again is not None:
+            parts = [self.again.whole_of(parts[at : at + copies]) for at in range(0, len(parts), copies)]
+            copies = 1
+        pieces = [tensor.split([-(-size // self.num_parts) for size in sizes], self.dim) for tensor in parts[::copies]]
         wholes = [
             torch.cat(of_ranks, self.dim).narrow(self.dim, 0, size)
             for size, of_ranks in zip(sizes, zip(*pieces, strict=True), strict=True)

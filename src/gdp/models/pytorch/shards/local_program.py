@@ -125,7 +125,7 @@ def _cut_parameter(parameter: Tensor, path: str, role: Role, rank: int, num_rank
     local = cut.part_of(parameter.detach(), rank, num_ranks)
     copy = nn.Parameter(local.clone(memory_format=torch.contiguous_format), parameter.requires_grad)
     setattr(copy, STORED, cut)
-    mark(copy, None if role.is_experts else cut)
+    mark(copy, cut.again if role.is_experts else cut)
     return copy
 
 

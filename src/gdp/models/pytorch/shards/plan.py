@@ -9,7 +9,7 @@ gathered at once, a small weight stays whole. Passes are repeated until nothing 
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ class Role:
     num_parts: int
     size: int
     pieces: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    is_experts: bool = False  # each of them is whole on its rank, which runs with its own ones alone
+    is_experts: bool = False  # a rank runs with its own ones alone
+    again: "Role | None" = None  # of its experts, over the ranks that have the same ones
 
     @property
     def segments(self) -> tuple[int, ...]:
@@ -51,7 +52,9 @@ class Role:
 
     def cut_of(self, weight: Tensor, path: str) -> AxisCut:
         """Returns the cut of the whole `weight`."""
-        return _cut(tuple(weight.shape), self.dim, self.num_parts, self.segments, path)
+        cut = _cut(tuple(weight.shape), self.dim, self.num_parts, self.segments, path)
+        own = weight.narrow(self.dim, 0, weight.shape[self.dim] // self.num_parts)
+        return cut if self.again is None else replace(cut, again=self.again.cut_of(own, path))
 
 
 class CutPlan:
@@ -60,6 +63,8 @@ class CutPlan:
     def __init__(self, model: nn.Module, num_ranks: int, num_expert_parts: int = 1) -> None:
         self.num_ranks, self.num_expert_parts = num_ranks, num_expert_parts
         self._experts = {} if num_expert_parts == 1 else expert_weights(model)
+        copies = num_ranks // num_expert_parts
+        self.of_experts = CutPlan(model, copies) if 1 < copies < num_ranks else None  # among ranks with the same ones
         self.weights = named = dict(model.named_parameters())
         self.num_parameters = sum(parameter.numel() for parameter in named.values())
         self._parameters: dict[int, tuple[str, Tensor] | None] = {}
@@ -77,6 +82,8 @@ class CutPlan:
 
     def begin(self) -> None:
         """Forgets the roles, before another pass."""
+        if self.of_experts is not None:
+            self.of_experts.begin()
         parts = self.num_expert_parts
         self.roles = {path: Role(0, parts, len(weight), is_experts=True) for path, weight in self._experts.items()}
         self.normed: set[str] = set()  # paths of weights whose columns have been summed up or averaged
@@ -96,6 +103,7 @@ class CutPlan:
         return {
             pattern_of(path): f"{'has' if role.segments else 'is'} {role.num_parts} {'key ' * bool(role.segments)}heads"
             for path, role in few.items()
+            if not role.is_experts
         }
 
     def is_small(self, paths: frozenset[str]) -> bool:
@@ -108,6 +116,10 @@ class CutPlan:
         for path in self._paths:
             if (role := self.roles.get(layers.representative(path))) is not None:
                 self.roles[path] = role
+        if self.of_experts is not None:
+            self.of_experts.extend(layers)
+            for path in self._experts.keys() & self.of_experts.roles.keys():
+                self.roles[path].again = self.of_experts.roles[path]
 
     # What a pass tells
 
@@ -268,7 +280,7 @@ def planned(
 ) -> CutPlan:
     """Returns the plan of a module on fake tensors, found with one of alike layers; the others follow it.
 
-    num_expert_parts: ranks with whole experts; 1: each has columns of all experts.
+    num_expert_parts: parts of the experts; ranks with the same part have columns of it each.
     """
     plan = CutPlan(model, num_ranks, num_expert_parts)
     run_experts_locally(model, num_expert_parts)
@@ -280,7 +292,7 @@ def planned(
             with torch.no_grad(), run.running():
                 output = model(*args, **kwargs)
             run.finished(output, keeps_cuts=False)
-            if not plan.has_changed:
+            if not (plan.has_changed or (plan.of_experts is not None and plan.of_experts.has_changed)):
                 break
     plan.extend(layers)
     return plan
