@@ -130,6 +130,7 @@ class LayoutSettings:
     large_share: float = 0.8  # and of large steps, which need one long search
     replicas_share: float = 0.15  # replicas on one device each, which leave little to be found
     final_share: float = 0.4  # replicas on several devices each
+    least_gain: float = 1.001  # times the bound: a step that takes less is not searched
     gain_of_places: float = 1.3  # times the best step: what a search of replicas on several devices may make up for,
     gain_of_replicas: float = 1.08  # of replicas on one device each,
     gain_of_ops: float = 1.6  # and of ops that classical placers placed

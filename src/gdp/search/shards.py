@@ -1,8 +1,8 @@
 """The choice whether ops are cut over groups of cards: the same question about local programs of several degrees.
 
     question --tensor=4, 2, .. on groups--> its bound --a look, as many groups as samples first--> solution --.
-             --as it is--> its bound ------------------most of the time--------------------------> solution --+--> best
-                                                              a degree that is best has the time left
+             --as it is--> its bound --------------------a look--------------------------------> solution --+--> best
+                                          the two that promise the fastest layouts share the time left
 
 A question whose bound is above the best step found is not asked, nor one behind a degree that is slower than another:
 as degrees grow, cards idle less and exchange more. To capture the local programs of the first two degrees comes before
@@ -27,7 +27,9 @@ from gdp.search.question import Solution
 
 Solve = Callable[[PlaceQuestion, Clock], Solution]
 _LOOK = 0.3  # of the time is for a look at all degrees,
-_WHOLE = 0.6  # of the rest for the step as it is, if a degree fits: placing ops and stages takes long; untuned
+_WHOLE = 0.3  # of the rest for the step as it is, if a degree fits,
+_AGAIN = 2  # degrees at most share what is left: the one whose best layout, estimated or simulated, is the fastest,
+_NEAR = 1.1  # and one that promises no more than this times its step time. Untuned
 _MOST_REASON = 160  # characters
 
 
@@ -69,9 +71,14 @@ class _Contest:
             self._ask(self.question, self.clock.part(_WHOLE if self._best_ns < inf else 1.0))
         if not self.found:
             raise self.failures.get(1) or next(iter(self.failures.values()))
-        best = min(self.found, key=lambda degree: _rank(self.found[degree]))
-        if best > 1 and best in self.opened and not self.clock.is_up:
-            self._ask(self.opened[best], self.clock.part())
+        promised_ns = {degree: self._promised_ns(degree) for degree in self.found if degree in self.opened}
+        limit_ns = min(self._best_ns, _NEAR * min(promised_ns.values(), default=inf))
+        again = sorted(
+            (degree for degree in promised_ns if promised_ns[degree] <= limit_ns), key=promised_ns.__getitem__
+        )
+        for turn, degree in enumerate(again[:_AGAIN]):
+            if not self.clock.is_up:
+                self._ask(self.opened[degree], self.clock.part(1 / (len(again[:_AGAIN]) - turn)))
         return self._answer(min(self.found.values(), key=_rank))
 
     def _opened(self, degree: int) -> PlaceQuestion:
@@ -97,6 +104,12 @@ class _Contest:
             return
         known = self.found.get(degree)
         self.found[degree] = solution if known is None else min(known, solution, key=_rank)
+
+    def _promised_ns(self, degree: int) -> float:
+        """The step time of the best answer or layout of a degree that fits, be it an estimate."""
+        misses, answer_ns = _rank(self.found[degree])
+        estimates = (each for each in self.found[degree].looked_at if each.has_places and each.fits)
+        return min((each.step_time_ns for each in estimates), default=inf if misses else answer_ns)
 
     @property
     def _best_ns(self) -> float:

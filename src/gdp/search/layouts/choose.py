@@ -239,6 +239,8 @@ def _whole_searched(search: LayoutSearch, candidate: Candidate, clock: Clock) ->
     assert cut is not None
     if clock.is_up or problem.num_ops > search.settings.large.searched_ops or is_too_wide(problem):
         return candidate
+    if candidate.fits and candidate.step_time_ns <= search.settings.layouts.least_gain * quick_bound(problem):
+        return replace(candidate, cut=replace(cut, is_searched=True))
     refine = _placed_from if candidate.layout.data == 1 and not cut.is_searched else _refined
     better = replace(refine(search, problem, candidate, clock), cut=cut)
     search.note(better)

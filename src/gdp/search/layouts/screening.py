@@ -3,21 +3,23 @@
     arithmetic --the most promising one--> estimate --the most promising one--> simulation
 
 Arithmetic says what a step takes at least, so that an arrangement is estimated, and then simulated, when nothing that
-is known of another promises more. What users run, a replica on each device, is simulated in any case, unless the step
-is very large and must lose; where nothing fits, so is what takes the least memory."""
+is known of another promises more. What users run, a replica on each device, comes next once a step fits, if it promises
+more than that, and is simulated at the end in any case, unless the step is very large and must lose; where nothing
+fits, so is what takes the least memory."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from gdp.budget import Clock, has_time
+from gdp.budget import Budget, Clock, has_time
 from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.search.candidate import Arrangement, Candidate
 from gdp.search.layouts.arrangement import forced, more_microbatches, replicated_ways
 from gdp.search.layouts.estimate import Estimator
 from gdp.search.layouts.layout_search import LayoutSearch
 from gdp.search.layouts.less_memory import with_less_memory
+from gdp.search.question import BatchQuestion
 from gdp.simulator.simulate import NEVER
 
 Attempt = Callable[[Callable[[Arrangement], Candidate], Arrangement], Candidate | None]
@@ -79,6 +81,8 @@ class EstimateQueue:
 
 
 USUAL_ZERO = (0, 1, 3)  # what users run on each device: DDP, ZeRO 1, FSDP
+_MANY = 10**6  # simulations, of which none is made: a clock that does not end
+_SLOW = 1.5  # times the best step: what users run and takes longer is left
 
 
 class Screening:
@@ -102,6 +106,7 @@ class Screening:
     def run(self) -> None:
         """Simulates what is promising, until the screening's share of the budget is spent, and what users run."""
         self._queue.add(_ways(self.search), self._clock.until(self._settings.screen_share))
+        is_usual_known = False
         while self._queue.left and not self._is_over(next_one := self._next()):
             may_fit = next_one.fits and next_one.has_places and not self.simulated
             is_tight = self._fitting_ns is None and not may_fit
@@ -109,11 +114,12 @@ class Screening:
                 self.simulated += self.with_least_memory()
             else:
                 self._advance(next_one)
+            if not is_usual_known and self._fitting_ns is not None:
+                is_usual_known = True
+                self._simulate_all_usual(1.0, is_captured=True)
         if self.search.question.cluster.is_large and all(candidate.is_whole for candidate in self.simulated):
             self._simulate_most_promising()
-        if self.search.question.layout is None:
-            for zero in USUAL_ZERO:
-                self._simulate_usual(zero)
+        self._simulate_all_usual(_SLOW)
 
     def first_that_fits(self) -> Candidate | None:
         """Returns the first layout found that fits, which ends the screening; None where there is none."""
@@ -168,9 +174,10 @@ class Screening:
         """The step time of the best candidate that fits; None: there is none."""
         return min((candidate.step_time_ns for candidate in self.simulated if candidate.fits), default=None)
 
-    def _advance(self, known: Candidate, *, is_needed: bool = True) -> None:
-        """Takes an arrangement one step on: from arithmetic to an estimate, from an estimate to a simulation. What
-        there is no time for is put aside, unless there is no candidate yet and one `is_needed`."""
+    def _advance(self, known: Candidate, *, is_needed: bool = True, is_captured: bool = False) -> None:
+        """Takes an arrangement one step on: from arithmetic to an estimate, from an estimate to a simulation, of the
+        step as captured if it shall be so. What there is no time for is put aside, unless there is no candidate yet and
+        one `is_needed`."""
         search, way = self.search, known.way
         is_needed = is_needed and not self.simulated
         if not is_needed and not (search.has_time(way) if known.has_places else search.estimator.has_time(way)):
@@ -178,7 +185,7 @@ class Screening:
             self._put_aside.append(known)
         elif known.has_places:
             self._queue.left.remove(known)
-            candidate = search.attempt(lambda way: search.simulate(way, known.places), way)
+            candidate = search.attempt(lambda way: search.simulate(way, known.places, is_captured=is_captured), way)
             self.simulated += [] if candidate is None else [candidate]
             self._is_tight &= candidate is None or not candidate.fits
         else:
@@ -191,7 +198,12 @@ class Screening:
         if best is not None and best.step_time_ns < (self._fitting_ns or NEVER) and not self._clock.stop.is_set():
             self._advance(best)
 
-    def _simulate_usual(self, zero: int) -> None:
+    def _simulate_all_usual(self, slow: float, *, is_captured: bool = False) -> None:
+        """Simulates what users run, unless it is estimated at `slow` times the best step."""
+        for zero in USUAL_ZERO if self.search.question.layout is None else ():
+            self._simulate_usual(zero, slow, is_captured)
+
+    def _simulate_usual(self, zero: int, slow: float, is_captured: bool) -> None:
         """Simulates the replicas on single devices, with the fewest micro-batches that fit, unless they are slow."""
         clock = self._clock
 
@@ -207,11 +219,12 @@ class Screening:
             usual = [each for each in alone if is_usual(each.way.layout)]
             widest = max((each.way.layout.data for each in usual), default=0)
             best = min((each for each in usual if each.way.layout.data == widest), default=None)
-            limit_ns = 1.5 * (self._fitting_ns or NEVER)  # of what users run, what takes longer is left
-            is_late = clock.stop.is_set() or (clock.share_spent > 0.5 and zero > 0)  # DDP is looked at at any time
+            limit_ns = slow * (self._fitting_ns or NEVER)
+            # DDP is looked at at any time
+            is_late = clock.stop.is_set() or (clock.share_spent > self._settings.late_share and zero > 0)
             if best is None or not best.fits or best.step_time_ns > limit_ns or is_late or self._loses(best):
                 return
-            self._advance(best)
+            self._advance(best, is_captured=is_captured and bool(self._readable([best])))
 
     def with_least_memory(self) -> list[Candidate]:
         """Returns candidates of FSDP with all blocks recomputed, once: with more micro-batches until it fits. The first
@@ -251,3 +264,28 @@ def _ways(search: LayoutSearch) -> list[Arrangement]:
         return [] if layout.is_whole else forced(machine, layout, batch_size)
     ways = replicated_ways(machine, batch_size, is_fixed=search.parts.is_fixed)
     return sorted(ways, key=lambda way: way.num_places)  # those that are quickest to look at
+
+
+def read_ahead(question: BatchQuestion) -> None:
+    """Reads the parts of the batch from which others are interpolated, and the one that what users run needs: replicas
+    on single devices with the fewest micro-batches that fit by estimate."""
+    parts = question.parts
+    parts.read_ahead(question.cluster.num_devices, question.settings.large)
+    if parts.exact(1).num_ops > question.settings.large.estimated_ops:
+        return
+    search = LayoutSearch(question, Clock(Budget(simulations=_MANY)))
+    usual = [way for way in _ways(search) if way.num_places == 1 and way.layout.zero in USUAL_ZERO]
+    num_replicas = max((way.layout.data for way in usual), default=0)
+    counts = [_fewest_parts(search, way) for way in usual if way.layout.data == num_replicas]
+    if num_parts := min(filter(None, counts), default=0):
+        search.attempt(lambda _: parts.exact(num_parts), usual[0])
+
+
+def _fewest_parts(search: LayoutSearch, way: Arrangement) -> int:
+    """Returns the number of parts with the fewest micro-batches that fit by estimate; 0: there is none."""
+    cut: Arrangement | None = way
+    while cut is not None and (estimate := search.attempt(search.estimator.estimate, cut)) is not None:
+        if estimate.fits:
+            return cut.layout.num_parts
+        cut = more_microbatches(cut, search.parts.batch_size)
+    return 0
