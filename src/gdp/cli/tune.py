@@ -65,7 +65,7 @@ def tune(
     threads: options.ThreadsOption = None,
     json: options.JsonOption = False,
 ) -> int:
-    """Measure plans of MODEL, learn how far predictions are off, and answer with the fastest measured plan."""
+    """Measure plans of MODEL, learn from them what the machine does, and answer with the fastest measured plan."""
     from gdp.report.progress import live
 
     with live("loading gdp"):
@@ -86,16 +86,8 @@ def tune(
         for option, value in {"--to": to, "--pattern": pattern, "--runtime": runtime}.items():
             if measure is None and value is not None:
                 raise InputError(f"{option}: is for --measure; leave it out")
-        seconds, limit_s, clock_budget = (
-            _seconds("--budget", budget),
-            _seconds("--timeout", timeout),
-            Budget.parse(search),
-        )
-        how = (
-            Measuring.by_run(_RUN_STEPS, limit_s)
-            if measure is None
-            else Measuring.by_command(measure, pattern, limit_s)
-        )
+        seconds, end_s = _seconds("--budget", budget), _seconds("--timeout", timeout)
+        how = Measuring.by_run(_RUN_STEPS, end_s) if measure is None else Measuring.by_command(measure, pattern, end_s)
         source, runtimes = ModelSource(model, model_options.reading()), runtime.split(",") if runtime else []
         texts = [run_by(text, name or None, source.reading.serving) for name in runtimes or [""]]
         text, cluster = texts[0], Cluster.parse(texts[0])
@@ -108,17 +100,17 @@ def tune(
             except InputError as error:
                 remedy = f"measure by a command that runs there, --measure COMMAND --devices {text}"
                 raise InputError(f"--on {text}: is not this machine ({error}); {remedy}") from None
+        if to is not None:
+            from gdp.export.targets_by_name import find_layout_target, find_target
+
+            if find_layout_target(to, is_cut=True) is None and (reserve := find_target(to).reserve):
+                limits = replace(limits, reserve=given.setdefault("reserve", f"{reserve:.0%}"))
         path = out / LOG
         check_writable(path)
         kept = {name: value for name, value in given.items() if name not in _NOT_ASKED}
         question = {"model": model, "devices": text, "options": kept | {"search": search, "seed": seed}}
         if path.exists() and not resume:
             raise InputError(f"{path}: has measurements; go on with --resume, or name another --out")
-        if to is not None:
-            from gdp.export.targets_by_name import find_layout_target, find_target
-
-            if find_layout_target(to, is_cut=True) is None and (reserve := find_target(to).reserve):
-                limits = replace(limits, reserve=given.get("reserve", f"{reserve:.0%}"))
     began_s = time.monotonic()
     reads = {name: value for name, value in kept.items() if name not in _OF_TUNING}
     placing = Placing(
@@ -127,7 +119,7 @@ def tune(
         source=source,
         asked=Asked(model, reads | {"seed": seed}, text, os.getcwd()),
         directory=out,
-        budget=clock_budget,
+        budget=Budget.parse(search),
         target=to or "",
         runtimes=runtimes,
         say=lambda text: log(f"gdp: note: {text}"),
