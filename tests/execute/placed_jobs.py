@@ -1,5 +1,7 @@
 """Trainings that ranks do together, each in a process of its own; what came of one is a JSON file for each rank."""
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -68,6 +70,21 @@ def momentum(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.1, momentum=0.8)
 
 
+def eager_training(name: str, steps: range) -> tuple[list[float], torch.nn.Module]:
+    """Trains a model of `shard_cases` in plain PyTorch; returns losses, and the model."""
+    from tests.models.shard_cases import case
+
+    model, inputs = case(name)
+    optimizer, losses = momentum(model), []
+    for _ in steps:
+        optimizer.zero_grad()
+        loss = model(**inputs)["loss"]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model
+
+
 def train_sharded(
     name: str, num_cards: int, text: str, steps: Sequence[int], *, resume: Path | None = None, saves: Path | None = None
 ) -> dict[str, Any]:
@@ -101,6 +118,31 @@ def trains(out: Path, say: dict[str, Any], cases: Sequence[dict[str, Any]]) -> N
 def shards(out: Path, say: dict[str, Any], *case: Any) -> None:
     """Trains a model whose ops are cut over ranks."""
     say["done"] = train_sharded(*case)
+
+
+def proves(out: Path, say: dict[str, Any], cases: Sequence[tuple[str, str]]) -> None:
+    """Runs a plan of each model and trains two steps with it, in one group of processes."""
+    from gdp.cli import main
+    from tests.models.shard_cases import case
+
+    os.chdir(out)
+    count = int(os.environ["WORLD_SIZE"])
+    for name, directory in cases:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            status = main(["run", f"{directory}/plan.json", "--on", "cpu," * (count - 1) + "cpu", "--steps=1", "--json"])
+        losses, eager = eager_training(name, range(2))
+        model, inputs = case(name)
+        plan = gdp.Plan.load(f"{directory}/plan.json")
+        with gdp.placed(model, plan, on=["cpu"] * count, optimizer=momentum(model)) as trained:
+            found, state = [float(trained(**inputs)) for _ in losses], trained.state_dict()
+        expected = eager.state_dict()
+        assert state.keys() == expected.keys()
+        pairs = [(state[key].double(), weight.double()) for key, weight in expected.items()]
+        say[directory] = {
+            "run": [status, printed.getvalue()],
+            "losses": [found, losses],
+            "state": max(float((here - there).abs().max() / there.abs().max()) for here, there in pairs),
+        }
 
 
 def in_a_group(out: Path, say: dict[str, Any], case: dict[str, Any]) -> None:
@@ -246,7 +288,7 @@ def inference_plan(model: torch.nn.Module, x: Tensor) -> gdp.Plan:
 
 
 JOBS: dict[str, Callable[..., None]] = {
-    job.__name__: job for job in (trains, shards, in_a_group, fails, saves, never_closes, differs, cannot_write, serves)
+    job.__name__: job for job in (trains, shards, proves, in_a_group, fails, saves, never_closes, differs, cannot_write, serves)
 }
 
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch import nn
 
 import gdp
 from execute import placed_jobs
-from execute.placed_jobs import train_sharded
+from execute.placed_jobs import eager_training, train_sharded
 from execute.rank_processes import start_ranks, statuses_of
 from gdp import Cluster, InputError
 from gdp.execute.equality import eager_step
@@ -19,6 +18,7 @@ from gdp.execute.run import RunResult, run
 from gdp.models.pytorch import capture
 from gdp.models.pytorch.capture_step import StepOptions, capture_step
 from gdp.models.shards import Shards
+from gdp.parallel.layout import Layout
 from tests.models.shard_cases import case
 from tests.models.test_shards import NAMES
 
@@ -31,7 +31,7 @@ def check_ranks(name: str, shards: Shards, rounding: float = ROUNDING) -> None:
     expected = eager_step(capture(model, (), inputs).program, model, (), inputs)
     options = [StepOptions(shards=shards, rank=rank) for rank in range(shards.num_ranks)]
     ranks = [capture_step(model, (), inputs, each) for each in options]
-    found = ShardedProgram.of([rank.program for rank in ranks], ranks[0].cuts).replay(model, (), inputs)
+    found = ShardedProgram.of([rank.program for rank in ranks], ranks[0].cuts, shards).replay(model, (), inputs)
     assert found.outputs.keys() == expected.outputs.keys()
     assert found.gradients.keys() == expected.gradients.keys()
     largest = max(float(gradient.abs().max()) for gradient in expected.gradients.values())
@@ -54,6 +54,15 @@ def test_ranks_agree_with_whole_model(name: str, tensor: int, sequence: bool) ->
 def test_ranks_of_a_sequence_agree(name: str, context: int) -> None:
     """As above, of ranks with a part of the tokens each."""
     check_ranks(name, Shards(context=context))
+
+
+@pytest.mark.parametrize(
+    ("name", "sequence"),
+    [("gpt2", False), *(pytest.param(name, True, marks=pytest.mark.long) for name in (*SIX, "diffusion"))],
+)
+def test_ranks_with_parts_of_tokens_and_weights_agree(name: str, sequence: bool) -> None:
+    """As above, of two times two ranks: two have the same tokens, and two the same parts of the weights."""
+    check_ranks(name, Shards(2, sequence, context=2))
 
 
 @pytest.mark.long
@@ -86,7 +95,8 @@ def run_plan(name: str, num_cards: int, parallel: str, **options: Any) -> RunRes
     model, inputs = case(name)
     cluster = Cluster.parse(f"{num_cards}xcpu-16core")
     plan = gdp.place((model, (), inputs), cluster, parallel=parallel, budget="30sims", num_threads=1)
-    return run(model, (), inputs, plan=plan, on=["cpu"] * num_cards, cluster=cluster.grouped(2), steps=2, **options)
+    cluster = cluster.grouped(Layout.parse(parallel).shards.num_ranks)
+    return run(model, (), inputs, plan=plan, on=["cpu"] * num_cards, cluster=cluster, steps=2, **options)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +105,7 @@ def run_plan(name: str, num_cards: int, parallel: str, **options: Any) -> RunRes
         ("vit", 2, "tensor=2"),
         ("llama", 4, "data=2,tensor=2,overlap=on,zero=1"),
         ("blocks", 4, "tensor=2,stages=2,microbatches=2"),
+        ("gpt2", 4, "tensor=2,context=2"),
     ],
 )
 def test_processes_run_plans(name: str, num_cards: int, parallel: str) -> None:
@@ -104,23 +115,11 @@ def test_processes_run_plans(name: str, num_cards: int, parallel: str) -> None:
     assert result.equality.num_tensors > 10
     assert [target.name for target in result.targets] == [f"cpu{card}" for card in range(num_cards)]
     assert result.whole_batch is None or result.whole_batch.is_close(ROUNDING)
-    assert (result.whole_batch is None) == (parallel == "tensor=2")
+    assert (result.whole_batch is None) == (parallel in ("tensor=2", "tensor=2,context=2"))
     assert result.prediction is not None
-    num_groups = num_cards // 2
-    assert [row.name for row in result.prediction.devices] == ["cpu0-1", "cpu2-3"][:num_groups]
+    groups = ["cpu0-3"] if "context" in parallel else ["cpu0-1", "cpu2-3"][: num_cards // 2]
+    assert [row.name for row in result.prediction.devices] == groups
     assert sum(row.num_ops for row in result.prediction.devices) == len(result.plan.placement)
-
-
-def eager_training(name: str, steps: range) -> tuple[list[float], nn.Module]:
-    model, inputs = case(name)
-    optimizer, losses = placed_jobs.momentum(model), []
-    for _ in steps:
-        optimizer.zero_grad()
-        loss = model(**inputs)["loss"]
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, model
 
 
 @pytest.mark.parametrize("name", ["tied", "blocks"])
@@ -160,4 +159,4 @@ def test_what_is_not_run(tmp_path: Path) -> None:
         capture_step(model, (), inputs, StepOptions(optimizer="adafactor", shards=Shards(2), rank=r)) for r in range(2)
     ]
     with pytest.raises(InputError, match=r"tensor=2: an optimizer with .* needs whole parameters, and each rank"):
-        ShardedProgram.of([rank.program for rank in ranks], ranks[0].cuts)
+        ShardedProgram.of([rank.program for rank in ranks], ranks[0].cuts, Shards(2))

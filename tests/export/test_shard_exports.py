@@ -89,6 +89,30 @@ def test_degrees_of_training_tools() -> None:
     assert (*degrees, config.enable_sequence_parallel) == (2, 2, 1, False)
 
 
+def test_ranks_of_a_sequence() -> None:
+    """Megatron-LM and torchtitan number the ranks of a sequence behind those of its tensors, and other tools have none."""
+    text = "data=2,context=2,sequence=off,tensor=2,zero=1"
+    steps = [for_tool(tool, text, devices="8xp100-pcie-16g") for tool in ("megatron", "torchtitan")]
+    assert all("CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7\n" in each.content for each in steps)
+    words = [shlex.split(each.content.partition('"$@"')[2]) for each in steps]
+    expected = [
+        {f"--{name}-size": 2 for name in ("tensor-model-parallel", "context-parallel", "global-batch")},
+        {f"--parallelism.{name}_degree": 2 for name in ("tensor_parallel", "context_parallel", "data_parallel_shard")}
+        | {"--parallelism.fsdp_reshard_after_forward": "never"},
+    ]
+    for own, values in zip(words, expected, strict=True):
+        assert {name: own[own.index(name) + 1] for name in values} == {name: str(each) for name, each in values.items()}
+    step = steps[1].step
+    assert isinstance(step, CutStep)
+    assert any("cuts parameters over ranks of a sequence" in note for note in LAYOUT_TARGETS["torchtitan"].notes(step))
+    for tool in ("torch-fsdp", "transformers"):
+        with pytest.raises(InputError, match=f"{tool}: has no context shards; export to torchtitan or megatron"):
+            for_tool(tool, "context=2")
+    manager = pytest.importorskip("torchtitan.config.manager")
+    config = manager.ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_8b", *words[1]]).parallelism
+    assert (config.tensor_parallel_degree, config.context_parallel_degree) == (2, 2)
+
+
 def test_overlap_is_of_megatron() -> None:
     """Megatron-LM overlaps, and a note says so of plans that do not; other tools wait, and refuse plans with it."""
     for text, is_noted in (("tensor=2", True), ("tensor=2,overlap=on", False)):

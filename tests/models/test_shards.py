@@ -13,6 +13,8 @@ from gdp.graph import Graph
 from gdp.graph.shapes import parsed_calls
 from gdp.models.lora import Lora
 from gdp.models.model import Model, Reading
+from gdp.models.pytorch.capture_step import StepOptions, capture_step
+from gdp.models.pytorch.shards.plan import pattern_of
 from gdp.models.shards import Shards
 from gdp.models.source import ModelSource
 from tests.models.shard_cases import BATCH, TOKENS, VOCABULARY, WIDTH, case
@@ -63,6 +65,20 @@ def test_products_are_shared(name: str) -> None:
     noted = any("tensor=2 leaves" in note for note in local.notes)
     assert -0.001 < repeated < (0.05 if noted else 0.001)  # biases are added after sums, not in the products
     assert dict(local.unknown_costs) == dict(whole.unknown_costs)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "olmo2", "neox", "mixtral", "qwen3", "qwen3moe", "deepseek"])
+def test_plan_is_that_of_transformers(name: str) -> None:
+    """Each weight that the plan of a configuration cuts is cut here, by columns or by rows as there."""
+    model, inputs = case(name)
+    cuts = capture_step(model, (), inputs, StepOptions(training=False, shards=Shards(2))).cuts
+    dims = {pattern_of(path).removesuffix(".weight"): cut.dim - len(cut.shape) for path, cut in cuts.items()}
+    sides = {"colwise": -2, "rowwise": -1}
+    styles = [(path, style.removeprefix("packed_")[:7]) for path, style in model.tp_plan.items()]
+    present = {pattern_of(path).removesuffix(".weight") for path, _ in model.named_parameters()}
+    expected = {path: sides[style] for path, style in styles if style in sides and path in present}
+    assert expected.items() <= dims.items()
+    assert len(expected) > 3
 
 
 def test_layer_has_two_exchanges_in_each_direction() -> None:

@@ -185,11 +185,9 @@ class PlannedCut:
         if shards.expert > 1 or shards.shares:
             why = "no rank has a program of its own size" if shards.shares else "it takes rows for balanced"
             raise InputError(f"{shards} is placed, not executed: {why}; place with tensor={shards.tensor} alone")
-        if shards.tensor > 1 and shards.context > 1:
-            raise InputError(f"{shards} is placed, not executed: ops are cut twice; leave tensor or context out")
         ranks = [captured(*inputs, shards=shards, rank=rank) for rank in range(shards.num_ranks)]
         programs = [part.program if layout.of_groups.is_whole else self._step(part) for part in ranks]
-        return ShardedProgram.of(programs, ranks[0].cuts)
+        return ShardedProgram.of(programs, ranks[0].cuts, shards)
 
     def _step(self, part: Capture) -> StepProgram:
         step = Step.of_document(lambda _parts: part.graph, self.layout, in_hops=True)

@@ -5,7 +5,8 @@
     rank 1   mm --+--> all_reduce --> add
 
 Of an op, tensor or device n of a group, rank r has the number n * T + r. Each rank has the constants of its own
-capture, such as the first row of its part of a table."""
+capture, such as the first row of its part of a table. Where tokens are cut as well, an exchange is among the ranks of
+one part of them, or among those with the same part of the weights."""
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -27,8 +28,9 @@ from gdp.models.pytorch import Replay
 from gdp.models.pytorch.program import Program, named_state
 from gdp.models.pytorch.recorded_calls import Call, Ref
 from gdp.models.pytorch.routine import OpRoutine
-from gdp.models.pytorch.shards.collectives import OF_ALL_RANKS, partners_of
-from gdp.models.pytorch.shards.cuts import OUTPUT, AxisCut
+from gdp.models.pytorch.shards.collectives import OF_ALL_RANKS, members
+from gdp.models.pytorch.shards.cuts import OUTPUT, TOKENS_OF, AxisCut
+from gdp.models.shards import Shards
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,20 +38,21 @@ class ShardedProgram(Program):
     """The program of all ranks; inputs, results and state are those of the whole model."""
 
     ranks: Sequence[Program]  # [T]
-    cuts: Mapping[str, AxisCut]  # of parameters, and of output.NAME
+    cuts: Mapping[str, AxisCut]  # as in a capture
+    num_inner: int  # neighbouring ranks whose parts are those of `cuts`; others have other tokens
 
     @classmethod
-    def of(cls, ranks: Sequence[Program], cuts: Mapping[str, AxisCut]) -> "ShardedProgram":
+    def of(cls, ranks: Sequence[Program], cuts: Mapping[str, AxisCut], shards: Shards) -> "ShardedProgram":
         """Returns the program of these ranks. InputError where the optimizer needs whole parameters."""
         first, count = ranks[0], len(ranks)
         graphs = [replace(program.graph, shapes=("",) * program.graph.num_ops) for program in ranks]  # with constants
         for graph in graphs[1:]:
             if what := difference(graph, graphs[0]):
-                raise InputError(f"{graph.name}: tensor={count}: ranks have unlike ops: {what}; leave tensor out")
+                raise InputError(f"{graph.name}: {shards}: ranks have unlike ops: {what}; leave it out")
         part, _ = micro_batch_of(first)
         for update in updates_of(part).values():
             if update.name in cuts:
-                update.check_elementwise(part, f"tensor={count}", "rank", "without tensor")
+                update.check_elementwise(part, f"tensor={shards.tensor}", "rank", "without tensor")
 
         def by_rank(name: str) -> tuple[Any, ...]:
             """[N * T] Returns the items of all ranks."""
@@ -84,6 +87,7 @@ class ShardedProgram(Program):
             },
             ranks=ranks,
             cuts=cuts,
+            num_inner=shards.tensor if shards.tensor > 1 else count,
         )
 
     @property
@@ -129,12 +133,16 @@ class ShardedProgram(Program):
     def part_of(self, name: str, whole: Tensor, rank: int) -> Tensor:
         """Returns what a rank has of a parameter, or of a tensor of its shape; others it has whole."""
         cut = self.cuts.get(name)
-        return whole if cut is None or tuple(whole.shape) != cut.shape else cut.part_of(whole, rank, len(self.ranks))
+        is_cut, count = cut is not None and tuple(whole.shape) == cut.shape, self.num_inner
+        return cut.part_of(whole, rank % count, count) if cut is not None and is_cut else whole
 
     def whole_of(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         """Returns a parameter, a tensor of its shape, or an output, from what the ranks have of it."""
-        cut = self.cuts.get(name.partition("@")[0])
-        return parts[0] if cut is None or not parts[0].dim() else cut.whole_of(parts)
+        own, count = name.partition("@")[0], self.num_inner
+        for key, size in ((own, count), (TOKENS_OF + own, len(parts) // count)):
+            cut, groups = self.cuts.get(key), [parts[first : first + size] for first in range(0, len(parts), size)]
+            parts = [of[0] if cut is None or not of[0].dim() else cut.whole_of(of) for of in groups]
+        return parts[0]
 
     def wholes_of(self, parts: Sequence[Mapping[str, Tensor]], of: str = "") -> dict[str, Tensor]:
         """Returns tensors by name, of a parameter or `of` an output, from those of all ranks."""
@@ -224,36 +232,40 @@ def is_among_ranks(graph: Graph) -> Bool:
 def _calls_of_all(ranks: Sequence[Program], op: int, rank: int, starts: Sequence[int]) -> tuple[Call, ...]:
     """Returns the call of an exchange that reads what its ranks send, and makes what `rank` gets."""
     (call,) = ranks[rank].calls[op]
-    among = partners_of(call, rank)
-    sent = [ranks[other].calls[op][0].args[0] for other in among]
-    refs = [Ref(ref.value + starts[other], ref.layout) for ref, other in zip(sent, among, strict=True)]
+    among = members(rank, *_exchange_of(ranks[rank], op))
+    sent = [(ranks[other].calls[op][0].args[0], starts[other]) for other in among]
+    refs = [Ref(ref.value + start, ref.layout) for ref, start in sent]
     made = tuple(value if value < 0 else value + starts[rank] for value in call.outputs)
     function: Any = partial(OF_ALL_RANKS[call.func], among.index(rank))
-    return (replace(call, func=function, args=(refs, *call.args[2:]), outputs=made),)
+    return (replace(call, func=function, args=(refs, *call.args[2:]), kwargs={}, outputs=made),)
+
+
+def _exchange_of(program: Program, op: int) -> tuple[int, int]:
+    """Returns the number of ranks that an op exchanges between, and how far apart they are; of others (1, 1)."""
+    if not program.graph.kinds[op].startswith(f"{COLLECTIVE}."):
+        return 1, 1
+    (call,) = program.calls[op]
+    return int(call.args[1]), int(call.kwargs.get("stride", 1))
 
 
 def _graph_of_ranks(program: Program, count: int) -> Graph:
     """Returns the graph of all ranks. What an exchange reads, and what waits for it, is that of all ranks."""
-    graph, ranks, is_exchange = program.graph, np.arange(count), is_among_ranks(program.graph)
+    graph, ranks = program.graph, np.arange(count)
+    exchanges = np.array([_exchange_of(program, op) for op in range(graph.num_ops)])  # [N, 2]
 
     def each(numbers: Any) -> Any:
         return np.where(numbers[:, None] < 0, numbers[:, None], numbers[:, None] * count + ranks).reshape(-1)
 
     tensors, ops = graph.edge_tensors, graph.consumers
     has_content = np.array(program.tensor_values)[tensors] >= 0
-    is_of_all = np.where(has_content, is_exchange[ops], is_exchange[graph.producers[tensors]])
-    edges = np.concatenate(
-        [
-            np.stack((each(tensors[~is_of_all]), each(ops[~is_of_all]))),
-            np.stack(
-                (
-                    np.repeat(each(tensors[is_of_all]), count),
-                    np.tile(each(ops[is_of_all]).reshape(-1, 1, count), (1, count, 1)).reshape(-1),
-                )
-            ),
-        ],
-        axis=1,
-    )
+    of_edges = np.where(has_content[:, None], exchanges[ops], exchanges[graph.producers[tensors]])
+    found = []
+    for exchange in np.unique(of_edges, axis=0):
+        sends = np.array([members(rank, *exchange.tolist()) for rank in range(count)])  # [T, ranks of an exchange]
+        chosen = np.flatnonzero((of_edges == exchange).all(1))
+        made = tensors[chosen, None, None] * count + sends
+        found.append(np.stack((made, np.broadcast_to(ops[chosen, None, None] * count + ranks[:, None], made.shape))))
+    edges = np.concatenate([each.reshape(2, -1) for each in found], axis=1)
     edges = edges[:, np.lexsort(edges[::-1])]
     of_ops: dict[str, Any] = graph.columns_of(np.repeat(np.arange(graph.num_ops), count))
     names = tuple(f"{name}%{rank}" for name in graph.op_names for rank in range(count))

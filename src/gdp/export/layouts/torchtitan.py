@@ -52,7 +52,7 @@ def options(step: CutStep) -> list[str]:
     for key in ("tensor", "expert", "context"):
         if (degree := getattr(layout.shards, key)) > 1:
             values[f"parallelism.{key}_parallel_degree"] = degree
-    if layout.zero:
+    if layout.zero or layout.shards.context > 1:  # whose ranks FSDP cuts parameters over, as over replicas
         values["parallelism.fsdp_reshard_after_forward"] = "always" if layout.zero == 3 else "never"
     options = [f"--{key} {value}" for key, value in values.items()]
     if layout.shards.sequence is False:
@@ -92,7 +92,9 @@ def notes(step: CutStep) -> list[str]:
     zero, sentences = step.layout.zero, common_notes(step)
     if step.layout.recompute == SELECTIVE:
         sentences.append("Which results torchtitan keeps depends on its version: 0.2 those of the plan.")
-    if zero in (1, 2):
+    if zero < 3 and step.layout.shards.context > 1:
+        sentences.append("torchtitan cuts parameters over ranks of a sequence, and gathers them before the first pass.")
+    elif zero in (1, 2):
         cut = "gradients and parameters" if zero == 1 else "parameters"
         sentences.append(
             f"torchtitan has no ZeRO {zero}: FSDP cuts {cut} as well, and gathers parameters before the first pass."

@@ -34,7 +34,7 @@ from gdp.models.pytorch.own_step import Step, has_own_step, record_own_step
 from gdp.models.pytorch.program import Program, named_inputs, named_state, named_tensors
 from gdp.models.pytorch.recorded_calls import Ref
 from gdp.models.pytorch.recorder import Recorder
-from gdp.models.pytorch.shards.cuts import OUTPUT, STORED, AxisCut, cut_of
+from gdp.models.pytorch.shards.cuts import OUTER, OUTPUT, STORED, TOKENS_OF, AxisCut, cut_of
 from gdp.models.pytorch.shards.local_program import localise
 from gdp.models.pytorch.step_calls import building
 from gdp.models.shards import WHOLE, Shards, Styles
@@ -106,7 +106,7 @@ class Capture:
     coverage: Coverage
     notes: tuple[str, ...] = ()  # what is left out, estimated or taken for granted, a sentence each
     seconds: float = 0.0  # that recording the step took, once PyTorch and the model were there
-    cuts: Mapping[str, AxisCut] = field(default_factory=dict)  # of a rank: of parameters, and of output.NAME
+    cuts: Mapping[str, AxisCut] = field(default_factory=dict)  # of a rank: of parameters, output.NAME, tokens of that
 
     def __repr__(self) -> str:
         """Returns the graph's `repr`, and the number of ops of unknown cost if there are any."""
@@ -343,6 +343,7 @@ def _record(
             results = [(OUTPUT + path, tensor) for path, tensor in named_tensors(output, "")]
             results += model.named_parameters(remove_duplicate=False)
             cuts = {path: cut for path, tensor in results if (cut := getattr(tensor, STORED, cut_of(tensor)))}
+            cuts |= {TOKENS_OF + path: cut for path, tensor in results if (cut := getattr(tensor, OUTER, None))}
     finally:
         for handle in handles:
             handle.remove()

@@ -8,6 +8,7 @@
     exchange forward: all-to-all                backward: all-to-all      rows go to their experts' ranks
 
 Fake tensors have one rank's size. A step is executed on what all ranks send; see `gdp.execute.layouts.sharded_program`.
+Of ranks r that cut ops, each beside others c that have tokens of their own, rank r of c has the number c * count + r.
 """
 
 # mypy: disable-error-code="no-any-return,no-untyped-call"
@@ -25,15 +26,33 @@ ops = torch.ops.collective
 _LIBRARY = torch.library.Library("collective", "DEF")
 
 
+class Among(int):
+    """The number of ranks of an exchange, whose own numbers are `stride` apart."""
+
+    stride: int
+
+    def __new__(cls, count: int, stride: int) -> "Among":
+        """Makes the number."""
+        made = super().__new__(cls, count)
+        made.stride = stride
+        return made
+
+
+def members(rank: int, count: int, stride: int = 1) -> range:
+    """Returns the ranks that `rank` exchanges with, and itself."""
+    first = rank - rank // stride % count * stride
+    return range(first, first + count * stride, stride)
+
+
 def _same(x: Tensor, num_ranks: int, stride: int = 1) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _gathered(x: Tensor, num_ranks: int, dim: int) -> Tensor:
+def _gathered(x: Tensor, num_ranks: int, dim: int, stride: int = 1) -> Tensor:
     return x.new_empty([size * num_ranks if place == dim else size for place, size in enumerate(x.shape)])
 
 
-def _scattered(x: Tensor, num_ranks: int, dim: int) -> Tensor:
+def _scattered(x: Tensor, num_ranks: int, dim: int, stride: int = 1) -> Tensor:
     return x.new_empty([size // num_ranks if place == dim else size for place, size in enumerate(x.shape)])
 
 
@@ -45,9 +64,18 @@ for _name, _fake in (
     ("all_to_all", _same),
     ("send", _same),
 ):
-    _options = ", int dim" * (_fake is not _same) + ", int stride=1" * (_name == "all_to_all")
-    _LIBRARY.define(f"{_name}(Tensor x, int num_ranks{_options}) -> Tensor")
+    _LIBRARY.define(f"{_name}(Tensor x, int num_ranks{', int dim' * (_fake is not _same)}, *, int stride=1) -> Tensor")
     torch.library.register_fake(f"collective::{_name}", _fake, lib=_LIBRARY)
+
+
+def _exchange(op: Any, x: Tensor, num_ranks: int, *dim: int) -> Any:
+    return op(x, num_ranks, *dim, stride=getattr(num_ranks, "stride", 1))
+
+
+all_reduce, all_gather, reduce_scatter, all_to_all = (
+    functools.partial(_exchange, getattr(ops, name))
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+)
 
 
 def _sum_of(_rank: int, parts: Sequence[Tensor]) -> Tensor:
@@ -59,16 +87,9 @@ OF_ALL_RANKS: Mapping[Any, Callable[..., Tensor]] = {  # from a rank and what al
     ops.all_reduce.max: lambda rank, parts: functools.reduce(torch.maximum, parts),
     ops.all_gather.default: lambda rank, parts, dim: torch.cat(parts, dim),
     ops.reduce_scatter.default: lambda rank, parts, dim: _sum_of(rank, [x.chunk(len(parts), dim)[rank] for x in parts]),
-    ops.all_to_all.default: lambda rank, parts, *_: torch.cat([x.chunk(len(parts))[rank] for x in parts]),
+    ops.all_to_all.default: lambda rank, parts: torch.cat([x.chunk(len(parts))[rank] for x in parts]),
     ops.send.default: lambda rank, parts: parts[rank - 1].clone(),
 }
-
-
-def partners_of(call: Any, rank: int) -> range:
-    """Returns the ranks that exchange with `rank` in a call; the smaller groups of a group stand behind each other."""
-    stride = call.args[2] if call.func is ops.all_to_all.default and len(call.args) > 2 else 1
-    first = rank - rank // stride % call.args[1] * stride
-    return range(first, first + call.args[1] * stride, stride)
 
 
 class Enter(torch.autograd.Function):
@@ -81,7 +102,7 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ops.all_reduce(gradient, context.num_ranks), None
+        return all_reduce(gradient, context.num_ranks), None
 
 
 class Leave(torch.autograd.Function):
@@ -89,7 +110,7 @@ class Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, x: Tensor, num_ranks: int) -> Tensor:
-        result: Tensor = ops.all_reduce(x, num_ranks)
+        result: Tensor = all_reduce(x, num_ranks)
         return result
 
     @staticmethod
@@ -108,7 +129,7 @@ class Own(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         dim, outer, num_ranks = context.cut
-        return joined(ops.all_gather(gradient, num_ranks, dim), dim, outer, num_ranks), None, None, None, None
+        return joined(all_gather(gradient, num_ranks, dim), dim, outer, num_ranks), None, None, None, None
 
 
 class Gather(torch.autograd.Function):
@@ -117,7 +138,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, dim: int, outer: int, num_ranks: int, rank: int, is_summed: bool) -> Tensor:
         context.cut = dim, outer, num_ranks, rank, is_summed
-        return joined(ops.all_gather(x, num_ranks, dim), dim, outer, num_ranks)
+        return joined(all_gather(x, num_ranks, dim), dim, outer, num_ranks)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -127,7 +148,7 @@ class Gather(torch.autograd.Function):
             if outer > 1:  # the parts of a rank behind each other
                 apart = gradient.unflatten(dim, (outer, num_ranks, size // (outer * num_ranks)))
                 gradient = apart.transpose(dim, dim + 1).flatten(dim, dim + 2)
-            return ops.reduce_scatter(gradient, num_ranks, dim), None, None, None, None, None
+            return reduce_scatter(gradient, num_ranks, dim), None, None, None, None, None
         return part(gradient, dim, num_ranks, rank, outer), None, None, None, None, None
 
 
@@ -137,26 +158,26 @@ class Scatter(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, dim: int, num_ranks: int) -> Tensor:
         context.cut = num_ranks, dim
-        result: Tensor = ops.reduce_scatter(x, num_ranks, dim)
+        result: Tensor = reduce_scatter(x, num_ranks, dim)
         return result
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ops.all_gather(gradient, *context.cut), None, None
+        return all_gather(gradient, *context.cut), None, None
 
 
 class Shuffle(torch.autograd.Function):
-    """Sends an equal part of the rows to each rank, and gets as many from each; ranks are `stride` apart."""
+    """Sends an equal part of the rows to each rank, and gets as many from each."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, num_ranks: int, stride: int = 1) -> Tensor:
-        context.among = num_ranks, stride
-        result: Tensor = ops.all_to_all(x, *context.among)
+    def forward(context: Any, x: Tensor, num_ranks: int) -> Tensor:
+        context.num_ranks = num_ranks
+        result: Tensor = all_to_all(x, num_ranks)
         return result
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ops.all_to_all(gradient, *context.among), None, None
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_to_all(gradient, context.num_ranks), None
 
 
 class Repeated(torch.autograd.Function):
@@ -172,4 +193,4 @@ class Repeated(torch.autograd.Function):
         num_parts, num_ranks, own = context.cut
         parts = gradient.new_zeros((num_parts, *gradient.shape))
         parts[own].copy_(gradient)
-        return ops.all_reduce(parts, num_ranks)[own], None, None, None
+        return all_reduce(parts, num_ranks)[own], None, None, None

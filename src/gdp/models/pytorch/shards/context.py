@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gdp.models.pytorch.fused_attention import has_kernel
-from gdp.models.pytorch.shards.collectives import Gather
-from gdp.models.pytorch.shards.collectives import ops as exchanges
+from gdp.models.pytorch.shards.collectives import Among, Gather, all_gather, reduce_scatter
 from gdp.models.pytorch.shards.cuts import ATTRIBUTE, OUTER, PARTIAL, SEQUENCE, AxisCut, cut_of, mark
 from gdp.models.pytorch.shards.local_run import LocalRun
 from gdp.models.pytorch.shards.parts import Rule, aligned
@@ -74,7 +73,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, query: Tensor, key: Tensor, value: Tensor, num_ranks: int, *options: Any) -> Tensor:
         context.cut, context.options = (num_ranks, key.dim() - 2), options
-        keys, values = (exchanges.all_gather(tensor, *context.cut) for tensor in (key, value))
+        keys, values = (all_gather(tensor, *context.cut) for tensor in (key, value))
         output, sums = ops.attention(query, keys, values, *options)
         context.save_for_backward(query, key, value, output, sums)
         return output
@@ -82,9 +81,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, sums = context.saved_tensors
-        keys, values = (exchanges.all_gather(tensor, *context.cut) for tensor in (key, value))
+        keys, values = (all_gather(tensor, *context.cut) for tensor in (key, value))
         of_query, *others = ops.attention_backward(gradient, query, keys, values, output, sums, *context.options)
-        summed = (exchanges.reduce_scatter(tensor, *context.cut) for tensor in others)
+        summed = (reduce_scatter(tensor, *context.cut) for tensor in others)
         return of_query, *summed, *(None,) * (1 + len(context.options))
 
 
@@ -154,7 +153,8 @@ def _cross_entropy(run: Any, name: str, func: Any, args: Any, kwargs: Any) -> An
 
 
 class ContextRun(LocalRun):
-    """Runs a forward pass as one rank of several that have the tokens of a sequence; `is_cut_again`: over others."""
+    """Runs a forward pass as one rank of several that have the tokens of a sequence, each of which is `num_inner` ranks
+    that cut its parts again."""
 
     context = True
     rules: Mapping[str, Rule] = MappingProxyType(
@@ -166,9 +166,9 @@ class ContextRun(LocalRun):
         }
     )
 
-    def __init__(self, num_ranks: int, rank: int = 0, *, is_cut_again: bool = False) -> None:
-        super().__init__(num_ranks, rank, gathered=frozenset(), plan=None)
-        self.attribute = OUTER if is_cut_again else ATTRIBUTE
+    def __init__(self, num_ranks: int, rank: int = 0, *, num_inner: int = 1) -> None:
+        super().__init__(Among(num_ranks, num_inner), rank, gathered=frozenset(), plan=None)
+        self.attribute = OUTER if num_inner > 1 else ATTRIBUTE
 
     def begun(self, x: Tensor, dim: int) -> Tensor:
         """Returns this rank's tokens of whole ones; all of them if ranks do not divide them."""

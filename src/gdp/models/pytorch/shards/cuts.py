@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 ATTRIBUTE = "gdp_cut"
 OUTER = "gdp_outer_cut"  # in its place: of tokens over ranks whose parts are cut again
 STORED = "gdp_stored"  # of a parameter: its cut, of experts too, with which a rank computes as with all of them
-OUTPUT = "output."  # begins the names of outputs among cuts
+OUTPUT, TOKENS_OF = "output.", "tokens of "  # begin the names of outputs, and of tokens of them, among cuts
 PARTIAL = -1
 SEQUENCE = "tokens"
 """The source of a cut of tokens, in place of weights."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from gdp.errors import InputError
-from gdp.models.pytorch.shards.collectives import Gather, Scatter, Shuffle
+from gdp.models.pytorch.shards.collectives import Among, Gather, Scatter, Shuffle
 from gdp.models.pytorch.shards.cuts import PARTIAL, SEQUENCE, AxisCut, cut_of, cuts_by, mark
 from gdp.models.pytorch.shards.exchanges import RankExchanges, current_run
 from gdp.models.pytorch.shards.local_run import LocalRun
@@ -96,6 +96,7 @@ def _whole_experts(
     cuts = [cut_of(each) for each in (hidden, index, weights)]
     lead, count, num_parts = cuts[0], run.num_ranks, module.num_expert_parts
     copies = count // num_parts
+    parts = Among(num_parts, copies)
     own_part, among = divmod(run.rank, copies)
     by_tokens = lead is not None and all(
         cut is not None and SEQUENCE in cut.sources and (cut.dim, cut.outer) == (0, lead.outer) for cut in cuts
@@ -112,7 +113,7 @@ def _whole_experts(
             experts, order = experts[own], order[own]
         rows, scales = hidden[order // per_token], weights.reshape(-1)[order]
         if by_tokens:
-            experts, rows, scales = (Shuffle.apply(each, num_parts, copies) for each in (experts, rows, scales))
+            experts, rows, scales = (Shuffle.apply(each, parts) for each in (experts, rows, scales))
         if by_tokens and copies > 1:
             experts, rows, scales = (Gather.apply(x, 0, 1, copies, among, True) for x in (experts, rows, scales))
         inputs = rows, (experts - first).unsqueeze(1), scales.unsqueeze(1)
@@ -124,7 +125,7 @@ def _whole_experts(
             back = torch.empty_like(order)
             back[order] = torch.arange(order.shape[0], device=order.device)
             rows = Scatter.apply(rows, 0, copies) if copies > 1 else rows
-            rows = Shuffle.apply(rows, num_parts, copies)[back]
+            rows = Shuffle.apply(rows, parts)[back]
             assert lead is not None
             result = rows.view(*index.shape, -1).sum(1)
             return mark(result, AxisCut((*lead.shape[:1], *result.shape[1:]), 0, count, lead.outer, (), lead.sources))

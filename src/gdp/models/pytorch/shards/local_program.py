@@ -66,7 +66,7 @@ def localise(
             of_tensor = partial(LocalRun, by_tokens=by_tokens, gathered=plan.gathered, plan=None)
             runs.append(partial(of_tensor, tensor, rank % tensor))
         if shards.context > 1:
-            runs.append(partial(ContextRun, shards.context, rank // tensor, is_cut_again=tensor > 1))
+            runs.append(partial(ContextRun, shards.context, rank // tensor, num_inner=tensor))
         _run_locally(model, runs)
         local = _product_flops(model, args, kwargs, layers)
     share = (local * num_ranks / max(whole, 1) - 1) / (num_ranks - 1)
