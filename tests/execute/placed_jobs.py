@@ -115,11 +115,6 @@ def trains(out: Path, say: dict[str, Any], cases: Sequence[dict[str, Any]]) -> N
     say["done"] = [train(**case) for case in cases]
 
 
-def shards(out: Path, say: dict[str, Any], *case: Any) -> None:
-    """Trains a model whose ops are cut over ranks."""
-    say["done"] = train_sharded(*case)
-
-
 def proves(out: Path, say: dict[str, Any], cases: Sequence[tuple[str, str]]) -> None:
     """Runs a plan of each model and trains two steps with it, in one group of processes."""
     from gdp.cli import main
@@ -129,7 +124,8 @@ def proves(out: Path, say: dict[str, Any], cases: Sequence[tuple[str, str]]) -> 
     count = int(os.environ["WORLD_SIZE"])
     for name, directory in cases:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            status = main(["run", f"{directory}/plan.json", "--on", "cpu," * (count - 1) + "cpu", "--steps=1", "--json"])
+            on = ",".join(["cpu"] * count)
+            status = main(["run", f"{directory}/plan.json", "--on", on, "--steps", "1", "--json"])
         losses, eager = eager_training(name, range(2))
         model, inputs = case(name)
         plan = gdp.Plan.load(f"{directory}/plan.json")
@@ -137,11 +133,12 @@ def proves(out: Path, say: dict[str, Any], cases: Sequence[tuple[str, str]]) -> 
             found, state = [float(trained(**inputs)) for _ in losses], trained.state_dict()
         expected = eager.state_dict()
         assert state.keys() == expected.keys()
-        pairs = [(state[key].double(), weight.double()) for key, weight in expected.items()]
+        # a bias of keys, which starts at 0 and gets the gradient 0, is rounding: it is measured by 0.001
+        pairs = [(state[key], weight, max(float(weight.abs().max()), 0.001)) for key, weight in expected.items()]
         say[directory] = {
             "run": [status, printed.getvalue()],
             "losses": [found, losses],
-            "state": max(float((here - there).abs().max() / there.abs().max()) for here, there in pairs),
+            "state": max(float((here - there).abs().max()) / scale for here, there, scale in pairs),
         }
 
 
@@ -288,7 +285,7 @@ def inference_plan(model: torch.nn.Module, x: Tensor) -> gdp.Plan:
 
 
 JOBS: dict[str, Callable[..., None]] = {
-    job.__name__: job for job in (trains, shards, proves, in_a_group, fails, saves, never_closes, differs, cannot_write, serves)
+    job.__name__: job for job in (trains, proves, in_a_group, fails, saves, never_closes, differs, cannot_write, serves)
 }
 
 

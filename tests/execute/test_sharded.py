@@ -1,6 +1,5 @@
 """Steps whose ops are cut over ranks compute the loss, the gradients and the training of the whole model."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +7,7 @@ import numpy as np
 import pytest
 
 import gdp
-from execute import placed_jobs
 from execute.placed_jobs import eager_training, train_sharded
-from execute.rank_processes import start_ranks, statuses_of
 from gdp import Cluster, InputError
 from gdp.execute.equality import eager_step
 from gdp.execute.layouts.sharded_program import ShardedProgram
@@ -136,14 +133,6 @@ def test_training_is_that_of_the_whole_model(tmp_path: Path, name: str) -> None:
         for key, weight in model.state_dict().items():
             np.testing.assert_allclose(np.array(rest["state"][key]), weight, rtol=1e-4, atol=1e-6)
             np.testing.assert_array_equal(rest["weights"][key], rest["state"][key])
-
-
-def test_processes_over_gloo(tmp_path: Path) -> None:
-    """Under torchrun each rank is a process, and trains as forked ones do, to the bit."""
-    expected = train_sharded("blocks", 2, "tensor=2", range(2))
-    statuses = statuses_of(start_ranks(placed_jobs.start, tmp_path, 2, "shards", "blocks", 2, "tensor=2", [0, 1]))
-    said = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
-    assert (statuses, said) == ([0, 0], [{"done": expected}] * 2)
 
 
 def test_what_is_not_run(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize(
     ("num_cards", "texts", "names"),
     [
-        (2, ["tensor=2"], ["vit"]),
+        (2, ["tensor=2"], ["blocks"]),
         pytest.param(2, ["tensor=2"], SIX, marks=LONG),
         pytest.param(4, ["tensor=4"], SIX, marks=LONG),
         pytest.param(4, ["data=2,tensor=2,zero=1", "data=2,tensor=2"], ["llama"], marks=LONG),
@@ -57,7 +57,7 @@ def test_processes_compute_the_step_of_pytorch(
         results = json.loads(printed)["results"]
         print(f"{directory}: {results}, losses {found['losses']}, state {found['state']:.1e}")
         assert (status, results["equal"]) == (0, True)
-        assert results["tensors"] > 20
+        assert results["tensors"] > 10
         assert found["losses"][0] == pytest.approx(found["losses"][1], rel=ROUNDING)
         assert found["state"] < ROUNDING
         assert all(rank[directory]["run"] == [0, ""] for rank in by_rank[1:])  # one rank reports

@@ -90,7 +90,7 @@ def test_degrees_of_training_tools() -> None:
 
 
 def test_ranks_of_a_sequence() -> None:
-    """Megatron-LM and torchtitan number the ranks of a sequence behind those of its tensors, and other tools have none."""
+    """Megatron-LM and torchtitan get the number of ranks of a sequence; other tools have none."""
     text = "data=2,context=2,sequence=off,tensor=2,zero=1"
     steps = [for_tool(tool, text, devices="8xp100-pcie-16g") for tool in ("megatron", "torchtitan")]
     assert all("CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7\n" in each.content for each in steps)

@@ -90,7 +90,7 @@ def t5_large() -> Example:
 
 def vit_large() -> Example:
     config = tf.ViTConfig(
-        hidden_size=1024, intermediate_size=4096, num_attention_heads=16, num_hidden_layers=2, num_labels=1000
+        hidden_size=1024, intermediate_size=4096, num_attention_heads=16, num_hidden_layers=4, num_labels=1000
     )
     inputs = {"pixel_values": torch.randn(BATCH, 3, 224, 224, dtype=torch.bfloat16), "labels": torch.zeros(2).long()}
     return tf.ViTForImageClassification(config).eval().bfloat16(), (), inputs
