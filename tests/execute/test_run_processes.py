@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,19 @@ from gdp.cli import main
 from run_cases import CLUSTER, MODEL
 
 
-def torchrun(count: int, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+def forked(out: Path, *args: str) -> tuple[int, str, str]:
+    """Runs `gdp` in two processes; returns the exit status, what the first one printed, and what the other did."""
+    statuses = statuses_of(start_ranks(run_command, out, 2, *args))
+    printed, other = ((out / f"{rank}.out").read_text() for rank in range(2))
+    return int(any(statuses)), printed, other
+
+
+def torchrun(out: Path, *args: str) -> tuple[int, str, str]:
+    """Runs `gdp` under torchrun; returns the exit status, what it printed, and what it printed of errors."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gdp"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*command, "-m", "gdp", *args], capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run([*command, *args], capture_output=True, text=True, env=environment, timeout=120)
+    return done.returncode, done.stdout, "" if done.returncode == 0 else done.stderr
 
 
 @pytest.fixture
@@ -30,13 +40,13 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "p/plan.json"
 
 
-def test_two_processes(plan: str) -> None:
+@pytest.mark.parametrize("started", [forked, pytest.param(torchrun, marks=pytest.mark.long)])
+def test_two_processes(started: Callable[..., tuple[int, str, str]], plan: str, tmp_path: Path) -> None:
     """Two processes compute the results of PyTorch."""
-    done = torchrun(
-        2, "run", "run_models:net", "--plan", plan, "--on", "cpu,cpu", "--steps", "12", "--times", "t.db", "--json"
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    options = ["--plan", plan, "--on", "cpu,cpu", "--steps", "12", "--times", "t.db", "--json"]
+    status, printed, other = started(tmp_path, "run", "run_models:net", *options)
+    assert (status, other) == (0, "")
+    found = json.loads(printed)
     assert found["results"]["equal"]
     assert found["results"]["bit_equal_tensors"] == found["results"]["tensors"] > 4
     assert found["one_device"] is None
@@ -65,10 +75,8 @@ def test_a_wrong_number_of_processes(
 def test_measured_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured processes are a cluster."""
     monkeypatch.chdir(tmp_path)
-    ranks = start_ranks(run_command, tmp_path, 2, "devices", "measure", "--quick", "--out", "ranks.yaml", "--json")
-    assert statuses_of(ranks) == [0, 0]
-    printed, nothing = ((tmp_path / f"{rank}.out").read_text() for rank in range(2))
-    assert nothing == ""
+    status, printed, other = forked(tmp_path, "devices", "measure", "--quick", "--out", "ranks.yaml", "--json")
+    assert (status, other) == (0, "")
     found = json.loads(printed)
     cluster = Cluster.parse("ranks.yaml")
     assert cluster.fingerprint == found["fingerprint"]

@@ -40,8 +40,9 @@ def check_ranks(name: str, shards: Shards, rounding: float = ROUNDING) -> None:
         assert float((here - whole).abs().max()) < rounding * scale, key
 
 
-@pytest.mark.parametrize(("tensor", "sequence"), [(2, False), (4, True)])
-@pytest.mark.parametrize("name", SIX)
+@pytest.mark.parametrize(
+    ("name", "tensor", "sequence"), [*((name, 2, True) for name in SIX), ("llama", 4, False), ("gpt2", 4, False)]
+)
 def test_ranks_agree_with_whole_model(name: str, tensor: int, sequence: bool) -> None:
     """Ranks with a part of the weights each get the loss, outputs and gradients of the whole model together."""
     check_ranks(name, Shards(tensor, sequence))
@@ -53,10 +54,9 @@ def test_ranks_of_a_sequence_agree(name: str, context: int) -> None:
     check_ranks(name, Shards(context=context))
 
 
-@pytest.mark.parametrize(
-    ("name", "sequence"),
-    [("gpt2", False), *(pytest.param(name, True, marks=pytest.mark.long) for name in (*SIX, "diffusion"))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "diffusion", "checkpointed"])
 def test_ranks_with_parts_of_tokens_and_weights_agree(name: str, sequence: bool) -> None:
     """As above, of two times two ranks: two have the same tokens, and two the same parts of the weights."""
     check_ranks(name, Shards(2, sequence, context=2))

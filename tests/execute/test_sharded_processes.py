@@ -49,7 +49,7 @@ def test_processes_compute_the_step_of_pytorch(
         assert main([*place, "--out", directory]) == 0
     capsys.readouterr()
     ranks = start_ranks(placed_jobs.start, tmp_path, num_cards, "proves", cases)
-    assert statuses_of(ranks, patience_seconds=500) == [0] * num_cards, (tmp_path / "0.err").read_text()
+    assert statuses_of(ranks, patience_seconds=1500) == [0] * num_cards, (tmp_path / "0.err").read_text()
     by_rank = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(num_cards)]
     for _, directory in cases:
         found = by_rank[0][directory]
