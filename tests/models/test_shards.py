@@ -2,6 +2,7 @@
 
 from collections import Counter
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -192,6 +193,59 @@ def test_nothing_to_cut() -> None:
     """A model of convolutions is refused in one line."""
     source = ModelSource.of_example((nn.Conv2d(3, 8, 3), (torch.zeros(2, 3, 8, 8),)))
     with pytest.raises(InputError, match="no linear layers to cut; take a smaller number or tensor=1"):
+        source.sharded(Shards(2)).part(1)
+
+
+class Tagger(nn.Module):
+    """A recurrent layer, which no rank has a part of, before a linear one."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.layer, self.head = kind(16, 16, batch_first=True), nn.Linear(16, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(x)[0])
+
+
+@pytest.mark.parametrize("shards", [Shards(2), Shards(context=2)], ids=str)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_work(kind: type[nn.Module], shards: Shards) -> None:
+    """A model most of whose work is a recurrent layer, which each rank repeats, is refused."""
+    source = ModelSource.of_example((Tagger(kind), (torch.zeros(2, 8, 16),)))
+    with pytest.raises(InputError, match=f"{shards} would repeat .* of the FLOPs on each card"):
+        source.sharded(shards).part(1)
+
+
+class _Doubled(torch.autograd.Function):
+    """A product whose backward pass computes it again."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(x, weight)
+        return (x @ weight).relu()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = context.saved_tensors
+        gradient = gradients[0] * (x @ weight > 0)
+        return gradient @ weight.t(), x.t() @ gradient
+
+
+class Custom(nn.Module):
+    """Two products of the user's own, of a batch of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.zeros(16, 16)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Doubled.apply(_Doubled.apply(x, self.first), self.second)  # type: ignore[no-any-return]
+
+
+def test_code_that_fails_on_parts_names_the_degree() -> None:
+    """Where the code of a model fails on a rank's parts, the remedy is to leave the degree out."""
+    source = ModelSource.of_example((Custom(), (torch.zeros(8, 16),)))
+    with pytest.raises(InputError, match="its code takes whole tensors; leave tensor=2,sequence=on out"):
         source.sharded(Shards(2)).part(1)
 
 

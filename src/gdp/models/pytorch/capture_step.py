@@ -64,6 +64,11 @@ class StepOptions:
         if self.lora and not self.training:
             raise InputError("--lora: adapters are trained; leave --inference (training=False) or it out")
 
+    @property
+    def remedy(self) -> str:
+        """What to do where the code of a rank's part fails; "": nothing is cut."""
+        return f"its code takes whole tensors; leave {self.shards} out" if self.shards.num_ranks > 1 else ""
+
     def adapted(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, notes: list[str]
     ) -> nn.Module:
@@ -77,7 +82,7 @@ class StepOptions:
         if self.shards.num_ranks > 1:
             if self.lora is not None:
                 raise InputError(f"--lora: adapters are not cut in this version; leave {self.shards} or it out")
-            with explained(name):
+            with explained(name, remedy=self.remedy):
                 notes += localise(model, args, kwargs, self.shards, name, training=self.training, rank=self.rank)
         return model if self.lora is None else adapted(model, self.lora, name)
 
@@ -327,7 +332,7 @@ def _record(
     gradients: dict[str, Ref] = {}
     loss_ref: Ref | None = None
     try:
-        with mode, recorder, torch.set_grad_enabled(options.training), explained(name, recorder):
+        with mode, recorder, torch.set_grad_enabled(options.training), explained(name, recorder, options.remedy):
             output = model(*args, **kwargs)
             if options.training:
                 value = _loss_of(output, options.loss, name, recorder)

@@ -17,8 +17,8 @@ from gdp.models.unsupported import unsupported
 
 
 @contextlib.contextmanager
-def explained(name: str, recorder: Recorder | None = None) -> Iterator[None]:
-    """Turns errors of the model into InputErrors with the running module and the remedy."""
+def explained(name: str, recorder: Recorder | None = None, remedy: str = "") -> Iterator[None]:
+    """Turns errors of the model into InputErrors with the running module and a remedy, by default what may help."""
     try:
         yield
     except InputError:
@@ -26,12 +26,12 @@ def explained(name: str, recorder: Recorder | None = None) -> Iterator[None]:
     except Exception as error:
         if kind := unsupported(error):
             raise InputError(f"{name}: {_place(recorder)}{kind}") from error
-        with _failures_explained(name, recorder):
+        with _failures_explained(name, recorder, remedy or _remedy(name)):
             raise
 
 
 @contextlib.contextmanager
-def _failures_explained(name: str, recorder: Recorder | None) -> Iterator[None]:
+def _failures_explained(name: str, recorder: Recorder | None, remedy: str) -> Iterator[None]:
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -47,7 +47,7 @@ def _failures_explained(name: str, recorder: Recorder | None) -> Iterator[None]:
     except Exception as error:
         raise InputError(
             f"{name}: {_place(recorder)}the model failed "
-            f"({type(error).__name__}: {first_line(error)}{user_line(error)}); {_remedy(name)}"
+            f"({type(error).__name__}: {first_line(error)}{user_line(error)}); {remedy}"
         ) from error
 
 

@@ -27,6 +27,7 @@ from gdp.models.shards import Shards
 from gdp.models.stored_weights import ATTRIBUTE, stored_weights
 
 _MOST_REPEATED = 0.25  # of the FLOPs of products
+_OTHER_PRODUCTS = ("attention", "convolution", "rnn_layer", "trilinear", "cdist")  # in names of operators
 _NAMED = 0.0005  # of the FLOPs of products, on all cards together
 _SHOWN = 4  # weights in a note
 
@@ -85,7 +86,7 @@ def _notes(plan: CutPlan, shards: Shards, share: float, name: str) -> list[str]:
         return [shown] if share * (num_ranks - 1) > _NAMED else []
     reasons = plan.whole | plan.repeated or plan.refused
     text = "; ".join(f"{path} {reason}" for path, reason in list(reasons.items())[:_SHOWN])
-    text = text + f"; {len(reasons) - _SHOWN} more" * (len(reasons) > _SHOWN) or "convolutions"
+    text = text + f"; {len(reasons) - _SHOWN} more" * (len(reasons) > _SHOWN) or "other than linear layers"
     if share > _MOST_REPEATED or not plan.roles:
         raise InputError(
             f"{name}: {degrees} would repeat {share:.1%} of the FLOPs on each card"
@@ -151,7 +152,7 @@ def _run_locally(model: nn.Module, runs: Sequence[Callable[[], LocalRun]]) -> No
 
 
 class _ProductFlops(TorchDispatchMode):
-    """Counts the FLOPs of products, attention and convolutions."""
+    """Counts the FLOPs of products, attention, convolutions, recurrent layers and bilinear forms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +161,7 @@ class _ProductFlops(TorchDispatchMode):
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
-        is_product = product_operand(func, args) is not None or "attention" in name or "convolution" in name
+        is_product = product_operand(func, args) is not None or any(part in name for part in _OTHER_PRODUCTS)
         if is_product and classify(func)[0] == FORMULA:
             outputs = [tensor for tensor in leaves(result) if tensor is not None]
             self.total += count_flops(func, args, kwargs or {}, outputs)[0] * math.prod(self.factors)
