@@ -172,6 +172,16 @@ def test_place_names_the_state(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("_module")
+@pytest.mark.parametrize(("optimizer", "lacks"), [("adam", True), ("adam,fused", False), ("sgd-momentum", False)])
+def test_room_for_foreach(optimizer: str, lacks: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """65,792 parameters and their gradients, moments and roots of second moments take 20 bytes each while PyTorch's
+    foreach updates, 1,315,840 in all; 1.1 MiB are 1,153,433, which is enough for the 16 bytes of the fused kernel."""
+    place = ["place", "optimized_models:net", "--devices", "p100-pcie-16g", "--max-memory", "gpu0=1.1MiB"]
+    assert main([*place, "--optimizer", optimizer, "--budget", "9sims", "--threads", "1", "--no-advice"]) == 0
+    assert ("gpu0 lacks 0.000151 GiB while torch.optim's foreach" in capsys.readouterr().out) == lacks
+
+
+@pytest.mark.usefixtures("_module")
 def test_a_model_that_is_too_large_in_all(capsys: pytest.CaptureFixture[str]) -> None:
     """65,792 parameters hold 14 bytes each, 921,088 in all: no batch is small enough for 0.5 MiB. In pure
     bfloat16 they hold 526,336, which is too much as well: more memory is what helps."""

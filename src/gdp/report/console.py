@@ -104,6 +104,7 @@ def device_report(
         *sentences.of_groups(problem),
         *(sentences.of_held_memory(problem.graph) if tells_held else ()),
         sentences.of_full_devices(simulation),
+        sentences.of_updates(simulation),
         sentences.of_empty_devices(simulation, searched=searched),
     ):
         if sentence:

@@ -103,6 +103,7 @@ def summary(data: PageData) -> dict[str, Any]:
         *sentences.of_groups(problem),
         *sentences.of_held_memory(problem.graph),
         sentences.of_full_devices(simulation, short),
+        sentences.of_updates(simulation, short),
         sentences.of_empty_devices(simulation, short, searched=sentences.is_searched(plan)),
         *([] if search is None else sentences.of_search(search, simulation)),
     )

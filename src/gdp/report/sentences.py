@@ -12,7 +12,7 @@ from gdp.costs.op_times import has_shares, ranks_of
 from gdp.costs.ranges import StepRange
 from gdp.graph import Graph
 from gdp.graph.held_memory import HeldMemory, is_cache
-from gdp.graph.parameter_bytes import ParameterBytes
+from gdp.graph.parameter_bytes import ParameterBytes, gradients_of_updates
 from gdp.models.serving import ServedStep
 from gdp.notebook import digits, format_gib
 from gdp.report.tables import format_ms, format_range
@@ -222,6 +222,32 @@ def _listed(names: Sequence[str]) -> str:
     if len(names) <= _MOST_NAMED:
         return ", ".join(names)
     return f"{', '.join(names[:_NAMED_OF_MANY])} and {len(names) - _NAMED_OF_MANY} more devices"
+
+
+def of_updates(simulation: Simulation, shown: Callable[[str], str] = str) -> str:
+    """Returns a sentence on cards that have no room for what `foreach` of torch.optim's Adam holds beside all gradients
+    while it updates, the roots of second moments, which peaks leave out; "" if there are none."""
+    graph, placement = simulation.problem.graph, simulation.placement
+    kinds = zip(graph.kinds, graph.shapes, strict=True)
+    if not any("adam" in kind and text.startswith("optimizer.foreach") for kind, text in kinds):
+        return ""
+    found, gradients = ParameterBytes.of(graph), gradients_of_updates(graph)
+    roots = HeldMemory.by_op(graph)[1] // (3 if found is not None and found.master_weights else 2)
+    needed = np.zeros(simulation.problem.num_devices, np.int64)
+    np.add.at(needed, placement, graph.resident_bytes + roots)
+    np.add.at(needed, placement[graph.producers[gradients]], graph.tensor_bytes[gradients])
+    missing = (needed - simulation.problem.memory_limit_bytes).tolist()
+    names = [
+        f"{shown(device.name)} lacks {format_gib(lack)}"
+        for device, lack in zip(simulation.problem.cluster.devices, missing, strict=True)
+        if lack > 0 and not device.is_cpu
+    ]
+    if not names:
+        return ""
+    return (
+        f"{_listed(names)} while torch.optim's foreach, its default, updates: it holds roots of all second moments "
+        "beside the gradients, which peaks leave out; train with fused=True (--optimizer adam,fused)."
+    )
 
 
 def of_full_devices(simulation: Simulation, shown: Callable[[str], str] = str) -> str:
