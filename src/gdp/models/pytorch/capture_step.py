@@ -66,7 +66,7 @@ class StepOptions:
 
     @property
     def remedy(self) -> str:
-        """What to do where the code of a rank's part fails; "": nothing is cut."""
+        """The remedy where the code of a rank's part fails; "": nothing is cut."""
         return f"its code takes whole tensors; leave {self.shards} out" if self.shards.num_ranks > 1 else ""
 
     def adapted(
