@@ -75,7 +75,12 @@ class Layout(TypedDict):
     """How a step is cut (`--parallel`)."""
 
     data: Annotated[int, d("replicas")]
-    tensor: Annotated[Literal[1], d("not cut within ops yet")]
+    tensor: Annotated[int, d("cards of a group, over which ops are cut")]
+    sequence: NotRequired[Annotated[bool, d("whether tokens are cut between cut ops")]]
+    expert: NotRequired[Annotated[int, d("cards of a group that have experts of their own")]]
+    context: NotRequired[Annotated[int, d("cards of a group, over which tokens are cut")]]
+    overlap: NotRequired[Annotated[bool, d("whether sums of gradients run beside products")]]
+    shares: NotRequired[Annotated[list[int], d("of each card of a group, where they differ")]]
     stages: Annotated[int | None, d("pipeline stages of a replica; null: as the placement has them")]
     microbatches: Annotated[int | list[int], d("of each replica; a list where they differ")]
     zero: Annotated[Literal[0, 1, 2, 3], d("what is cut over replicas, as in ZeRO")]

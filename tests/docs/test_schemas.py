@@ -66,6 +66,7 @@ def _answers(directory: Path) -> dict[str, list[Any]]:
             (*place, "graph.json", "--devices", "cluster.json", "--robust", "2%", "--out", "plan"),
             (*few, "graph.json", "--devices", cards, "--op-costs", "costs.json", "--out", "timed"),
             (*place, model, "--devices", cards, "--parallel", "data=2,microbatches=2", "--out", "layout"),
+            (*few, model, "--devices", "2xl4-24g", "--parallel", "tensor=2", "--out", "group"),
             (*few, model, "--devices", cards, "--inference", "--batches", "2", "--out", "batches"),
             (
                 *(*few, f"{served[0]}&prompt=8", *served[1:], "--devices", cards),
@@ -99,6 +100,7 @@ def _answers(directory: Path) -> dict[str, list[Any]]:
             ("simulate", "plan/plan.json"),
             ("simulate", "plan.json"),
             ("simulate", "batches/plan.json"),
+            ("simulate", "group/plan.json"),
             ("simulate", "graph.json", "--devices", cards, "--placement", "placement.json"),
         ),
         "run": (("run", "run/plan.json", "--on", "cpu,cpu", "--steps", "1", "--devices", two, "--times", "times.db"),),
