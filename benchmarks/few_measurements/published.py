@@ -144,7 +144,13 @@ class SuperposedPolicy(Network):
         return torch.nn.functional.layer_norm(x + wide @ parameters[f"narrow{layer}"], (self.hidden,))
 
 
-# What was tried on the choices with set rows is told on the page
+# Tried on vTrain's choices with set rows, 3 seeds. Mean regret in % over the first 25 measurements, and after 100:
+#
+#     learning rate                       0.003        0.01        0.03        0.1
+#     HDP-like, a draw an update                  11.9  0.7   12.6  3.7   16.6 10.5
+#     HDP-like, four draws                        12.8  0.0   12.7  0.6   12.9  2.9
+#     GDP, entropy weight 0           10.7  0.4   11.1  1.2   10.4  1.3
+#     GDP, entropy weight 0.03        10.7  0.2   11.0  1.0   10.3  0.0
 HDP = Learning(learning_rate=0.01, entropy_weight=0.03, samples=4, repeats=True, most=100)
 GDP = Learning(learning_rate=0.03, entropy_weight=0.03, samples=4, epochs=4, clip=0.2, repeats=True, most=100)
 
