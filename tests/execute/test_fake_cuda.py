@@ -19,7 +19,7 @@ from gdp.execute.calibrate.work import QUICK, launches
 from gdp.execute.host_executor import ThreadExecutor
 from gdp.execute.plan_executor import ExecutionError
 from gdp.models.pytorch import Capture, capture, routine
-from tiny_models import EXECUTED, MANY_OPS
+from tiny_models import EXECUTED, REPEATED
 
 CLUSTER = Cluster.parse("3xp100-pcie-16g")
 TARGETS = (Target("cuda0", torch.device("cuda", 0)), Target("cpu0", CPU), Target("cuda1", torch.device("cuda", 1)))
@@ -76,11 +76,18 @@ run_gnmt = partial(run_randomly_placed, "gnmt")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in MANY_OPS)) for name in EXECUTED]
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in REPEATED)) for name in EXECUTED]
 )
 def test_steps_on_two_gpus_and_a_cpu(name: str, world: FakeCuda) -> None:
     """Steps on two GPUs and a CPU compute what one CPU computes."""
     run_randomly_placed(name, world)
+
+
+@pytest.mark.long
+def test_repeated_models_have_no_kinds_of_their_own() -> None:
+    """All kinds of ops are in the models that each run of the tests executes."""
+    kinds = {name: set(captured_here(name)[0].graph.kinds) for name in EXECUTED}
+    assert set().union(*kinds.values()) == set().union(*(kinds[name] for name in EXECUTED if name not in REPEATED))
 
 
 def test_copies_hold_up_nobody(world: FakeCuda) -> None:

@@ -21,7 +21,7 @@ from gdp.execute.host_executor import ThreadExecutor, host_executor
 from gdp.execute.measurement import one_device_order
 from gdp.execute.plan_executor import ExecutionError
 from gdp.models.pytorch import Replay
-from tiny_models import EXECUTED, MANY_OPS, captured
+from tiny_models import EXECUTED, REPEATED, captured
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux")
 
@@ -41,7 +41,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 10.0) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in MANY_OPS)) for name in EXECUTED]
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in REPEATED)) for name in EXECUTED]
 )
 def test_threads_and_processes_give_the_same_bits(name: str) -> None:
     """Three steps of a random placement, by threads and by processes, end alike in all they leave."""
