@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gdp
 from gdp.errors import InputError
+from gdp.models.example import with_batch
 from gdp.models.model import Reading
 from gdp.models.source import ModelSource
 from gdp.search.batch_parts import Parts
@@ -233,3 +235,14 @@ def test_batch_dim_where_there_is_none(act: Callable[[], Any], message: str) -> 
     """A dimension that makes no sense is refused."""
     with pytest.raises(InputError, match=message):
         act()
+
+
+def test_a_batch_of_any_size_is_made_at_once() -> None:
+    """`--batch` repeats samples in order, along their dimension; a billion of them are no list of copies."""
+    rows = torch.arange(6).reshape(2, 3)
+    for dim, expected in ((0, torch.cat([rows] * 3)[:5]), (1, torch.cat([rows] * 2, 1)[:, :5])):
+        _, (found,), _ = with_batch((nn.Identity(), (rows,)), 5, "rows", dim)
+        assert torch.equal(found, expected)
+    with FakeTensorMode():
+        _, (found,), _ = with_batch((nn.Identity(), (torch.zeros(2, 3),)), 10**9, "rows")
+    assert found.shape == (10**9, 3)

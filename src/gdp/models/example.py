@@ -84,7 +84,8 @@ def with_batch(answer: Example | JaxFunction, samples: int, text: str, dim: int 
         cut = _batch_dim(leaf, dim, size)
         if cut is None:
             return leaf
-        return torch.cat([leaf] * -(-samples // size), cut).narrow(cut, 0, samples).clone()
+        times = leaf.unsqueeze(cut).expand(*leaf.shape[:cut], -(-samples // size), *leaf.shape[cut:])
+        return times.flatten(cut, cut + 1).narrow(cut, 0, samples).clone()
 
     return module, tree_map(resize, args), tree_map(resize, kwargs)
 

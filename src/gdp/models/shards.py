@@ -40,9 +40,8 @@ class Shards:
         if self.overlap and self.tensor == 1:
             raise InputError("overlap is of exchanges between tensor ranks, and there is one; add tensor=2 or more")
         if self.tensor % self.expert:
-            raise InputError(
-                f"expert={self.expert} places experts on parts of the tensor ranks; let it divide tensor={self.tensor}"
-            )
+            remedy = f"let it divide tensor={self.tensor}" if self.tensor > 1 else f"add tensor={self.expert}"
+            raise InputError(f"expert={self.expert} places experts on parts of the tensor ranks; {remedy}")
 
     def settled(self, *, training: bool) -> "Shards":
         """Returns the same shards, which say whether tokens are cut between cut ops: by default in training."""
