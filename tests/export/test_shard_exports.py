@@ -12,6 +12,7 @@ from layout_training import train
 
 import gdp
 from execute.rank_processes import start_ranks, statuses_of
+from gdp.cli import main
 from gdp.errors import InputError
 from gdp.export.export_target import cards_of
 from gdp.export.exported_plan import Exported, check_takes_layout, exported
@@ -111,6 +112,26 @@ def test_ranks_of_a_sequence() -> None:
     manager = pytest.importorskip("torchtitan.config.manager")
     config = manager.ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_8b", *words[1]]).parallelism
     assert (config.tensor_parallel_degree, config.context_parallel_degree) == (2, 2)
+
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "intermediate_size": 24}
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32, "max_position_embeddings": 64}
+
+
+def test_the_next_command_of_a_group_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where tokens are cut over ranks, the command that an answer ends with is the export to torchtitan, since
+    torch-fsdp has no such ranks; the batch of one group, four samples, is that of MODEL."""
+    monkeypatch.chdir(tmp_path)
+    tmp_path.joinpath("llama").mkdir()
+    tmp_path.joinpath("llama", "config.json").write_text(json.dumps(LLAMA | SIZES))
+    place = ["place", "hf:llama?batch=4&sequence=8", "--devices", "2xl4-24g", "--budget", "9sims", "--no-advice"]
+    assert main([*place, "--parallel", "context=2", "--out", "plans"]) == 0
+    command = capsys.readouterr().out.rpartition("Next: gdp ")[2].split()
+    assert command == ["export", "plans/plan.json", "--to", "torchtitan"]
+    assert main(command) == 0
+    assert "--training.global_batch_size 4 " in tmp_path.joinpath("plans", "torchtitan.sh").read_text()
 
 
 def test_overlap_is_of_megatron() -> None:

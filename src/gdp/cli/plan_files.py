@@ -183,7 +183,11 @@ def _likely_tool(request: PlaceRequest, plan: Plan) -> str | None:
         layout = Layout.of_document(cut)
         num_places = layout.stages or len(set(cut.get("places") or (0,)))
         is_on_cards = not is_cpu(plan.problem)[plan.placement].any()
-        return "torch-fsdp" if num_places == 1 and is_on_cards and layout.offload == NONE else None
+        if num_places > 1 or not is_on_cards or layout.offload != NONE or layout.shards.shares:
+            return None
+        if layout.shards.expert > 1 or layout.shards.context > 1:  # degrees of tools with models of their own
+            return "torchtitan" if text.startswith(HUGGING_FACE) else None
+        return "torch-fsdp"
     if text.startswith(HUGGING_FACE) and not reading.training:
         is_served = reading.serving.has_cache
         return "llama-cpp" if GGUF in text else "vllm" if is_served else "hf-device-map"

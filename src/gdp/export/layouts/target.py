@@ -112,7 +112,7 @@ def cut_step(
         devices[order],
         tuple(np.array(layout.microbatches)[order].tolist()),
         stages,
-        plan.layout.get("batch"),
+        plan.layout.get("batch", None if source is None else source.batch_size),  # a group alone has it from MODEL
         simulation,
         plan.step_time_ns,
         int((placement != plan.placement).sum()),
