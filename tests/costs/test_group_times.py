@@ -12,7 +12,7 @@ from gdp.cluster.catalogue import EXCHANGES
 from gdp.costs.breakdown import Breakdown
 from gdp.costs.collectives import KINDS, AlikeCards, exchange_times
 from gdp.costs.fusion import fused
-from gdp.costs.hosts import host_times
+from gdp.costs.hosts import EXCHANGE_KERNELS, host_times
 from gdp.costs.op_times import count_time_sources, op_times
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
@@ -122,10 +122,11 @@ def test_measured_times_do_not_make_a_card_a_group() -> None:
     assert op_times(graph, cluster)[2, 0] == -1
 
 
-def test_hosts_issue_a_kernel_and_compilers_fuse_nothing_over_it() -> None:
-    """A collective is one kernel of its host, none in a CUDA graph; what surrounds it stays apart."""
+def test_hosts_start_exchanges_and_compilers_fuse_nothing_over_it() -> None:
+    """A collective takes an eager host as long as some kernels, one in a compiled step, none in a CUDA graph; what
+    surrounds it stays apart."""
     graph, cluster = program(), Cluster.parse("4xa100-sxm-80g")
-    for runtime, kernels in (("eager", 1), ("compile", 1), ("cuda-graphs", 0)):
+    for runtime, kernels in (("eager", EXCHANGE_KERNELS), ("compile", 1), ("cuda-graphs", 0)):
         group = cluster.run_by(runtime).grouped(4)
         issue_ns = group.devices[0].issue_ns
         assert host_times(graph, group, op_times(graph, group))[2, 0] == kernels * issue_ns

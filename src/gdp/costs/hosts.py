@@ -5,23 +5,30 @@ N ops, D devices."""
 
 import numpy as np
 
-from gdp.arrays import I64, Bool, narrow, wide
+from gdp.arrays import F64, I64, Bool, narrow, wide
 from gdp.cluster import Cluster
 from gdp.cluster.changes import only
 from gdp.cluster.device import CUDA_GRAPHS, EAGER
+from gdp.costs.collectives import COLLECTIVE
 from gdp.costs.op_times import has_kernels, op_time_classes, step_kernels
+from gdp.costs.table import class_of
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.copies import RECOMPUTED
 from gdp.graph.layers import LayerPaths
 
-CHECKPOINT_KERNELS = 130
-"""Kernels that a host issues in the time of the Python of a checkpointed layer, each time that it runs forward.
+CHECKPOINT_KERNELS, RECOMPUTED_KERNELS = 57, 193
+"""Kernels that a host issues in the time of the Python of a checkpointed layer, when it runs forward, and when it does so
+again in the backward pass, with the gradients of its hooks and functions.
 
-Fitted on the 24 set rows of vTrain, of Megatron's layers, whose host takes 3 ms a layer where 66 kernels at 11 us are
-0.7 ms. On one core, with tensors of a few numbers, such a layer takes 4.3 times as long with reentrant checkpoints,
-autograd functions in Python, a generator of its own for dropout and hooks for gradients as one of `torch.nn` alone;
-checkpoints by themselves make that one 2 (reentrant) to 3 times as long."""
+Their sum is fitted on the 24 set rows of vTrain, of Megatron's layers, whose host takes 3 ms a layer where 60 kernels at
+11 us are 0.7 ms. Of that a quarter is forward: so much it is on one core, with tensors of a few numbers, of a layer with
+reentrant checkpoints, autograd functions in Python, a generator of its own for dropout and hooks for gradients
+(`benchmarks/host_of_layers.py`), where `torch.nn` alone spends half. It takes 3.5 times as long as `torch.nn`."""
+
+EXCHANGE_KERNELS = 4
+"""Kernels that a host issues in the time of an exchange between ranks in eager PyTorch: such a layer takes 8 % longer with
+six of them in a group that sends nothing (`benchmarks/host_of_layers.py`), which is 4 kernels each."""
 
 
 def host_times(graph: Graph, cluster: Cluster, op_time_ns: I64) -> I64:
@@ -56,25 +63,34 @@ def _issue_times(graph: Graph, issue_ns: int, runtime: str, by_kernels: bool) ->
     if not issue_ns or runtime == CUDA_GRAPHS:
         return np.zeros(graph.num_ops, np.int64)
     counts = graph.kernels
-    if float(counts.max() + CHECKPOINT_KERNELS) * issue_ns + int(graph.host_ns.max()) >= 2.0**62:
+    if float(counts.max() + RECOMPUTED_KERNELS) * issue_ns + int(graph.host_ns.max()) >= 2.0**62:
         raise InputError(
             f"graph {graph.name!r}: {counts.max():,} kernels at {issue_ns} ns and {graph.host_ns.max()} ns take hosts "
             "2^62 ns or more; check kernels, host_ns and issue"
         )
     counted = np.where(counts == 1, step_kernels(graph, runtime).counts, counts) if by_kernels else counts
     if runtime == EAGER:
-        counted = counted + _checkpoint_kernels(graph)
+        counted = counted + _checkpoint_kernels(graph) + _exchange_kernels(graph)
     return np.asarray(np.ceil(counted * issue_ns), np.int64)
 
 
-def _checkpoint_kernels(graph: Graph) -> I64:
-    """Returns what checkpoints cost [N], at the first op of each run of a layer that is recomputed."""
+def _checkpoint_kernels(graph: Graph) -> F64:
+    """Returns what checkpoints cost [N], in equal parts at the ops of each run of a layer that is recomputed."""
     is_copy = graph.is_in_role(RECOMPUTED)
-    found = np.zeros(graph.num_ops, np.int64)
+    found = np.zeros(graph.num_ops)
     if is_copy.any():
-        runs = np.flatnonzero(np.isin(graph.root, graph.root[is_copy]))
+        launches = (graph.flops > 0) | (graph.bytes_accessed > 0)
+        runs = np.flatnonzero(np.isin(graph.root, graph.root[is_copy]) & launches)
         layer = LayerPaths.of(graph).of_module
         layers = np.array([layer.get(graph.modules[op], -1) for op in runs.tolist()])
         each = np.stack((layers, graph.microbatches[runs], graph.replicas[runs], is_copy[runs]))
-        found[runs[np.unique(each, axis=1, return_index=True)[1]]] = CHECKPOINT_KERNELS
+        _, run, counts = np.unique(each, axis=1, return_inverse=True, return_counts=True)
+        found[runs] = np.where(is_copy[runs], RECOMPUTED_KERNELS, CHECKPOINT_KERNELS) / counts[run.reshape(-1)]
     return found
+
+
+def _exchange_kernels(graph: Graph) -> I64:
+    """Returns what exchanges between ranks cost [N], beside their own kernels."""
+    kinds = [kind for kind in set(graph.kinds) if class_of(kind) == COLLECTIVE]
+    is_exchange = np.isin(graph.kinds, kinds) if kinds else np.zeros(graph.num_ops, np.bool_)
+    return np.where(is_exchange, EXCHANGE_KERNELS - 1, 0)

@@ -48,7 +48,7 @@ class _Losses(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         shares, places, is_other, is_ignored = context.saved_tensors
-        taken = (~is_other).to(shares.dtype).neg().unsqueeze(1)
-        result = shares.scatter_add(1, places.unsqueeze(1), taken)
-        result = result * gradient.masked_fill(is_ignored, 0).unsqueeze(1)
+        factor = gradient.masked_fill(is_ignored, 0)
+        result = shares * factor.unsqueeze(1)
+        result.scatter_add_(1, places.unsqueeze(1), factor.masked_fill(is_other, 0).neg().unsqueeze(1))
         return result, None, None, None, None, None
