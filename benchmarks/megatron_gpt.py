@@ -33,6 +33,13 @@ class _UnfusedAttention(SelfAttention):
         return self.output(mixed.transpose(0, 1).reshape(steps, batch, hidden))
 
 
+class _BiasLater(nn.Linear):
+    """A layer whose bias is added behind the product, and behind a sum over ranks (Megatron's `skip_bias_add`)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight) + self.bias
+
+
 class MegatronGPT(GPT2):
     """Tokens and next tokens, both [steps, batch] -> mean cross-entropy."""
 
@@ -41,6 +48,8 @@ class MegatronGPT(GPT2):
         self.positions = nn.Parameter(self.positions.detach().unsqueeze(1))
         for layer in self.layers:
             layer.attention = _UnfusedAttention(config.hidden, config.num_heads, config.dropout)
+            layer.attention.output = _BiasLater(config.hidden, config.hidden)
+            layer.feed_forward.reduce = _BiasLater(4 * config.hidden, config.hidden)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return functional.cross_entropy(self.scores(tokens).float(), targets.flatten())

@@ -17,18 +17,18 @@ from gdp.graph import Graph
 from gdp.graph.copies import RECOMPUTED
 from gdp.graph.layers import LayerPaths
 
-CHECKPOINT_KERNELS, RECOMPUTED_KERNELS = 57, 193
+CHECKPOINT_KERNELS, RECOMPUTED_KERNELS = 49, 165
 """Kernels that a host issues in the time of the Python of a checkpointed layer, when it runs forward, and when it does so
-again in the backward pass, with the gradients of its hooks and functions.
+again in the backward pass, together with its hooks.
 
-Their sum is fitted on the 24 set rows of vTrain, of Megatron's layers, whose host takes 3 ms a layer where 60 kernels at
-11 us are 0.7 ms. Of that a quarter is forward: so much it is on one core, with tensors of a few numbers, of a layer with
-reentrant checkpoints, autograd functions in Python, a generator of its own for dropout and hooks for gradients
-(`benchmarks/host_of_layers.py`), where `torch.nn` alone spends half. It takes 3.5 times as long as `torch.nn`."""
+Their sum is fitted on the 24 set rows of vTrain, of Megatron's layers, whose host takes 3 ms a layer where 70 kernels at
+11 us are 0.8 ms. A quarter of a layer's time is forward: so it is on one core, with tensors of a few numbers, for a layer
+with reentrant checkpoints, autograd functions in Python, a generator of its own for dropout and hooks for gradients,
+which takes 4 times as long as one of `torch.nn` alone (benchmarks/host_of_layers.py)."""
 
 EXCHANGE_KERNELS = 4
-"""Kernels that a host issues in the time of an exchange between ranks in eager PyTorch: such a layer takes 8 % longer with
-six of them in a group that sends nothing (`benchmarks/host_of_layers.py`), which is 4 kernels each."""
+"""Kernels that a host issues in the time of an exchange between ranks in eager PyTorch: of such a layer, six exchanges in
+a group that sends nothing are 8 to 14 % (benchmarks/host_of_layers.py), 4 to 7 kernels each."""
 
 
 def host_times(graph: Graph, cluster: Cluster, op_time_ns: I64) -> I64:
