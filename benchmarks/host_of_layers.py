@@ -1,9 +1,9 @@
 """What Python takes of the host for a layer as Megatron-LM writes it, forward and backward, on one core: tensors have a
 few numbers, so that only calls count. `python -m benchmarks.host_of_layers` prints processor time a layer.
 
-`gdp.costs.hosts` takes the share of the forward pass, and what exchanges add, from it. The layer has reentrant checkpoints
-that keep states of generators, autograd functions around exchanges, a generator of its own for dropout, and hooks that
-add up gradients; the group of ranks sends nothing (PyTorch's `fake` backend).
+`gdp.costs.hosts` takes the share of the forward pass, and what exchanges add, from it. The layer has reentrant
+checkpoints that keep states of generators, autograd functions around exchanges, a generator of its own for dropout, and
+hooks that add up gradients; the group of ranks sends nothing (PyTorch's `fake` backend).
 """
 
 # mypy: disable-error-code="no-any-return,no-untyped-call"
@@ -160,7 +160,9 @@ def main() -> None:
             forward, backward = microseconds(layers, run)
             beside = ", with exchanges" * _Group.exchanges
             total = forward + backward
-            print(f"{name}{beside}: {forward:.0f} us forward, {backward:.0f} us backward; {forward / total:.0%} forward")
+            print(
+                f"{name}{beside}: {forward:.0f} us forward, {backward:.0f} us backward; {forward / total:.0%} forward"
+            )
 
 
 if __name__ == "__main__":

@@ -86,6 +86,7 @@ class UserSteps(GPTSteps):
     name, about = "runs", "your steps of GPT"
 
     degrees: tuple[int, ...] = ()
+    are_sums: bool = False
 
 
 def _by_degree(predictions: Sequence[PredictedRow]) -> dict[str, dict[str, Any]]:

@@ -2,12 +2,12 @@
 
 The GPT of a row is captured as Megatron computes it, in float16 with float32 master weights and Adam; the layout is the
 row's, with equal layers a stage, the 1F1B schedule and all layers recomputed. Tensor parallelism is that of Megatron
-before 2022, without sequence parallelism and without exchanges beside products: the local program of one rank on groups
-of cards.
+before 2022, without sequence parallelism and without exchanges beside products: the local program of one rank on
+groups of cards.
 
-The rows are sums of parts. One card's 12 to 24 layers and 2 to 16 micro-batches of a sample fit m (n 2.998 + 6.84) + C ms
-to a microsecond, and two stages add up to one: so the host waits where a part ends, which are the layers, what is before
-and what is behind them, forward and backward. (Megatron's timers of each pass wait, too.)
+The rows are sums of parts. One card's 12 to 24 layers and 2 to 16 micro-batches of a sample fit m (n 2.998 + 6.84) + C
+ms to a microsecond, and two stages add up to one: so the host waits where a part ends, which are the layers, what is
+before and what is behind them, forward and backward. (Megatron's timers of each pass wait, too.)
 """
 
 from collections.abc import Sequence
@@ -115,6 +115,7 @@ class GPTSteps(MeasuredSource):
     path: Path = VTRAIN
     card: str = "a100-sxm-40g"
     degrees: tuple[int, ...] = (1,)
+    are_sums: bool = True  # of parts, each timed with a host of its own
 
     def rows(self) -> Sequence[MeasuredRow]:
         """Returns the rows; InputError names the line of what is no measured step, or a file that has none."""
@@ -131,7 +132,8 @@ class GPTSteps(MeasuredSource):
     def predict(self, row: MeasuredRow, graphs: CapturedGraphs) -> PredictedRow:
         """Simulates the step in its layout."""
         step: GPTStep = row.case
-        graph = _in_parts(graphs.read(step.graph_name, lambda: capture(step)))
+        graph = graphs.read(step.graph_name, lambda: capture(step))
+        graph = _in_parts(graph) if self.are_sums else graph
         simulation = simulated(step, graph, cluster_of(f"{step.gpus}x{row.card}"))
         of_rank = f"tensor={step.tensor_parallel}, " * (step.tensor_parallel > 1)
         fits = not simulation.missing_bytes.any()

@@ -151,8 +151,8 @@ def test_times_on_hosts_by_hand() -> None:
 
 
 def test_checkpoints_take_their_host_as_long_as_many_kernels() -> None:
-    """A layer that is recomputed costs its host the issue of many more kernels, most of them with the backward pass; the
-    ops of a run have equal parts. Nothing without hosts."""
+    """A layer that is recomputed costs its host the issue of many more kernels, most of them with the backward pass;
+    the ops of a run have equal parts. Nothing without hosts."""
     ops = [Op("x", "input")]
     ops += [Op(f"{name}{i}", "mm", 9, phase="forward", module=f"layers.{i}") for i in (0, 1) for name in "fg"]
     ops += [Op(f"b{i}", "mm", 9, phase="backward", module=f"layers.{i}") for i in (1, 0)]
@@ -164,7 +164,9 @@ def test_checkpoints_take_their_host_as_long_as_many_kernels() -> None:
     longer = {graph.op_names[op]: int(times_ns[op, 0]) for op in np.flatnonzero(times_ns[:, 0] > 5)}
     runs = {"": CHECKPOINT_KERNELS, "!": RECOMPUTED_KERNELS}
     of_layers = {"f0": 1, "f1": 2, "g1": 2}  # ops that run again: b0 reads the result of f0, b1 that of g1
-    expected = {f"{op}{end}": (1 + kernels / count) * 5 for op, count in of_layers.items() for end, kernels in runs.items()}
+    expected = {
+        f"{op}{end}": (1 + kernels / count) * 5 for op, count in of_layers.items() for end, kernels in runs.items()
+    }
     assert longer == {op: math.ceil(time_ns) for op, time_ns in expected.items()}
     assert CHECKPOINT_KERNELS < RECOMPUTED_KERNELS
     assert times_ns[:, 1:].max(axis=0).tolist() == [5, 0]

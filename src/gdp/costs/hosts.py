@@ -18,17 +18,17 @@ from gdp.graph.copies import RECOMPUTED
 from gdp.graph.layers import LayerPaths
 
 CHECKPOINT_KERNELS, RECOMPUTED_KERNELS = 49, 165
-"""Kernels that a host issues in the time of the Python of a checkpointed layer, when it runs forward, and when it does so
-again in the backward pass, together with its hooks.
+"""Kernels that a host issues in the time of the Python of a checkpointed layer, when it runs forward, and when it does
+so again in the backward pass, together with its hooks.
 
-Their sum is fitted on the 24 set rows of vTrain, of Megatron's layers, whose host takes 3 ms a layer where 70 kernels at
-11 us are 0.8 ms. A quarter of a layer's time is forward: so it is on one core, with tensors of a few numbers, for a layer
-with reentrant checkpoints, autograd functions in Python, a generator of its own for dropout and hooks for gradients,
-which takes 4 times as long as one of `torch.nn` alone (benchmarks/host_of_layers.py)."""
+Their sum is fitted on the 24 set rows of vTrain, of Megatron's layers, whose host takes 3 ms a layer where 70 kernels
+at 11 us are 0.8 ms. A quarter of a layer's time is forward: so it is on one core, with tensors of a few numbers, for a
+layer with reentrant checkpoints, autograd functions in Python, a generator of its own for dropout and hooks for
+gradients, which takes 4 times as long as one of `torch.nn` alone (benchmarks/host_of_layers.py)."""
 
 EXCHANGE_KERNELS = 4
-"""Kernels that a host issues in the time of an exchange between ranks in eager PyTorch: of such a layer, six exchanges in
-a group that sends nothing are 8 to 14 % (benchmarks/host_of_layers.py), 4 to 7 kernels each."""
+"""Kernels that a host issues in the time of an exchange between ranks in eager PyTorch: of such a layer, six exchanges
+in a group that sends nothing are 8 to 14 % (benchmarks/host_of_layers.py), 4 to 7 kernels each."""
 
 
 def host_times(graph: Graph, cluster: Cluster, op_time_ns: I64) -> I64:

@@ -21,8 +21,8 @@ _TILES = tuple(dict.fromkeys([*_SIDES, *((columns, rows) for rows, columns in _S
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)  # of k
 _LEAST_SPLIT, _K_STEP = 64, 32  # of k: what a split has, and what is read at a time
 # Rows of halves that are no multiple of 16 bytes are read element by element: an RTX 4090 reaches 107-116 TFLOP/s then,
-# in place of 156 (github.com/pytorch/pytorch/issues/181718); with libraries of before, an A100 trained nanoGPT 25 % faster
-# with 50,304 words than with 50,257, which is 0.4. Fitted on the 24 set rows of vTrain's GPT, which has these words.
+# in place of 156 (github.com/pytorch/pytorch/issues/181718); with libraries of before, an A100 trained nanoGPT 25 %
+# faster with 50,304 words than with 50,257, which is about 0.4. Fitted on the 24 set rows of vTrain's GPT, of 50,257.
 _ALIGNED, _UNALIGNED_PACE = 8, 0.45
 _SUM_BYTES = 4  # of a partial sum
 # Fitted on the tables of all three cards (benchmarks/data/measured/gemm-*.csv): the steps of k that a tile reads until
