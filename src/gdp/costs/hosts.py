@@ -27,8 +27,8 @@ layer with reentrant checkpoints, autograd functions in Python, a generator of i
 gradients, which takes 4 times as long as one of `torch.nn` alone (benchmarks/host_of_layers.py)."""
 
 EXCHANGE_KERNELS = 5
-"""Kernels that a host issues in the time of an exchange between ranks in eager PyTorch, its own among them: six in such a
-layer, in a group that launches nothing, take 8 to 14 % more, 4 to 7 kernels each (benchmarks/host_of_layers.py)."""
+"""Kernels that a host issues in the time of an exchange between ranks in eager PyTorch, its own among them: six in such
+a layer, in a group that launches nothing, take 8 to 14 % more, 4 to 7 kernels each (benchmarks/host_of_layers.py)."""
 
 
 def host_times(graph: Graph, cluster: Cluster, op_time_ns: I64) -> I64:
