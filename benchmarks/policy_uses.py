@@ -1,0 +1,241 @@
+"""Uses of a policy where a simulation takes long. Each answers a question within a clock, and tells of what it finds.
+
+    search       `auto`, which asks no policy
+    policy       zero-shot on all ops of the step
+    start        the policy has half of the time that placers leave, the search the rest: `auto` with --checkpoint
+    part         the policy places two micro-batches of one replica, and all copies follow; then the search
+    one pass     one roll-out of the style with the best score, without chance; then the search
+    layouts      the policy places a replica in the layouts that the choice of layouts likes best
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+
+import numpy as np
+
+from gdp.budget import Budget, Clock, latest_s
+from gdp.cluster import Cluster
+from gdp.parallel.layout import Layout
+from gdp.parallel.step import Step
+from gdp.policy.construction import Constructor
+from gdp.policy.features import INITIAL_WEIGHTS
+from gdp.policy.pretrained import read_policy, shipped
+from gdp.policy.style_scorer import draw_styles, style_numbers
+from gdp.search.batch_parts import Parts
+from gdp.search.candidate import Candidate
+from gdp.search.layouts.choose import choose_layout
+from gdp.search.layouts.layout_search import LayoutSearch
+from gdp.search.ops.auto import OneReplica, auto
+from gdp.search.ops.classical import Few
+from gdp.search.ops.good_order import in_good_order
+from gdp.search.ops.zero_shot import ZeroShotConfig, zero_shot
+from gdp.search.question import BatchQuestion, Question
+from gdp.search.settings import DEFAULTS
+from gdp.search.solvers import solve
+from gdp.simulator.problem import Placement, Problem
+from gdp.units.reduction import Reduction, reduce
+
+SIMULATIONS = (1, 4, 16, 64)
+SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)  # of the budget
+SEARCH, TRAINED, UNTRAINED, START, PART, ONE_PASS = "search", "trained", "untrained", "start", "part", "one pass"
+_FEW = 2  # micro-batches that the policy sees of a replica
+_MOST_LAYOUTS = 6  # that it is asked about
+_ENDLESS = ZeroShotConfig(num_simulations=10**9, num_drawn=SIMULATIONS[-1] // 4, num_varied=SIMULATIONS[-1] // 4)
+
+Use = Callable[[Question, Clock], Candidate | None]
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedStep:
+    """A step to be placed, and the lower bound that all uses are told of; it is computed before any clock begins."""
+
+    problem: Problem
+    bound_ns: int
+
+    def question(self, seed: int) -> Question:
+        """Returns the question, not reduced yet."""
+        nothing = Reduction.nothing(self.problem)
+        return Question(self.problem, nothing, seed=seed, num_threads=1, bound_ns=self.bound_ns)
+
+
+class StepTimes:
+    """The step times that a run tells of, as they become shorter."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._told: list[tuple[float, int, int]] = []  # seconds, simulations, ns
+
+    def note(self, candidate: Candidate) -> None:
+        """Takes in a candidate."""
+        if candidate.fits and (not self._told or candidate.step_time_ns < self._told[-1][2]):
+            self._told.append((self._clock.seconds, self._clock.simulations, candidate.step_time_ns))
+
+    def after(self, count: int) -> int:
+        """Returns the step time after `count` simulations; 0 where nothing fits yet."""
+        return min((step_ns for _, made, step_ns in self._told if made <= count), default=0)
+
+    def within(self, seconds: float) -> int:
+        """Returns the step time within `seconds`; 0 where nothing fits yet."""
+        return min((step_ns for at, _, step_ns in self._told if at <= seconds), default=0)
+
+    def document(self, seconds: float) -> dict[str, list[int]]:
+        """Returns the step times after each of `SIMULATIONS`, and within each share of `seconds`, the last with what a
+        command may be late."""
+        ends = [share * seconds if share < 1 else latest_s(seconds) for share in SHARES]
+        return {"after": [self.after(count) for count in SIMULATIONS], "within": [self.within(end) for end in ends]}
+
+
+class _Thorough(Clock):
+    """A clock that is not up before as many simulations as are compared."""
+
+    @property
+    def is_up(self) -> bool:
+        """True when nothing is left, or after `stop`."""
+        return super().is_up and (self.stop.is_set() or self.simulations >= SIMULATIONS[-1])
+
+
+def measured(step: PlacedStep, use: Use, seed: int, seconds: float) -> dict[str, list[int]]:
+    """Returns the step times of a use within `seconds` of processor time, see `StepTimes.document`."""
+    is_policy = isinstance(use, PolicyUse)
+    clock = (_Thorough if is_policy else Clock)(Budget(seconds=seconds), timer=time.process_time)
+    times = StepTimes(clock)
+    question = replace(step.question(seed), on_progress=times.note)
+    if is_policy or not question.is_large or question.has_time(clock, question.settings.ops.searched):
+        question = replace(question, reduction=reduce(step.problem))  # which only a search needs
+    best = use(question, clock)
+    if best is not None:
+        times.note(best)
+    return times.document(seconds) | (use.counted(question) if isinstance(use, PolicyUse) else {})
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyUse:
+    """Zero-shot on all ops of the step, in the order of micro-batches that the search takes."""
+
+    make: Callable[[], Constructor]
+
+    def __call__(self, question: Question, clock: Clock) -> Candidate | None:
+        """Draws as many placements of each kind as for the highest number of simulations, then refines."""
+        return zero_shot(_ordered(question, clock), clock, constructor=self.make(), config=_ENDLESS).best
+
+    def counted(self, question: Question) -> dict[str, list[int]]:
+        """Returns the step times after each of `SIMULATIONS`. A quarter of them is drawn and a quarter varied, in runs
+        of their own but for the first."""
+        asked, after = _ordered(question, Clock(Budget(simulations=SIMULATIONS[-1]))), list[int]()
+        for count in SIMULATIONS[1:]:
+            clock = Clock(Budget(simulations=count))
+            times = StepTimes(clock)
+            config = ZeroShotConfig(num_simulations=count, num_drawn=count // 4, num_varied=count // 4)
+            zero_shot(replace(asked, on_progress=times.note), clock, constructor=self.make(), config=config)
+            after += [times.after(1), times.after(count)] if not after else [times.after(count)]
+        return {"after": after}
+
+
+def _ordered(question: Question, clock: Clock) -> Question:
+    """Returns the question in a good order of micro-batches, without the stages that it was found with."""
+    asked = in_good_order(replace(question, on_progress=None), clock)
+    return replace(asked, on_progress=question.on_progress, known=())
+
+
+def untrained() -> Constructor:
+    """Returns the policy before training: weights set by hand, random styles."""
+    return Constructor.of(np.array(INITIAL_WEIGHTS, np.float32))
+
+
+def _search(question: Question, clock: Clock) -> Candidate | None:
+    return solve("auto", question, clock).best
+
+
+def _start(question: Question, clock: Clock) -> Candidate | None:
+    return solve("auto", replace(question, checkpoint=shipped()), clock).best
+
+
+def _part(question: Question, clock: Clock) -> Candidate | None:
+    asked = in_good_order(question, clock)
+    return _searched_from(asked, _placed_by_part(asked, clock.part(0.5)), clock)
+
+
+def _one_pass(question: Question, clock: Clock) -> Candidate | None:
+    asked, rng, policy = in_good_order(question, clock), np.random.default_rng(question.seed), read_policy()
+    problem = asked.reduction.problem
+    scores, styles = policy.scores(problem), draw_styles(DEFAULTS.policy.pool, rng)
+    assert scores is not None, "the policy that comes with gdp has learned some"
+    style, _ = scores.for_one_grouping(styles, style_numbers(styles, problem.num_devices))
+    style = replace(style, temperature=0.0)
+    units = policy.grouped(problem, style.num_units, rng, following=style.following)
+    return _searched_from(asked, asked.reduction.expand(policy.place(units, [style], rng)[0]), clock)
+
+
+def _placed_by_part(question: Question, clock: Clock) -> Placement:
+    """Returns the placement [N] with all copies of an op where the policy has it in the part that is simulated."""
+    one = OneReplica.of(question.problem)
+    problem = question.problem if one is None else one.problem
+    few = Few.of(problem, _FEW)
+    part = Question.about(problem if few is None else few.problem, seed=question.seed, num_threads=1)
+    found = zero_shot(part, clock, constructor=read_policy(), config=_ENDLESS).best
+    assert found is not None, "it draws one placement at least"
+    placement = found.placement if few is None else few.expand(found.placement)
+    return placement if one is None else one.expand(placement)
+
+
+def _searched_from(question: Question, placement: Placement, clock: Clock) -> Candidate | None:
+    """Returns the best that `auto` finds with `placement` [N] among its starts."""
+    order = question.problem.order
+    found = [question.try_orders(placement, (order,)), question.judge_with_transfers(placement, order)]
+    for candidate in found:
+        clock.spend(1)
+        question.tell(candidate)
+    best = auto(replace(question, starts=(min(found),)), clock).best
+    return min(filter(None, (best, *found)))
+
+
+USES: Mapping[str, Use] = MappingProxyType(
+    {
+        SEARCH: _search,
+        TRAINED: PolicyUse(read_policy),
+        UNTRAINED: PolicyUse(untrained),
+        START: _start,
+        PART: _part,
+        ONE_PASS: _one_pass,
+    }
+)
+
+
+def layout_chosen(parts: Parts, cluster: Cluster, seed: int, seconds: float, *, asks: bool) -> dict[str, int]:
+    """Returns the shortest step time over layouts of a batch within `seconds` of processor time, and how many layouts
+    the policy was asked about. It `asks` in the second half of the time; else the choice has all of it."""
+    clock = Clock(Budget(seconds=seconds), timer=time.process_time)
+    times = StepTimes(clock)
+
+    def note(candidate: Candidate) -> None:
+        if candidate.may_be_answer:
+            times.note(candidate)
+
+    question = BatchQuestion(parts, cluster, seed=seed, num_threads=1, on_progress=note)
+    solution = choose_layout(question, clock.part(0.5) if asks else clock)
+    num_asked = 0
+    search = LayoutSearch(replace(question, parts=parts.within(clock)), clock)
+    for candidate in solution.looked_at if asks else ():
+        if clock.is_up or num_asked == _MOST_LAYOUTS:
+            break
+        if candidate.simulation is not None and len(candidate.devices[0]) > 1 and not candidate.is_whole:
+            num_asked += 1
+            _policy_places(search, candidate, clock.part(0.5))
+    return {"step_time_ns": times.within(latest_s(seconds)), "num_asked": num_asked}
+
+
+def _policy_places(search: LayoutSearch, candidate: Candidate, clock: Clock) -> None:
+    """Simulates the layout of `candidate` with the places that the policy gives the ops of a replica."""
+    layout = candidate.layout
+    graph = search.parts.exact(layout.num_parts)
+    step = Step.of(graph, Layout((layout.microbatches[0],), recompute=candidate.step.layout.recompute))
+    problem = search.estimator.replicas.alone(step.graph, candidate.devices[0])
+    asked = in_good_order(replace(search.question.about(problem), on_progress=None), clock)
+    found = zero_shot(asked, clock, constructor=read_policy(), config=_ENDLESS).best
+    assert found is not None, "it draws one placement at least"
+    places = np.zeros(graph.num_ops, np.int64)
+    places[step.origin[::-1]] = found.placement[::-1]  # the first micro-batch's, which all have
+    search.attempt(partial(search.simulate, places=places, is_captured=True), candidate.way)
