@@ -46,7 +46,7 @@ from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
 
 _EVEN = 0.002  # ratios nearer to 1 are neither better nor worse
-_LARGE_OPS = 1_000_000  # steps with more have twice the budget
+_BUDGET_OPS = 400_000  # the budget of steps with more is in proportion
 _HOSTS, _PODS = "8x(8xa100-sxm-80g)@100gbit", "4x(16x(8xa100-sxm-80g)@100gbit)@400gbit"
 _UNEQUAL = "4xp100-pcie-16g+4xv100-sxm-32g"
 
@@ -129,7 +129,7 @@ class LargeStepsBenchmark(Benchmark):
     """
 
     name = "large-steps"
-    budget: Budget = field(default_factory=lambda: Budget(seconds=10.0))
+    budget: Budget = field(default_factory=lambda: Budget(seconds=6.0))
     seeds: int = 3
     checkpoint: tuple[Path, ...] = (Path("training/million-0.safetensors"), Path("training/million-1.safetensors"))
     workloads: tuple[str, ...] = ("gnmt-4", "gnmt-8", "rnnlm-8", "amoebanet", "bert-large", "moe")
@@ -138,7 +138,7 @@ class LargeStepsBenchmark(Benchmark):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_seconds(self.name, self.budget, "10s")
+        require_seconds(self.name, self.budget, "6s")
         Cluster.parse(self.devices)
 
     def measure(self, rows: Rows, say: Say) -> dict[str, Any]:
@@ -153,9 +153,7 @@ class LargeStepsBenchmark(Benchmark):
             for use, own in found.items():
                 times[use].append(own)
             say(f"{step}: {', '.join(f'{use} {own[0, -1] / 1e6:.1f}' for use, own in found.items())} ms")
-        ratios = {
-            use: [_ratios(*pair) for pair in zip(own, times[SEARCH], strict=True)] for use, own in times.items()
-        }
+        ratios = {use: [_ratios(*pair) for pair in zip(own, times[SEARCH], strict=True)] for use, own in times.items()}
         return {
             "facts": facts,
             "means": [mean for use in times if use != SEARCH for mean in self._means(use, ratios[use])],
@@ -185,7 +183,7 @@ class LargeStepsBenchmark(Benchmark):
         self, rows: Rows, step: LargeStep, use: str, other: Path | None, made: Callable[[], PlacedStep], num_ops: int
     ) -> F64:
         """Returns the step times [seeds, limits] of a use in ns; 0 where nothing fits, nan where there is none."""
-        seconds = (self.budget.seconds or 0.0) * (2 if num_ops > _LARGE_OPS else 1)
+        seconds = (self.budget.seconds or 0.0) * max(num_ops / _BUDGET_OPS, 1.0)
         policy = files.digest(shipped() if other is None else other)
         settings = {"seconds": seconds, "policy": None if use == SEARCH else policy}
         run = USES[use] if other is None else PolicyUse(partial(read_policy, other))
@@ -237,9 +235,7 @@ class LargeStepsBenchmark(Benchmark):
         return row
 
 
-def _layout(
-    parts: Callable[[], Parts], cluster: Cluster, seed: int, seconds: float, asks: bool
-) -> dict[str, int]:
+def _layout(parts: Callable[[], Parts], cluster: Cluster, seed: int, seconds: float, asks: bool) -> dict[str, int]:
     return layout_chosen(parts(), cluster, seed, seconds, asks=asks)
 
 

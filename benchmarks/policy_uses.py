@@ -1,11 +1,11 @@
 """Uses of a policy where a simulation takes long. Each answers a question within a clock, and tells of what it finds.
 
-    search       `auto`, which asks no policy
-    policy       zero-shot on all ops of the step
-    start        the policy has half of the time that placers leave, the search the rest: `auto` with --checkpoint
-    part         the policy places two micro-batches of one replica, and all copies follow; then the search
-    one pass     one roll-out of the style with the best score, without chance; then the search
-    layouts      the policy places a replica in the layouts that the choice of layouts likes best
+search       `auto`, which asks no policy
+policy       zero-shot on all ops of the step
+start        the policy has half of the time that placers leave, the search the rest: `auto` with --checkpoint
+part         the policy places two micro-batches of one replica, and all copies follow; then the search
+one pass     one roll-out of the style with the best score, without chance; then the search
+layouts      the policy places a replica in the layouts that the choice of layouts likes best
 """
 
 import time
