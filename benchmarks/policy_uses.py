@@ -10,12 +10,13 @@ layouts      the policy places a replica in the layouts that the choice of layou
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
 import numpy as np
 
+from gdp.arrays import I64
 from gdp.budget import Budget, Clock, latest_s
 from gdp.cluster import Cluster
 from gdp.parallel.layout import Layout
@@ -25,13 +26,13 @@ from gdp.policy.features import INITIAL_WEIGHTS
 from gdp.policy.pretrained import read_policy, shipped
 from gdp.policy.style_scorer import draw_styles, style_numbers
 from gdp.search.batch_parts import Parts
-from gdp.search.candidate import Candidate
+from gdp.search.candidate import Candidate, Figures
 from gdp.search.layouts.choose import choose_layout
 from gdp.search.layouts.layout_search import LayoutSearch
 from gdp.search.ops.auto import OneReplica, auto
 from gdp.search.ops.classical import Few
 from gdp.search.ops.good_order import in_good_order
-from gdp.search.ops.zero_shot import ZeroShotConfig, zero_shot
+from gdp.search.ops.zero_shot import Evaluator, ZeroShotConfig, draw_at_once, zero_shot
 from gdp.search.question import BatchQuestion, Question
 from gdp.search.settings import DEFAULTS
 from gdp.search.solvers import solve
@@ -70,8 +71,12 @@ class StepTimes:
 
     def note(self, candidate: Candidate) -> None:
         """Takes in a candidate."""
-        if candidate.fits and (not self._told or candidate.step_time_ns < self._told[-1][2]):
-            self._told.append((self._clock.seconds, self._clock.simulations, candidate.step_time_ns))
+        self.note_figures(candidate.figures, self._clock.simulations)
+
+    def note_figures(self, figures: Figures, simulations: int) -> None:
+        """Takes in the figures of the last one of so many `simulations`."""
+        if figures.fits and (not self._told or figures.step_time_ns < self._told[-1][2]):
+            self._told.append((self._clock.seconds, simulations, figures.step_time_ns))
 
     def after(self, count: int) -> int:
         """Returns the step time after `count` simulations; 0 where nothing fits yet."""
@@ -97,47 +102,52 @@ class _Thorough(Clock):
         return super().is_up and (self.stop.is_set() or self.simulations >= SIMULATIONS[-1])
 
 
-def measured(step: PlacedStep, use: Use, seed: int, seconds: float) -> dict[str, list[int]]:
+def measured(step: PlacedStep, use: "Use | PolicyUse", seed: int, seconds: float) -> dict[str, list[int]]:
     """Returns the step times of a use within `seconds` of processor time, see `StepTimes.document`."""
     is_policy = isinstance(use, PolicyUse)
     clock = (_Thorough if is_policy else Clock)(Budget(seconds=seconds), timer=time.process_time)
     times = StepTimes(clock)
-    question = replace(step.question(seed), on_progress=times.note)
-    if is_policy or not question.is_large or question.has_time(clock, question.settings.ops.searched):
+    question = step.question(seed)
+    if use is not USES[SEARCH] or not question.is_large or question.has_time(clock, question.settings.ops.searched):
         question = replace(question, reduction=reduce(step.problem))  # which only a search needs
-    best = use(question, clock)
-    if best is not None:
+    if isinstance(use, PolicyUse):
+        use.tell(question, clock, times)
+    elif best := use(replace(question, on_progress=times.note), clock):
         times.note(best)
-    return times.document(seconds) | (use.counted(question) if isinstance(use, PolicyUse) else {})
+    return times.document(seconds)
+
+
+@dataclass(eq=False)
+class _Counter(Evaluator):
+    """Tells of each placement by itself, in the order in which a grouping's are simulated."""
+
+    times: StepTimes = field(kw_only=True)
+
+    def look(self, placements: I64, step_time_ns: I64, peak_memory_bytes: I64) -> list[Figures]:
+        """Takes in `placements` [S, N] that were simulated."""
+        before = self.clock.simulations
+        figures = super().look(placements, step_time_ns, peak_memory_bytes)
+        for number, each in enumerate(figures, before + 1):
+            self.times.note_figures(each, number)
+        return figures
 
 
 @dataclass(frozen=True, eq=False)
 class PolicyUse:
-    """Zero-shot on all ops of the step, in the order of micro-batches that the search takes."""
+    """Zero-shot on all ops of the step, in the order of micro-batches that the search takes. A quarter of the first 64
+    placements is drawn, a quarter varied; the others, and all that follow, are refined."""
 
     make: Callable[[], Constructor]
 
-    def __call__(self, question: Question, clock: Clock) -> Candidate | None:
-        """Draws as many placements of each kind as for the highest number of simulations, then refines."""
-        return zero_shot(_ordered(question, clock), clock, constructor=self.make(), config=_ENDLESS).best
-
-    def counted(self, question: Question) -> dict[str, list[int]]:
-        """Returns the step times after each of `SIMULATIONS`. A quarter of them is drawn and a quarter varied, in runs
-        of their own but for the first."""
-        asked, after = _ordered(question, Clock(Budget(simulations=SIMULATIONS[-1]))), list[int]()
-        for count in SIMULATIONS[1:]:
-            clock = Clock(Budget(simulations=count))
-            times = StepTimes(clock)
-            config = ZeroShotConfig(num_simulations=count, num_drawn=count // 4, num_varied=count // 4)
-            zero_shot(replace(asked, on_progress=times.note), clock, constructor=self.make(), config=config)
-            after += [times.after(1), times.after(count)] if not after else [times.after(count)]
-        return {"after": after}
+    def tell(self, question: Question, clock: Clock, times: StepTimes) -> None:
+        """Notes the placements in `times`, until the clock is up."""
+        evaluator = _Counter(_ordered(question, clock), clock, times=times)
+        draw_at_once(evaluator, self.make(), np.random.default_rng(question.seed), _ENDLESS)
 
 
 def _ordered(question: Question, clock: Clock) -> Question:
     """Returns the question in a good order of micro-batches, without the stages that it was found with."""
-    asked = in_good_order(replace(question, on_progress=None), clock)
-    return replace(asked, on_progress=question.on_progress, known=())
+    return replace(in_good_order(question, clock), known=())
 
 
 def untrained() -> Constructor:
@@ -192,7 +202,7 @@ def _searched_from(question: Question, placement: Placement, clock: Clock) -> Ca
     return min(filter(None, (best, *found)))
 
 
-USES: Mapping[str, Use] = MappingProxyType(
+USES: Mapping[str, Use | PolicyUse] = MappingProxyType(
     {
         SEARCH: _search,
         TRAINED: PolicyUse(read_policy),

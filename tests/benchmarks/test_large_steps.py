@@ -16,7 +16,7 @@ SMALL = LargeStep("rnnlm-2", "data=2,microbatches=2", "4xp100-pcie-16g")
 
 
 def bench(**changes: object) -> LargeStepsBenchmark:
-    few = {"budget": Budget(seconds=0.5), "seeds": 1, "checkpoint": (Path(shipped()),), "workloads": ("rnnlm-2",)}
+    few = {"budget": Budget(seconds=0.5), "seeds": 1, "checkpoint": Path(shipped()), "workloads": ("rnnlm-2",)}
     return LargeStepsBenchmark(**{**few, "devices": "2xp100-pcie-16g", "steps": (SMALL,), **changes})  # type: ignore[arg-type]
 
 
