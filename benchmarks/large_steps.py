@@ -17,19 +17,8 @@ import numpy as np
 from benchmarks import model_configs
 from benchmarks.benchmark import Benchmark, Say, require_seconds
 from benchmarks.figures import Series, line_plot
-from benchmarks.policy_uses import (
-    SEARCH,
-    SHARES,
-    SIMULATIONS,
-    TRAINED,
-    USES,
-    PlacedStep,
-    PolicyUse,
-    layout_chosen,
-    measured,
-)
+from benchmarks.policy_uses import SEARCH, SHARES, SIMULATIONS, TRAINED, USES, PlacedStep, PolicyUse, measured
 from benchmarks.rows import Rows
-from benchmarks.workloads import model_of
 from gdp import files
 from gdp.arrays import F64
 from gdp.bounds.lower_bound import lower_bound
@@ -41,7 +30,6 @@ from gdp.parallel.step import Step
 from gdp.placers import CLASSICAL
 from gdp.planning.warm_up import warm_up
 from gdp.policy.pretrained import read_policy, shipped
-from gdp.search.batch_parts import Parts
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
 
@@ -80,7 +68,7 @@ STEPS = (
     LargeStep("elmo", "data=4,microbatches=8", _HOSTS),
     LargeStep("gnmt-4", "microbatches=8", _UNEQUAL),
     LargeStep("rnnlm-8", "data=8,microbatches=4", _HOSTS),
-    LargeStep("rnnlm-8", "data=8,microbatches=2", _PODS),
+    LargeStep("gnmt-8", NONE, _HOSTS),
     LargeStep("gnmt-8", "data=8,microbatches=3", _HOSTS),
 )
 
@@ -123,7 +111,7 @@ class UseMean:
 
 @dataclass(frozen=True, kw_only=True)
 class LargeStepsBenchmark(Benchmark):
-    """Each of `steps` with each use and seed; and the choice of a layout of each of `workloads` on `devices`.
+    """Each of `steps` with each use and seed.
 
     Another policy, `checkpoint`, runs with the first seed.
     """
@@ -133,14 +121,11 @@ class LargeStepsBenchmark(Benchmark):
     seeds: int = 3
     checkpoint: Path | None = None
     most_ops: int = 2_000_000
-    workloads: tuple[str, ...] = ("gnmt-4", "gnmt-8", "rnnlm-8", "amoebanet", "bert-large", "moe")
-    devices: str = _HOSTS
     steps: tuple[LargeStep, ...] = STEPS
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_seconds(self.name, self.budget, "6s")
-        Cluster.parse(self.devices)
 
     def measure(self, rows: Rows, say: Say) -> dict[str, Any]:
         others = {} if self.checkpoint is None else {f"{TRAINED}, {self.checkpoint.stem}": self.checkpoint}
@@ -162,7 +147,6 @@ class LargeStepsBenchmark(Benchmark):
             "means": [mean for use in times if use != SEARCH for mean in self._means(use, ratios[use])],
             "at_end": {use: [_spread(own[:, -1]) for own in each] for use, each in ratios.items()},
             "search_ns": [float(own[:, -1].mean()) for own in times[SEARCH]],
-            "layouts": [self._layout_row(rows, name, say) for name in self.workloads],
             "limits": self.limits,
         }
 
@@ -208,38 +192,6 @@ class LargeStepsBenchmark(Benchmark):
                 counts = int((logs < -_EVEN).sum()), int((logs > _EVEN).sum()), len(logs)
                 means.append(UseMean(use, limit, figures[0], error, *figures[1:], *counts))
         return means
-
-    def _layout_row(self, rows: Rows, name: str, say: Say) -> dict[str, Any]:
-        """Returns a workload's step in the chosen layout, with the policy over without it."""
-        cluster, seconds = Cluster.parse(self.devices), self.budget.seconds or 0.0
-
-        @cache
-        def parts() -> Parts:
-            read = Parts.of(model_of(name))
-            read.read_ahead(cluster.num_devices)
-            layout_chosen(read, cluster, 0, seconds, asks=False)  # reads what either will ask for
-            return read
-
-        runs, settings = list[list[dict[str, int]]](), {"seconds": seconds, "devices": self.devices}
-        for asks in (True, False):
-            runs.append([])
-            for seed in range(self.seeds):
-                key = f"{name}-layout-{'asked' if asks else 'search'}-seed{seed}"
-                make = partial(_layout, parts, cluster, seed, seconds, asks)
-                runs[-1].append(rows.row(key, settings, make))
-        asked, searched = (np.array([run["step_time_ns"] for run in each], np.float64) for each in runs)
-        row = {
-            "workload": name,
-            "search_ns": float(searched.mean()),
-            "ratio": _spread(asked / searched),
-            "num_asked": float(np.mean([run["num_asked"] for run in runs[0]])),
-        }
-        say(f"{name}, layouts: {row['ratio']}")
-        return row
-
-
-def _layout(parts: Callable[[], Parts], cluster: Cluster, seed: int, seconds: float, asks: bool) -> dict[str, int]:
-    return layout_chosen(parts(), cluster, seed, seconds, asks=asks)
 
 
 def _ratios(own: F64, search: F64) -> F64:

@@ -5,35 +5,27 @@ policy       zero-shot on all ops of the step
 start        the policy has half of the time that placers leave, the search the rest: `auto` with --checkpoint
 part         the policy places two micro-batches of one replica, and all copies follow; then the search
 one pass     one roll-out of the style with the best score, without chance; then the search
-layouts      the policy places a replica in the layouts that the choice of layouts likes best
 """
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import MappingProxyType
 
 import numpy as np
 
 from gdp.arrays import I64
 from gdp.budget import Budget, Clock, latest_s
-from gdp.cluster import Cluster
-from gdp.parallel.layout import Layout
-from gdp.parallel.step import Step
 from gdp.policy.construction import Constructor
 from gdp.policy.features import INITIAL_WEIGHTS
 from gdp.policy.pretrained import read_policy, shipped
 from gdp.policy.style_scorer import draw_styles, style_numbers
-from gdp.search.batch_parts import Parts
 from gdp.search.candidate import Candidate, Figures
-from gdp.search.layouts.choose import choose_layout
-from gdp.search.layouts.layout_search import LayoutSearch
 from gdp.search.ops.auto import OneReplica, auto
 from gdp.search.ops.classical import Few
 from gdp.search.ops.good_order import in_good_order
 from gdp.search.ops.zero_shot import Evaluator, ZeroShotConfig, draw_at_once, zero_shot
-from gdp.search.question import BatchQuestion, Question
+from gdp.search.question import Question
 from gdp.search.settings import DEFAULTS
 from gdp.search.solvers import solve
 from gdp.simulator.problem import Placement, Problem
@@ -43,7 +35,6 @@ SIMULATIONS = (1, 4, 16, 64)
 SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)  # of the budget
 SEARCH, TRAINED, UNTRAINED, START, PART, ONE_PASS = "search", "trained", "untrained", "start", "part", "one pass"
 _FEW = 2  # micro-batches that the policy sees of a replica
-_MOST_LAYOUTS = 6  # that it is asked about
 _ENDLESS = ZeroShotConfig(num_simulations=10**9, num_drawn=SIMULATIONS[-1] // 4, num_varied=SIMULATIONS[-1] // 4)
 
 Use = Callable[[Question, Clock], Candidate | None]
@@ -212,40 +203,3 @@ USES: Mapping[str, Use | PolicyUse] = MappingProxyType(
         ONE_PASS: _one_pass,
     }
 )
-
-
-def layout_chosen(parts: Parts, cluster: Cluster, seed: int, seconds: float, *, asks: bool) -> dict[str, int]:
-    """Returns the shortest step time over layouts of a batch within `seconds` of processor time, and how many layouts
-    the policy was asked about. It `asks` in the second half of the time; else the choice has all of it."""
-    clock = Clock(Budget(seconds=seconds), timer=time.process_time)
-    times = StepTimes(clock)
-
-    def note(candidate: Candidate) -> None:
-        if candidate.may_be_answer:
-            times.note(candidate)
-
-    question = BatchQuestion(parts, cluster, seed=seed, num_threads=1, on_progress=note)
-    solution = choose_layout(question, clock.part(0.5) if asks else clock)
-    num_asked = 0
-    search = LayoutSearch(replace(question, parts=parts.within(clock)), clock)
-    for candidate in solution.looked_at if asks else ():
-        if clock.is_up or num_asked == _MOST_LAYOUTS:
-            break
-        if candidate.simulation is not None and len(candidate.devices[0]) > 1 and not candidate.is_whole:
-            num_asked += 1
-            _policy_places(search, candidate, clock.part(0.5))
-    return {"step_time_ns": times.within(latest_s(seconds)), "num_asked": num_asked}
-
-
-def _policy_places(search: LayoutSearch, candidate: Candidate, clock: Clock) -> None:
-    """Simulates the layout of `candidate` with the places that the policy gives the ops of a replica."""
-    layout = candidate.layout
-    graph = search.parts.exact(layout.num_parts)
-    step = Step.of(graph, Layout((layout.microbatches[0],), recompute=candidate.step.layout.recompute))
-    problem = search.estimator.replicas.alone(step.graph, candidate.devices[0])
-    asked = in_good_order(replace(search.question.about(problem), on_progress=None), clock)
-    found = zero_shot(asked, clock, constructor=read_policy(), config=_ENDLESS).best
-    assert found is not None, "it draws one placement at least"
-    places = np.zeros(graph.num_ops, np.int64)
-    places[step.origin[::-1]] = found.placement[::-1]  # the first micro-batch's, which all have
-    search.attempt(partial(search.simulate, places=places, is_captured=True), candidate.way)

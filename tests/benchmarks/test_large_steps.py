@@ -16,8 +16,8 @@ SMALL = LargeStep("rnnlm-2", "data=2,microbatches=2", "4xp100-pcie-16g")
 
 
 def bench(**changes: object) -> LargeStepsBenchmark:
-    few = {"budget": Budget(seconds=0.5), "seeds": 1, "checkpoint": Path(shipped()), "workloads": ("rnnlm-2",)}
-    return LargeStepsBenchmark(**{**few, "devices": "2xp100-pcie-16g", "steps": (SMALL,), **changes})  # type: ignore[arg-type]
+    few = {"budget": Budget(seconds=0.5), "seeds": 1, "checkpoint": Path(shipped())}
+    return LargeStepsBenchmark(**{**few, "steps": (SMALL,), **changes})  # type: ignore[arg-type]
 
 
 def test_every_use_has_figures_and_a_page(tmp_path: Path) -> None:
@@ -29,7 +29,6 @@ def test_every_use_has_figures_and_a_page(tmp_path: Path) -> None:
     ratios = {(mean["use"], mean["limit"]): mean["ratio"] for mean in figures["means"]}
     for limit in bench().limits[:4]:
         assert np.isclose(ratios[TRAINED, limit], ratios["trained, default", limit])
-    assert figures["layouts"][0]["ratio"][0] > 0
     assert f"| {SMALL} | " in figures["markdown"]
     assert (tmp_path / "large-steps.svg").exists()
     assert bench().run(out=tmp_path)["means"] == figures["means"]
