@@ -187,10 +187,19 @@ class LargeStepsBenchmark(Benchmark):
             logs = np.array([np.log(own[:, number]).mean() for own in ratios])
             logs = logs[np.isfinite(logs)]
             if len(logs):
-                figures = np.exp([logs.mean(), logs.min(), logs.max()]).tolist()
-                error = float(logs.std() / np.sqrt(len(logs)))
-                counts = int((logs < -_EVEN).sum()), int((logs > _EVEN).sum()), len(logs)
-                means.append(UseMean(use, limit, figures[0], error, *figures[1:], *counts))
+                lowest, highest = np.exp([logs.min(), logs.max()]).tolist()
+                mean = UseMean(
+                    use=use,
+                    limit=limit,
+                    ratio=float(np.exp(logs.mean())),
+                    error=float(logs.std() / np.sqrt(len(logs))),
+                    lowest=lowest,
+                    highest=highest,
+                    num_better=int((logs < -_EVEN).sum()),
+                    num_worse=int((logs > _EVEN).sum()),
+                    num_steps=len(logs),
+                )
+                means.append(mean)
         return means
 
 
