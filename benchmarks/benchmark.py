@@ -48,7 +48,7 @@ HELP = {
     "measurements": "Plans that each arm measures.",
     "methods": "Placers.",
     "models": "Workloads, or configs; `all` are thirty.",
-    "most_ops": "Of a step; larger ones are left out.",
+    "num_steps": "The first so many, each with its layout and devices.",
     "one_budget": "Training from scratch.",
     "only_devices": "Ops are not measured: what was measured of the devices predicts them.",
     "patience": "Placements in a row that bring nothing, and a run ends.",
