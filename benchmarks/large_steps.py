@@ -61,7 +61,6 @@ class LargeStep:
 
 STEPS = (
     LargeStep("gnmt-8", NONE, "8xp100-pcie-16g"),
-    LargeStep("bert-large", "data=8,microbatches=4", _PODS),
     LargeStep("gnmt-4", "microbatches=8", _UNEQUAL),
     LargeStep("amoebanet", "data=8,microbatches=4", _HOSTS),
     LargeStep("elmo", "data=4,microbatches=8", _HOSTS),
@@ -69,6 +68,7 @@ STEPS = (
     LargeStep("rnnlm-8", "data=8,microbatches=4", _HOSTS),
     LargeStep("gnmt-8", "microbatches=4", "8xp100-pcie-16g"),
     LargeStep("gnmt-8", NONE, _HOSTS),
+    LargeStep("bert-large", "data=8,microbatches=4", _PODS),
     LargeStep("gnmt-8", "data=8,microbatches=3", _HOSTS),
 )
 
