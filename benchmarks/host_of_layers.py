@@ -122,6 +122,7 @@ def _add_hooks(parameter: nn.Parameter) -> None:
     total = torch.zeros_like(parameter)
 
     def add(own: Tensor) -> None:
+        assert own.grad is not None
         total.add_(own.grad)
         own.grad = None
 
