@@ -76,6 +76,7 @@ RIVALS = DDP, FSDP
 _MEASURED = TUNE, ORDER, RANDOM, *LEARNED
 ARM_NAMES = OWN, TUNE, ORDER, RANDOM, BY_LAYER, SINGLE, DDP, FSDP, *LEARNED
 _QUICK: dict[str, Any] = {"measurements": 4, "repeats": 3, "steps": 2, "pretraining": 1, "budget": Budget(seconds=3.0)}
+_MOST_CANDIDATES = 100  # as of `gdp tune`
 _WARM_UP = 2  # steps
 _SEED = 0
 
@@ -117,7 +118,7 @@ class LiveBenchmark(Benchmark):
             row = _LiveModel(config, SUBJECTS[name], cluster, targets, whole, keep).row()
             measured.append(row)
             ratio, taken = ratio_of(row, OWN, TUNE), len(row["arms"][TUNE]["trials"])
-            say(f"{name}: place's plan takes {ratio:.2f} of the answer after {taken} measurements")
+            say(f"{name}: place's plan takes {ratio:.2f} of the answer after {taken} of {row['num_candidates']} plans")
         return {
             "rows": measured,
             "config": kept,
@@ -196,7 +197,7 @@ class _LiveModel:
         question = PlaceQuestion.of(plans.subject.parts, self.cluster, Constraints(), None, None, options)
         question.prepare()
         warm_up(("auto",))
-        pool = find_candidates(question, Clock(config.budget), config.measurements)
+        pool = find_candidates(question, Clock(config.budget), _MOST_CANDIDATES)
         runs = run_on_candidates(plans, pool, config.measurements)
         answers = {arm: run.answer for arm, run in runs.items() if run.answer}
         answers[OWN] = next(f"{number}: {each.name}" for number, each in enumerate(pool) if each.name == OWN)
@@ -217,11 +218,12 @@ class _LiveModel:
     def _learned(self, arm: str) -> dict[str, Any]:
         """Returns the run of a policy on measured rewards, with a choice for each module."""
         most, asked = self.config.measurements, self._question(self._plans.subject.parts.exact(1))
+        policy = self._policy if arm in (TUNED, TUNED_CONTROL) else new_policy()
         rewards = MeasuredRewards(self._plans, asked, arm)
         if arm in (HDP, HDP_CONTROL):
             run = run_hdp(rewards, most, learns=arm == HDP)
         else:
-            run = run_gdp(rewards, new_policy() if arm == GDP else self._policy, most, learns=arm != TUNED_CONTROL)
+            run = run_gdp(rewards, policy, most, learns=arm != TUNED_CONTROL)
         names = [run.answer] if run.answer else []
         return {"run": _document(run), "plans": {name: self._plans.by_name[name].document() for name in names}}
 
