@@ -7,12 +7,14 @@ measure devices -> candidates of `gdp tune`, and a policy pre-trained in simulat
 
 import gc
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, partial
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,7 +52,7 @@ from benchmarks.rival_steps import ARMS, DDP, FSDP, RivalSetting
 from benchmarks.rows import Rows
 from benchmarks.training_subjects import SUBJECTS as FULL_SUBJECTS
 from benchmarks.training_subjects import Subject
-from gdp.budget import Budget, Clock
+from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.execute.backends import Target, target_of
@@ -58,14 +60,17 @@ from gdp.execute.calibrate.calibrate import calibrate
 from gdp.execute.plan_executor import ExecutionError
 from gdp.graph import Graph
 from gdp.models.pytorch import capture
+from gdp.models.source import ModelSource
 from gdp.planning.warm_up import warm_up
 from gdp.policy.scheduler import Policy
 from gdp.search.place import place
 from gdp.search.place_question import PlaceQuestion, SearchOptions
 from gdp.search.question import Question
 from gdp.simulator.constraints import Constraints
+from gdp.simulator.plan import Asked
 from gdp.simulator.problem import Problem
-from gdp.tune.candidates import OWN, find_candidates
+from gdp.tune.candidates import OWN
+from gdp.tune.placing import Placing
 
 _EIGHT = "resnet-50", "vit", "bert", "gpt2", "deep-speech", "moe", "unet", "clip"
 # with half of the batch of `execution-against`: a step takes 0.1 to 0.3 s
@@ -76,7 +81,6 @@ RIVALS = DDP, FSDP
 _MEASURED = TUNE, ORDER, RANDOM, *LEARNED
 ARM_NAMES = OWN, TUNE, ORDER, RANDOM, BY_LAYER, SINGLE, DDP, FSDP, *LEARNED
 _QUICK: dict[str, Any] = {"measurements": 4, "repeats": 3, "steps": 2, "pretraining": 1, "budget": Budget(seconds=3.0)}
-_MOST_CANDIDATES = 100  # as of `gdp tune`
 _WARM_UP = 2  # steps
 _SEED = 0
 
@@ -118,7 +122,9 @@ class LiveBenchmark(Benchmark):
             row = _LiveModel(config, SUBJECTS[name], cluster, targets, whole, keep).row()
             measured.append(row)
             ratio, taken = ratio_of(row, OWN, TUNE), len(row["arms"][TUNE]["trials"])
-            say(f"{name}: place's plan takes {ratio:.2f} of the answer after {taken} of {row['num_candidates']} plans")
+            say(
+                f"{name}: place's plan takes {ratio:.2f} of the answer after {taken} of {len(row['predicted_ns'])} plans"
+            )
         return {
             "rows": measured,
             "config": kept,
@@ -193,27 +199,37 @@ class _LiveModel:
     def _candidates(self) -> dict[str, Any]:
         """Returns the runs of the arms that measure candidates, and the plans that they and others answer with."""
         config, plans = self.config, self._plans
-        options = SearchOptions(seed=_SEED, robust=0.0)
-        question = PlaceQuestion.of(plans.subject.parts, self.cluster, Constraints(), None, None, options)
-        question.prepare()
         warm_up(("auto",))
-        pool = find_candidates(question, Clock(config.budget), _MOST_CANDIDATES)
-        runs = run_on_candidates(plans, pool, config.measurements)
-        answers = {arm: run.answer for arm, run in runs.items() if run.answer}
-        answers[OWN] = next(f"{number}: {each.name}" for number, each in enumerate(pool) if each.name == OWN)
+        with tempfile.TemporaryDirectory(prefix="gdp-bench-") as scratch:
+            placing = Placing(
+                question=self._placed,
+                cluster=self.cluster,
+                source=ModelSource(self.subject.name),  # which only exports read
+                asked=Asked(self.subject.name),
+                directory=Path(scratch),
+                budget=config.budget,
+            )
+            tuned = run_on_candidates(plans, placing, config.measurements)
+        answers = {arm: run.answer for arm, run in tuned.runs.items() if run.answer} | {OWN: tuned.own}
+        graph = plans.subject.parts.exact(1)
         for arm, placer in ((BY_LAYER, "expert"), (SINGLE, "single")):
             with suppress(InputError):  # it finds no placement
-                plan = place(question.graph, self.cluster, placer=placer, budget="1sims", robust=0.0)
+                plan = place(graph, self.cluster, placer=placer, budget="1sims", robust=0.0)
                 plans.by_name[arm] = LivePlan(None, plan.order)
                 answers[arm] = arm
         return {
-            "num_ops": question.graph.num_ops,
-            "num_candidates": len(pool),
-            "predicted_ns": {f"{number}: {each.name}": each.plan.step_time_ns for number, each in enumerate(pool)},
-            "arms": {arm: _document(run) for arm, run in runs.items()},
+            "num_ops": graph.num_ops,
+            "predicted_ns": tuned.predicted_ns,
+            "arms": {arm: _document(run) for arm, run in tuned.runs.items()},
             "answers": answers,
             "plans": {name: plans.by_name[name].document() for name in answers.values()},
         }
+
+    def _placed(self, cluster: Cluster) -> PlaceQuestion:
+        options = SearchOptions(seed=_SEED, robust=0.0)
+        question = PlaceQuestion.of(self._plans.subject.parts, cluster, Constraints(), None, None, options)
+        question.prepare()
+        return question
 
     def _learned(self, arm: str) -> dict[str, Any]:
         """Returns the run of a policy on measured rewards, with a choice for each module."""

@@ -6,10 +6,9 @@
 A policy has a control that draws as it does and learns nothing.
 """
 
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from math import inf
@@ -36,11 +35,13 @@ from gdp.policy.training.ppo import Trials, improve
 from gdp.search.candidate import Candidate
 from gdp.search.ops.good_order import in_program_order
 from gdp.search.question import Question
+from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import NEVER
-from gdp.tune.candidates import PlannedCandidate
+from gdp.tune.candidates import OWN
 from gdp.tune.measuring import FAILED, OK, Measured, noise_of_median
-from gdp.tune.tuning import LoggedCandidate, Tuning
+from gdp.tune.placing import Placing
+from gdp.tune.tuning import Tuning
 
 TUNE, ORDER, RANDOM = "tune", "order of predictions", "random"
 HDP, HDP_CONTROL = "HDP", "HDP, learning nothing"
@@ -135,46 +136,52 @@ class LivePlans:
         return self._known[name, earlier]
 
 
-def run_on_candidates(plans: LivePlans, pool: Sequence[PlannedCandidate], most: int) -> dict[str, LiveRun]:
+class TunedPlans(NamedTuple):
+    """The runs of arms that measure candidates, by arm, and the predicted times in ns of all candidates, by name."""
+
+    runs: dict[str, LiveRun]
+    predicted_ns: dict[str, int]
+    own: str  # the name of the plan of `place`
+
+
+def run_on_candidates(plans: LivePlans, placing: Placing, most: int) -> TunedPlans:
     """Returns the runs of the arms that measure candidates of `gdp tune`, `most` at most. They are measured in random
-    order, so that a machine whose pace drifts favours none. All arms but `tune` answer after as many as it took."""
-    names = [f"{number}: {each.name}" for number, each in enumerate(pool)]
-    for name, each in zip(names, pool, strict=True):
-        plans.by_name[name] = LivePlan(each.plan.layout, each.plan.order)
+    order first, so that a machine whose pace drifts favours none. All arms but `tune` answer after as many as it took,
+    of the candidates that were there at first."""
+    pool = placing.candidates({})
+    tuning = Tuning.begin(placing.directory, {}, pool, placing.numbers)
+
+    def name_of(number: int) -> str:
+        name = f"{number}: {tuning.candidates[number].name}"
+        if name not in plans.by_name:
+            plan = Plan.load(placing.directory / str(number) / "plan.json")
+            plans.by_name[name] = LivePlan(plan.layout, plan.order)
+        return name
 
     def trial(number: int) -> LiveTrial:
-        measured, seconds = plans.measured(names[number])
-        return LiveTrial(names[number], measured.step_ns, seconds)
+        measured, seconds = plans.measured(name_of(number))
+        return LiveTrial(name_of(number), measured.step_ns, seconds)
 
     shuffled = np.random.default_rng(_SEED).permutation(len(pool))[:most]
-    runs = {RANDOM: LiveRun([trial(number) for number in shuffled.tolist()])}
-    runs[TUNE] = _tuned(plans, pool, names, most)
-    runs[ORDER] = LiveRun([trial(number) for number in range(min(len(pool), most))])
-    for name in (RANDOM, ORDER):
-        fastest = runs[name].fastest(len(runs[TUNE].trials))
-        runs[name].own_answer = "" if fastest is None else fastest.plan
-    return runs
-
-
-def _tuned(plans: LivePlans, pool: Sequence[PlannedCandidate], names: Sequence[str], most: int) -> LiveRun:
-    run, counts = LiveRun(), Counter[int]()
+    runs = {RANDOM: LiveRun([trial(number) for number in shuffled.tolist()]), TUNE: LiveRun()}
+    counts = Counter[int]()
 
     def measure(path: Path) -> Measured:
         number = int(path.name)
-        measured, seconds = plans.measured(names[number], counts[number])
+        measured, seconds = plans.measured(name_of(number), counts[number])
         counts[number] += 1
-        run.trials.append(LiveTrial(names[number], measured.step_ns, seconds))
+        runs[TUNE].trials.append(LiveTrial(name_of(number), measured.step_ns, seconds))
         return measured
 
-    logged = [
-        LoggedCandidate(each.name, each.plan.step_time_ns, each.spread, each.comes_first, each.traits) for each in pool
-    ]
-    with tempfile.TemporaryDirectory(prefix="gdp-bench-") as directory:
-        tuning = Tuning.begin(Path(directory), {}, logged)
-        tuning.run(measure, most=most, ends_s=inf, on_measured=lambda _: None)
-    run.own_answer = "" if tuning.answer is None else names[tuning.answer]
-    run.ended = tuning.ended
-    return run
+    tuning.run(measure, most=most, ends_s=inf, on_measured=lambda _: None, placing=placing)
+    runs[TUNE].own_answer = "" if tuning.answer is None else name_of(tuning.answer)
+    runs[TUNE].ended = tuning.ended
+    runs[ORDER] = LiveRun([trial(number) for number in range(min(len(pool), most))])
+    for arm in (RANDOM, ORDER):
+        fastest = runs[arm].fastest(len(runs[TUNE].trials))
+        runs[arm].own_answer = "" if fastest is None else fastest.plan
+    predicted_ns = {name_of(number): row.predicted_ns for number, row in enumerate(tuning.candidates)}
+    return TunedPlans(runs, predicted_ns, next(name_of(n) for n, row in enumerate(pool) if row.name == OWN))
 
 
 @dataclass(eq=False)
