@@ -122,9 +122,7 @@ class LiveBenchmark(Benchmark):
             row = _LiveModel(config, SUBJECTS[name], cluster, targets, whole, keep).row()
             measured.append(row)
             ratio, taken = ratio_of(row, OWN, TUNE), len(row["arms"][TUNE]["trials"])
-            say(
-                f"{name}: place's plan takes {ratio:.2f} of the answer after {taken} of {len(row['predicted_ns'])} plans"
-            )
+            say(f"{name}: place's plan takes {ratio:.2f} of the answer after {taken} measurements")
         return {
             "rows": measured,
             "config": kept,
