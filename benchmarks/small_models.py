@@ -209,6 +209,8 @@ def transformers_config(kind: str) -> dict[str, Any]:
     architecture = next((table[kind] for table in tables if kind in table), None)
     architecture = architecture[0] if isinstance(architecture, tuple) else architecture
     config = {"model_type": kind} | {key: value for key, value in _SMALL.items() if type(keys.get(key)) is int}
+    if keys.get("num_key_value_heads", 0) is None:  # a type may not divide by None
+        config["num_key_value_heads"] = _SMALL["num_key_value_heads"]
     if keys.get("is_encoder_decoder"):
         config["decoder_start_token_id"] = 0
     config |= {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0, 0.0]} if "n_text" in kind else {}
