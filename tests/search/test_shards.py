@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import gdp.search.place
 from gdp.budget import Budget, Clock
@@ -22,11 +23,31 @@ from gdp.simulator.constraints import Constraints
 from tests.models.shard_cases import case
 
 
-def question(devices: str, **constraints: Any) -> PlaceQuestion:
-    """Returns the question about a small model that trains on two samples."""
-    model, inputs = case("blocks")
+def question(devices: str, name: str = "blocks", num_tokens: int = 0, **constraints: Any) -> PlaceQuestion:
+    """Returns the question about a small model that trains on two samples, or on one of so many tokens."""
+    model, inputs = case(name)
+    if num_tokens:
+        inputs = dict.fromkeys(inputs, torch.ones(1, num_tokens, dtype=torch.int64))
     source = ModelSource.of_example((model, (), inputs))
     return PlaceQuestion.of(source, Cluster.parse(devices), Constraints(**constraints), None, None, SearchOptions())
+
+
+def solution_of(step_time_ns: int) -> Solution:
+    """Returns a solution that fits, of a plan without ops."""
+    plan: Any = SimpleNamespace(status="ok", step_time_ns=step_time_ns, search=None, layout=None)
+    return Solution(None, plan=plan)
+
+
+def turns_of(asked: PlaceQuestion, times: dict[Shards, int]) -> list[Shards]:
+    """Returns the degrees that are looked at in turn, whose steps take these ns."""
+    turns = list[Shards]()
+
+    def solve(part: PlaceQuestion, _: Clock) -> Solution:
+        turns.append(replace(part.shards, sequence=None))
+        return solution_of(times[turns[-1]])
+
+    over_degrees(asked, Clock(Budget(simulations=9)), solve)
+    return turns
 
 
 def asked_by(asked: PlaceQuestion, monkeypatch: pytest.MonkeyPatch) -> tuple[Solution, list[tuple[int, int | None]]]:
@@ -116,8 +137,7 @@ def test_what_is_behind_a_slower_degree_is_left_out_and_what_stays_whole_is_told
 
     def solve(asked: PlaceQuestion, _: Clock) -> Solution:
         turns.append(asked.shards.num_ranks)
-        plan: Any = SimpleNamespace(status="ok", step_time_ns=10**12 * times[turns[-1]], search=None)
-        return Solution(None, plan=plan)
+        return solution_of(10**12 * times[turns[-1]])
 
     def sharded(asked: PlaceQuestion, shards: Shards) -> PlaceQuestion:
         return replace(asked, shards=shards, notes=(f"groups of {shards.tensor} leave a layer whole",))
@@ -129,3 +149,22 @@ def test_what_is_behind_a_slower_degree_is_left_out_and_what_stays_whole_is_told
         "groups of 2 leave a layer whole",
         "ops were not cut over groups of 8 cards: groups of 4 are slower than those of 2",
     )
+
+
+def test_experts_are_placed_on_parts_of_a_group() -> None:
+    """A mixture is looked at with whole experts on each card of the best group, then with parts of them, until these
+    are slower; the best has the time left."""
+    two, four, whole, halves = Shards(2), Shards(4), Shards(4, expert=4), Shards(4, expert=2)
+    times = {two: 10**12, four: 9 * 10**11, whole: 7 * 10**11, halves: 8 * 10**11, Shards(): 2 * 10**12}
+    turns = turns_of(question("4xa100-sxm-80g", "mixtral"), times)
+    assert turns == [two, four, whole, halves, Shards(), whole]
+
+
+def test_tokens_are_cut_where_exchanges_promise_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long sequence on four cards: its tokens are cut beside ops, in two parts first, until that is slower. A short
+    one has less to exchange with ops cut alone than gradients of whole weights are."""
+    monkeypatch.setattr(PlaceQuestion, "bound_ns", 0)
+    two, four, both, context = Shards(2), Shards(4), Shards(2, context=2), Shards(context=4)
+    times = {two: 6_000_000, four: 4_000_000, both: 3_800_000, context: 3_900_000, Shards(): 9_000_000}
+    assert turns_of(question("4xa100-sxm-80g", "llama", 2**15), times) == [four, two, both, context, Shards(), both]
+    assert turns_of(question("4xa100-sxm-80g", "llama", 2**9), times) == [four, two, Shards(), four]

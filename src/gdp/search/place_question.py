@@ -201,11 +201,11 @@ class PlaceQuestion:
         likely = len(cards or self.cluster.devices) / ((source.batch_size or 1) if source.reading.training else 1)
         return tuple(sorted(sizes, key=lambda size: (abs(log2(size / likely)), size)))
 
-    def reading_s(self, degree: int) -> float:
+    def reading_s(self, shards: Shards) -> float:
         """Returns about the seconds that it takes to capture the local program of a rank, and a part of its batch; 0
         where it was before."""
         assert self.source is not None, "it has degrees"
-        source = self.source.sharded(Shards(degree))
+        source = self.source.sharded(shards)
         is_read = source.is_kept(1) or (self.parts is not None and self.parts.has_read(source.reading.shards))
         return 0.0 if is_read else (1 if self.parts is None else 2) * _LOCALLY * self.captured_s
 

@@ -1,35 +1,52 @@
 """The choice whether ops are cut over groups of cards: the same question about local programs of several degrees.
 
     question --tensor=4, 2, .. on groups--> its bound --a look, as many groups as samples first--> solution --.
-             --as it is--> its bound --------------------a look--------------------------------> solution --+--> best
+             --with expert=.., context=..--> its bound --a look, where arithmetic promises less--> solution --+
+             --as it is--> its bound --------------------a look----------------------------------> solution --+--> best
                                           the two that promise the fastest layouts share the time left
 
 A question whose bound is above the best step found is not asked, nor one behind a degree that is slower than another:
 as degrees grow, cards idle less and exchange more. To capture the local programs of the first two degrees comes before
 the clock begins, those of others are of the budget. Groups are looked at where copies of the model do not use all cards
 well: in a forward pass, with fewer samples than cards, where a copy and its optimizer state are too large for a card,
-and where nothing else fits."""
+and where nothing else fits.
 
-from collections.abc import Callable, Iterable, Mapping
+Tokens are cut (`context`) where they make less to exchange: activations among fewer ranks each, but gradients of more
+weights, and keys and values. All of it is known in bytes of the local program without, and so is the memory."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from math import inf
+from math import gcd, inf
+from operator import attrgetter
 from textwrap import shorten
 from types import MappingProxyType
 
 from gdp.budget import Clock
+from gdp.cluster.groups import divisors
+from gdp.costs.attention import ATTENTION
+from gdp.costs.collectives import ALL_GATHER, ALL_REDUCE, COLLECTIVE, AlikeCards
+from gdp.costs.table import class_of
 from gdp.errors import InputError
+from gdp.graph import Graph
+from gdp.graph.accumulation import ELEMENT_BYTES
+from gdp.graph.parameter_bytes import gradients_of_updates
+from gdp.graph.shapes import parsed_calls
 from gdp.models.shards import WHOLE, Shards
 from gdp.notebook import milliseconds
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import in_flight
 from gdp.search.place_question import PlaceQuestion
 from gdp.search.question import Solution
+from gdp.simulator.constraints import memory_limits
 
 Solve = Callable[[PlaceQuestion, Clock], Solution]
 _LOOK = 0.3  # of the time is for a look at all degrees,
 _WHOLE = 0.3  # of the rest for the step as it is, if a degree fits,
 _AGAIN = 2  # degrees at most share what is left: the one whose best layout, estimated or simulated, is the fastest,
 _NEAR = 1.1  # and one that promises no more than this times its step time. Untuned
+_FURTHER = 0.15  # of the rest is for a look at each further degree of experts and tokens; untuned
+_LEAST_GAIN = 0.02  # of the step time, that exchanges have to promise before a further degree is captured; untuned
 _MOST_REASON = 160  # characters
 
 
@@ -44,94 +61,200 @@ def over_degrees(question: PlaceQuestion, clock: Clock, solve: Solve) -> Solutio
     whole = solve(question, clock)
     if clock.stop.is_set() or (whole.plan is not None and whole.plan.status == "ok"):
         return whole
-    return _Contest(question, clock, solve, {1: whole}).run(degrees)
+    return _Contest(question, clock, solve, {WHOLE: whole}).run(degrees)
 
 
 class _Contest:
     """The answers for several degrees, and why there is none of others."""
 
     def __init__(
-        self, question: PlaceQuestion, clock: Clock, solve: Solve, known: Mapping[int, Solution] = MappingProxyType({})
+        self,
+        question: PlaceQuestion,
+        clock: Clock,
+        solve: Solve,
+        known: Mapping[Shards, Solution] = MappingProxyType({}),
     ) -> None:
-        """`known` are answers by the number of ranks, as all that is found."""
-        self.question, self.clock, self.solve = question, clock, solve
+        """`known` are answers by their shards, as all that is found."""
+        assert question.source is not None, "it has degrees"
+        self.question, self.source, self.clock, self.solve = question, question.source, clock, solve
         self.found = dict(known)
-        self.opened = {1: question}
-        self.failures: dict[int, InputError] = {}
+        self.opened = {WHOLE: question}
+        self.failures: dict[Shards, InputError] = {}
+        self.uncut: set[Shards] = set()  # that the model is not cut by
 
     def run(self, degrees: Iterable[int]) -> Solution:
         """Returns the best answer for local programs, the most promising first, and the step as it is, if not known."""
         look, turns = self.clock.part(_LOOK), [*degrees]
         for turn, degree in enumerate(turns):
-            try:
-                self._ask(self._opened(degree), look.part(1 / (len(turns) - turn)))
-            except InputError as error:  # such as heads that the degree does not divide
-                self.failures[degree] = error
-        if 1 not in self.found and (self.question.bound_ns < self._best_ns and not (self.found and self.clock.is_up)):
-            self._ask(self.question, self.clock.part(_WHOLE if self._best_ns < inf else 1.0))
+            self._look(Shards(degree), look, 1 / (len(turns) - turn))
+        self._look_further(self._with_experts())
+        self._look_further(self._with_context(turns))
+        if WHOLE not in self.found and (
+            self.question.bound_ns < self._best_ns and not (self.found and self.clock.is_up)
+        ):
+            has_others = self._best_ns < inf or (self.uncut and self.source.reading.training)
+            self._ask(WHOLE, self.clock.part(_WHOLE if has_others else 1.0))
+            self._look_further(self._with_context(turns))
         if not self.found:
-            raise self.failures.get(1) or next(iter(self.failures.values()))
-        promised_ns = {degree: self._promised_ns(degree) for degree in self.found if degree in self.opened}
+            raise self.failures.get(WHOLE) or next(iter(self.failures.values()))
+        promised_ns = {shards: self._promised_ns(shards) for shards in self.found if shards in self.opened}
         limit_ns = min(self._best_ns, _NEAR * min(promised_ns.values(), default=inf))
         again = sorted(
-            (degree for degree in promised_ns if promised_ns[degree] <= limit_ns), key=promised_ns.__getitem__
+            (shards for shards in promised_ns if promised_ns[shards] <= limit_ns), key=promised_ns.__getitem__
         )
-        for turn, degree in enumerate(again[:_AGAIN]):
+        for turn, shards in enumerate(again[:_AGAIN]):
             if not self.clock.is_up:
-                self._ask(self.opened[degree], self.clock.part(1 / (len(again[:_AGAIN]) - turn)))
+                self._ask(shards, self.clock.part(1 / (len(again[:_AGAIN]) - turn)))
         return self._answer(min(self.found.values(), key=_rank))
 
-    def _opened(self, degree: int) -> PlaceQuestion:
-        """Returns the question about a degree. InputError where the model or the cluster does not allow it, where it
-        cannot win, and where there is no time to capture it."""
-        best = min(self.found, key=lambda each: _rank(self.found[each]), default=1)
-        for other in [*self.found] if self._best_ns < inf else []:
+    def _look(self, shards: Shards, clock: Clock, share: float) -> None:
+        try:
+            self._open(shards)
+            self._ask(shards, clock.part(share))
+        except InputError as error:  # such as heads that the degree does not divide
+            self.failures[shards] = error
+
+    def _look_further(self, several: Iterable[Shards]) -> None:
+        """Looks at further degrees until one is not better than what was found before."""
+        for shards in several:
+            before = self._best_ns
+            if shards in self.found or shards in self.failures:
+                continue
+            if not self.clock.is_up:
+                self._look(shards, self.clock, _FURTHER)
+            if self._best_ns >= before:
+                return
+
+    def _open(self, shards: Shards) -> None:
+        """Captures the local program of a rank. InputError where the model or the cluster does not allow it, where it
+        cannot win, and where there is no time."""
+        degree, best, is_first = shards.num_ranks, self._best.num_ranks, shards == Shards(shards.tensor)
+        for other in [each.num_ranks for each in self.found] if is_first and self._best_ns < inf else []:
             if 1 < min(degree, best) < other < max(degree, best):
                 raise InputError(f"groups of {other} are slower than those of {best}")
-        if self.clock.is_up or not self.clock.has(self.question.reading_s(degree)):
+        if self.clock.is_up or not self.clock.has(self.question.reading_s(shards)):
             raise InputError("there was no time; give a larger --budget")
-        asked = self.opened[degree] = self.question.sharded(Shards(degree))
+        try:
+            asked = self.opened[shards] = self.question.sharded(shards)
+        except InputError:
+            self.uncut.add(shards)
+            raise
         if asked.bound_ns >= self._best_ns:
             raise InputError(f"no step of theirs takes less than {milliseconds(asked.bound_ns)}")
-        return asked
 
-    def _ask(self, asked: PlaceQuestion, clock: Clock) -> None:
-        degree = asked.shards.num_ranks
+    def _ask(self, shards: Shards, clock: Clock) -> None:
         try:
-            solution = self.solve(asked, clock)
+            solution = self.solve(self.opened[shards], clock)
         except InputError as error:
-            self.failures.setdefault(degree, error)
+            self.failures.setdefault(shards, error)
             return
-        known = self.found.get(degree)
-        self.found[degree] = solution if known is None else min(known, solution, key=_rank)
+        known = self.found.get(shards)
+        self.found[shards] = solution if known is None else min(known, solution, key=_rank)
 
-    def _promised_ns(self, degree: int) -> float:
+    def _promised_ns(self, shards: Shards) -> float:
         """The step time of the best answer or layout of a degree that fits, be it an estimate."""
-        misses, answer_ns = _rank(self.found[degree])
-        estimates = (each for each in self.found[degree].looked_at if each.has_places and each.fits)
+        misses, answer_ns = _rank(self.found[shards])
+        estimates = (each for each in self.found[shards].looked_at if each.has_places and each.fits)
         return min((each.step_time_ns for each in estimates), default=inf if misses else answer_ns)
+
+    @property
+    def _best(self) -> Shards:
+        return min(self.found, key=lambda shards: _rank(self.found[shards]), default=WHOLE)
 
     @property
     def _best_ns(self) -> float:
         """The step time of the best answer that fits."""
         return min((rank[1] for rank in map(_rank, self.found.values()) if not rank[0]), default=inf)
 
+    def _with_experts(self) -> Iterator[Shards]:
+        """Yields degrees of experts beside the best tensor degree of a mixture in training, from whole experts on."""
+        best = self._best
+        if self.source.reading.training and any("grouped_mm" in kind for kind in self.question.graph.kinds):
+            yield from (replace(best, expert=count) for count in reversed(divisors(best.tensor)))
+
+    def _with_context(self, sizes: Iterable[int]) -> list[Shards]:
+        """Returns degrees that cut tokens and promise a gain in training, the fewest parts first."""
+        if not self.source.reading.training or self._best_ns == inf:
+            return []
+        amounts, most, expert = self.source.amounts(), (1 - _LEAST_GAIN) * self._best_ns, self._best.expert
+        whole = amounts.get("tokens", 0) // amounts.get("samples", 1)  # 0: not known
+        sizes = [size for size in sizes if whole % size == 0]
+        several = [Shards(tensor, context=size // tensor) for size in sizes for tensor in (1, *divisors(size)[:-1])]
+        promising = [shards for shards in several if self._estimated_ns(shards) < most]
+        return [replace(each, expert=gcd(expert, each.tensor)) for each in sorted(promising, key=attrgetter("context"))]
+
+    def _estimated_ns(self, shards: Shards) -> float:
+        """Returns about what a step takes with tokens cut: as long as that of as many ranks which cut ops alone, but
+        for exchanges; as that of fewer ranks on more cards, where ops have no more parts. inf where neither is known,
+        and where memory does not suffice."""
+        question, size = self.question, shards.num_ranks
+        alone = [each for each in self.found if (each.tensor, each.context) == (size, 1)]
+        base = min(alone, key=lambda each: _rank(self.found[each]), default=Shards(shards.tensor))
+        if base not in self.found or _rank(self.found[base])[0] or not (alone or Shards(size) in self.uncut):
+            return inf
+        graph, plan, cluster = self.opened[base].graph, self.found[base].plan, question.cluster.grouped(size)
+        assert plan is not None, "it fits"
+        is_group = [bool(device.group) for device in cluster.devices]
+        num_groups = sum(is_group) * size // base.tensor
+        held = int(question.graph.resident_bytes.sum()) / (shards.tensor * sum(is_group))  # with ZeRO
+        if held > memory_limits(cluster, question.constraints.on_groups(cluster))[is_group].max():
+            return inf
+        num_used, scale = min(self.source.batch_size or 1, num_groups), base.tensor / shards.tensor
+        group = cluster.devices[is_group.index(True)]
+        gradients = graph.tensor_bytes[gradients_of_updates(graph)].tolist()
+        sums = [(ALL_REDUCE, int(each * scale)) for each in gradients]
+        keys = [(ALL_GATHER, int(each * scale)) for each in _key_bytes(graph)] * 3  # and again, and their gradients
+        among = AlikeCards.of_group(group, shards.context)
+        added_ns = _total_ns(among, sums) + _total_ns(among, keys) / num_used
+        if not alone:
+            return plan.step_time_ns / min(shards.context, num_groups / num_used) + added_ns
+        calls = [
+            (kind.removeprefix(f"{COLLECTIVE}."), num_bytes)
+            for kind, num_bytes in zip(graph.kinds, graph.bytes_accessed.tolist(), strict=True)
+            if class_of(kind) == COLLECTIVE
+        ]
+        spared_ns = _total_ns(AlikeCards.of_group(group), calls)
+        if shards.tensor > 1:
+            fewer = AlikeCards.of_group(group, shards.tensor)
+            spared_ns -= _total_ns(fewer, [(kind, num_bytes // shards.context) for kind, num_bytes in calls])
+        return plan.step_time_ns - spared_ns / num_used + added_ns
+
     def _answer(self, best: Solution) -> Solution:
         others = [each for solution in self.found.values() if solution is not best for each in solution.looked_at]
-        reasons: dict[str, list[str]] = {}
-        for degree, error in self.failures.items():
-            if degree > 1 and degree not in self.found:
-                reasons.setdefault(shorten(str(error), _MOST_REASON), []).append(str(degree))
-        chosen = next(asked for degree, asked in self.opened.items() if self.found.get(degree) is best)
+        reasons: dict[tuple[bool, str], list[Shards]] = {}
+        for shards, error in self.failures.items():
+            if shards != WHOLE and shards not in self.found:
+                is_further = shards != Shards(shards.tensor)
+                reasons.setdefault((is_further, shorten(str(error), _MOST_REASON)), []).append(shards)
+        chosen = next(asked for shards, asked in self.opened.items() if self.found.get(shards) is best)
         notes = *best.notes, *(note for note in chosen.notes if note not in self.question.notes)
         if reasons:
-            each = (f"{', '.join(degrees)} cards: {reason}" for reason, degrees in reasons.items())
-            notes += (f"ops were not cut over groups of {'; of '.join(each)}",)
+            each = (
+                f"{' and '.join(map(str, several))}: {reason}"
+                if is_further
+                else f"groups of {', '.join(str(shards.tensor) for shards in several)} cards: {reason}"
+                for (is_further, reason), several in reasons.items()
+            )
+            notes += (f"ops were not cut over {'; '.join(each)}",)
         bound_ns, plan = best.bound_ns if self.question.parts is None else self.question.bound_ns, best.plan
         if plan is not None and plan.search is not None:
             search = replace(plan.search, seconds=self.clock.seconds, simulations=self.clock.simulations)
             best = best._replace(plan=replace(plan, search=search))
         return best._replace(looked_at=(*best.looked_at, *others), bound_ns=bound_ns, notes=notes)
+
+
+def _key_bytes(graph: Graph) -> list[int]:
+    """Returns the bytes of keys, and those of values, of each attention of a forward pass."""
+    return [
+        ELEMENT_BYTES.get(array.dtype, 4) * array.num_elements
+        for kind, phase, shapes in zip(graph.kinds, graph.phases, graph.shapes, strict=True)
+        if kind in ATTENTION and phase == "forward" and shapes
+        for array in parsed_calls(shapes)[0].arrays[1:3]
+    ]
+
+
+def _total_ns(cards: AlikeCards, exchanges: Iterable[tuple[str, int]]) -> int:
+    return sum(count * cards.time_ns(*each) for each, count in Counter(exchanges).items())
 
 
 def stamped(solution: Solution, shards: Shards) -> Solution:
