@@ -49,7 +49,8 @@ class MegatronGPT(GPT2):
         for layer in self.layers:
             layer.attention = _UnfusedAttention(config.hidden, config.num_heads, config.dropout)
             layer.attention.output = _BiasLater(config.hidden, config.hidden)
-            layer.feed_forward.reduce = _BiasLater(4 * config.hidden, config.hidden)
+            feed_forward = layer.get_submodule("feed_forward")
+            feed_forward.register_module("reduce", _BiasLater(4 * config.hidden, config.hidden))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return functional.cross_entropy(self.scores(tokens).float(), targets.flatten())
