@@ -123,7 +123,7 @@ def test_commands_of_the_page(tool: str, capsys: pytest.CaptureFixture[str], mon
         return
     assert answer["step_time_ns"] == {"vllm": 250_000_000, "llama-completion": 25_000_000}[tool]
     options = Path("options").read_text().splitlines()
-    assert len(set(options)) > 1
+    assert len(set(options)) >= min(2, len({row["candidate"] for row in answer["measurements"]}))
     assert all({"vllm": "--pipeline-parallel-size", "llama-completion": "-ngl"}[tool] in line for line in options)
 
 

@@ -57,7 +57,7 @@ def test_words_of_other_tools_are_understood(text: str, meant: str) -> None:
         ("tp=2,tensor=2", "tensor is given twice"),
         ("dp=2,data=2", "data is given twice"),
         ("fsdp=8,zero=2", "zero is given twice"),
-        ("ep=2,data=2", "let it be tensor=1 or 1"),
+        ("ep=2,data=2", "on parts of the tensor ranks; add tensor=2"),
         ("sequence=on", "add tensor=2 or more"),
         ("tensor=2,sequence=maybe", "on, off or auto"),
         ("overlap=on", "add tensor=2 or more"),

@@ -21,6 +21,7 @@ from gdp.export.module_chains import find_layers
 from gdp.graph import Graph
 from gdp.graph.builder import GraphBuilder
 from gdp.graph.copies import HOST_COPY
+from gdp.models.shards import WHOLE
 from gdp.models.source import ModelSource
 from gdp.parallel.layout import BLOCKS, NONE, SELECTIVE, Layout
 from gdp.simulator.plan import Plan
@@ -79,6 +80,7 @@ def cut_step(
     """
     assert plan.layout is not None, "the caller looks for one"
     layout = Layout.of_document(plan.layout)
+    is_group = layout.shards != WHOLE and "batch" not in plan.layout  # it alone, which has the batch of MODEL
     places = plan.layout.get("places")
     num_places = layout.stages or (1 if places is None else len(set(places)))
     if num_places > 1 and not has_stages:
@@ -112,7 +114,7 @@ def cut_step(
         devices[order],
         tuple(np.array(layout.microbatches)[order].tolist()),
         stages,
-        plan.layout.get("batch", None if source is None else source.batch_size),  # a group alone has it from MODEL
+        source.batch_size if is_group and source is not None else plan.layout.get("batch"),
         simulation,
         plan.step_time_ns,
         int((placement != plan.placement).sum()),
