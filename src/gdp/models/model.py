@@ -38,7 +38,7 @@ class Model:
     noise: float | None = None  # relative standard deviation of measured op times; None: not measured
     notes: tuple[str, ...] = ()  # assumptions and differences, a sentence each
     served: ServedStep | None = None  # of a prefill or decode step
-    seconds: float = 0.0  # that capturing it took; 0: it was read from a file
+    seconds: float = 0.0  # of the processor that capturing it took; 0: it was read from a file
     captured_s: float = 0.0  # the same, also where it was kept from an earlier command; 0: not known
 
 
