@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from math import inf
 from pathlib import Path
 
@@ -137,10 +138,38 @@ def test_pattern(tmp_path: Path) -> None:
             Measuring.by_command(command, pattern, 20.0)
 
 
+@pytest.mark.parametrize("ends", ["killed", "timed out", "done"])
+def test_no_process_is_left(tmp_path: Path, ends: str) -> None:
+    """However a measurement ends, SIGKILL of who measures included, so do all processes of the command, those too that
+    left its group as torchrun's do, and whose parent is gone."""
+    pids = tmp_path / "pids"
+    last = "true" if ends == "done" else "sleep 60; true"
+    command = f"(setsid sh -c 'sleep 60 & echo $! $$ >> {pids}; wait' &); while ! test -s {pids}; do :; done; {last}"
+    script = f"""
+from pathlib import Path
+from gdp.tune.measuring import Measuring
+Measuring.by_command({command!r}, None, {2.0 if ends == "timed out" else 60.0}).measure(Path({str(tmp_path)!r}))
+"""
+    with subprocess.Popen([sys.executable, "-c", script]) as process:
+        wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"))
+        if ends == "killed":
+            process.kill()
+        process.wait()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split()))
+
+
+def wait_until(is_true: Callable[[], bool], most_s: float = 30.0) -> None:
+    ends_s = time.monotonic() + most_s
+    while not is_true():
+        assert time.monotonic() < ends_s
+        time.sleep(0.02)
+
+
 def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     """A process that is killed at any moment loses the measurement that ran, at most: others are in the log, whole."""
     script = f"""
 import time
+from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from gdp.tune.measuring import Measured

@@ -1,10 +1,9 @@
-"""Measures a plan with a command in a process group of its own, which may fail in any way: that is a result, too."""
+"""Measures a plan with a command under a supervisor, which may fail in any way: that is a result, too."""
 
 import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from gdp.errors import InputError
+from gdp.tune import supervisor
 
 OK, OUT_OF_MEMORY, FAILED, TIMED_OUT, NO_TIME = "ok", "out of memory", "failed", "timed out", "no time"
 CANDIDATE = "GDP_CANDIDATE"  # environment variable: the directory of the plan that is measured
@@ -28,6 +28,7 @@ _RAISED = re.compile(r"\w*(?:Error|Exception): \S.*")
 _KEPT = 200  # characters of a reason
 _TAIL_BYTES = 1 << 20  # of an output that are read
 _OUTPUT, _ERRORS = "output.txt", "errors.txt"
+_SUPERVISOR = supervisor.__file__
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,26 +87,25 @@ class Measuring:
 
     def measure(self, directory: Path, environment: Mapping[str, str] = MappingProxyType({})) -> Measured:
         """Runs the command in `directory`, if it is that of `gdp run`, else where gdp runs. What it prints is kept in
-        the directory, and all its processes are ended."""
+        the directory, and all its processes are ended, also where this one is killed."""
         own = self.read is _of_run
-        with open(directory / _OUTPUT, "wb") as output, open(directory / _ERRORS, "wb") as errors:
-            process = subprocess.Popen(
-                self.command,
+        with (
+            open(directory / _OUTPUT, "wb") as output,
+            open(directory / _ERRORS, "wb") as errors,
+            subprocess.Popen(  # the end of its input ends it
+                [sys.executable, "-IS", _SUPERVISOR, *self.command],
                 cwd=directory if own else None,
                 env=os.environ | environment | {CANDIDATE: str(directory.absolute())},
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=errors,
                 start_new_session=True,
-            )
+            ) as process,
+        ):
             try:
                 status = process.wait(self.timeout_s)
             except subprocess.TimeoutExpired:
                 return Measured(TIMED_OUT, reason=f"no end within {self.timeout_s:g} s")
-            finally:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
         printed, said = _tail(directory / _OUTPUT), _tail(directory / _ERRORS)
         if status:
             raised = [match[0] for match in _RAISED.finditer(said or printed)]  # torchrun says more behind the first
