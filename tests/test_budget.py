@@ -59,6 +59,18 @@ def test_stop_ends_all_parts() -> None:
     assert part.is_up
 
 
+def test_a_clock_without_a_budget_never_ends() -> None:
+    """No time and no simulation ends it or a part of it, but a stop does."""
+    now = [0.0]
+    clock = Clock(None, timer=lambda: now[0])
+    clocks = clock, clock.part(0.5), clock.before(3.0)
+    now[0] = 1e12
+    clock.spend(10**9)
+    assert all(each.has(1e9) and not each.is_up and each.simulations_left is None for each in clocks)
+    clock.stop.set()
+    assert all(each.is_up for each in clocks)
+
+
 @pytest.mark.parametrize("text", ["", "30", "s", "-1s", "1.5sims", "soon", "1e3s"])
 def test_what_is_no_budget(text: str) -> None:
     """Bad texts are one clear error."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
+from math import inf
 
 from gdp.errors import InputError
 
@@ -143,14 +144,14 @@ class Clock:
     once (Ctrl-C) and may be set from another thread."""
 
     def __init__(
-        self, budget: Budget, *, stop: threading.Event | None = None, timer: Callable[[], float] = time.monotonic
+        self, budget: Budget | None, *, stop: threading.Event | None = None, timer: Callable[[], float] = time.monotonic
     ) -> None:
-        """`timer` returns seconds: of the wall by default, of the processor with `time.process_time`."""
+        """None never ends. `timer` returns seconds: of the wall by default, of the processor with `process_time`."""
         self.stop = stop or threading.Event()
         self._meter = _Meter(timer, timer())
-        self._counts = budget.simulations is not None
-        self._begin = 0.0
-        self._end = float(budget.simulations if budget.simulations is not None else budget.seconds or 0.0)
+        simulations, seconds = (None, inf) if budget is None else (budget.simulations, budget.seconds)
+        self._counts = simulations is not None
+        self._begin, self._end = 0.0, float((seconds if simulations is None else simulations) or 0.0)
 
     @classmethod
     def of(cls, value: "Clock | Budget | str | float", *, stop: threading.Event | None = None) -> "Clock":

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gdp.budget import Budget, Clock, has_time
+from gdp.budget import Clock, has_time
 from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.search.candidate import Arrangement, Candidate
 from gdp.search.layouts.arrangement import forced, more_microbatches, replicated_ways
@@ -81,7 +81,6 @@ class EstimateQueue:
 
 
 USUAL_ZERO = (0, 1, 3)  # what users run on each device: DDP, ZeRO 1, FSDP
-_MANY = 10**6  # simulations, of which none is made: a clock that does not end
 _SLOW = 1.5  # times the best step: what users run and takes longer is left
 
 
@@ -273,7 +272,7 @@ def read_ahead(question: BatchQuestion) -> None:
     parts.read_ahead(question.cluster.num_devices, question.settings.large)
     if parts.exact(1).num_ops > question.settings.large.estimated_ops:
         return
-    search = LayoutSearch(question, Clock(Budget(simulations=_MANY)))
+    search = LayoutSearch(question, Clock(None))
     usual = [way for way in _ways(search) if way.num_places == 1 and way.layout.zero in USUAL_ZERO]
     num_replicas = max((way.layout.data for way in usual), default=0)
     counts = [_fewest_parts(search, way) for way in usual if way.layout.data == num_replicas]
