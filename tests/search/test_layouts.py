@@ -20,6 +20,7 @@ from gdp.models.pytorch import capture_fn
 from gdp.parallel.layout import Layout
 from gdp.parallel.rings import ring_over
 from gdp.parallel.step import Step
+from gdp.planning.layout_answer import LayoutAnswer
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import DOES_NOT_FIT, NOT_ALLOWED, OK, Arrangement
 from gdp.search.layouts.arrangement import DeviceSpeeds, arrangements, forced
@@ -212,6 +213,8 @@ def test_no_more_blocks_are_recomputed_than_memory_asks_for(text: str) -> None:
     assert tight.plan.layout is not None
     assert 0 < len(tight.plan.layout["recompute"]) < 6
     assert str(tight.best.layout) == f"{layout},recompute=auto"
+    names = [LayoutAnswer.of(each, Parts(encoder, BATCH)).best.option for each in (roomy, tight)]
+    assert names == [str(layout), f"{layout},recompute=auto"]  # no block is recomputed where there is room
     assert Step.of_document(encoder, tight.plan.layout).graph.fingerprint == tight.plan.graph
     assert none.plan.status == "infeasible"
 

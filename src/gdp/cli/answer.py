@@ -76,7 +76,7 @@ def _in_words(candidate: Candidate) -> str:
     """Returns a candidate that cuts the batch, or serves several, with its time."""
     if candidate.cut is not None and isinstance(candidate.cut.step, BatchStream):
         return f"{batches_answer.layout_in_words(candidate)}, {format_ms(candidate.step_time_ns)} per batch"
-    return f"{candidate.layout} {layouts.state(candidate)}"
+    return f"{candidate.named_layout} {layouts.state(candidate)}"
 
 
 def _plan_for(target: ExportTarget, opened: OpenRequest, stop: Stop) -> KeptAnswer:

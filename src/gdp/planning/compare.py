@@ -209,7 +209,7 @@ def _row(name: str, answers: Sequence[Candidate | None], seconds: float, simulat
     status = next(status for status in ("failed", "infeasible", "ok") if status in statuses)
     times_ns = tuple(best.step_time_ns if best is not None and best.fits else None for best in answers)
     fastest = min((best for best in answers if best is not None), default=None)
-    layout = None if fastest is None or fastest.cut is None else fastest.layout
+    layout = None if fastest is None or fastest.cut is None else fastest.named_layout
     step_range = None if fastest is None or fastest.simulation is None else fastest.simulation.step_range
     return PlacerRow(name, status, times_ns, seconds, simulations, layout, step_range)
 
@@ -232,6 +232,6 @@ def _layout_row(name: str, solution: Solution, seconds: float) -> PlacerRow:
     assert best is not None, "it says at least why there is no step"
     status = "ok" if best.fits else "failed" if best.simulation is None else "infeasible"
     time_ns = best.step_time_ns if best.fits else None
-    layout = None if best.cut is None else best.layout
+    layout = None if best.cut is None else best.named_layout
     step_range = None if best.simulation is None else best.simulation.step_range
     return PlacerRow(name, status, (time_ns,), seconds, len(solution.looked_at), layout, step_range, best.obstacle)

@@ -176,7 +176,7 @@ def estimated_layout(parts: Parts, cluster: Cluster, constraints: Constraints, c
     best = queue.best(clock)
     if best is None or not best.fits:
         return None
-    return WhatIf(LAYOUTS, "", best.step_time_ns, str(best.layout))
+    return WhatIf(LAYOUTS, "", best.step_time_ns, str(best.named_layout))
 
 
 def _twice_the_batch(parts: Parts) -> Parts | None:

@@ -43,7 +43,7 @@ class LayoutRow:
         time_ns = 0 if candidate.status == NOT_ALLOWED else candidate.step_time_ns
         figures = candidate.status, time_ns, candidate.missing_bytes
         layout = candidate.step.layout if is_simulated else candidate.layout
-        return cls(str(candidate.layout), layout, len(candidate.devices[0]), *figures, peaks, limit(candidate))
+        return cls(str(candidate.named_layout), layout, len(candidate.devices[0]), *figures, peaks, limit(candidate))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,10 @@ class LayoutAnswer:
     @property
     def distinct(self) -> list[LayoutRow]:
         """The rows, the best of those with one layout and as many devices a replica."""
-        return list({(row.option, row.num_places): row for row in reversed(self.rows)}.values())[::-1]
+        first = dict[tuple[str, int], LayoutRow]()
+        for row in self.rows:
+            first.setdefault((row.option, row.num_places), row)
+        return [*first.values()]
 
     @property
     def best(self) -> LayoutRow:

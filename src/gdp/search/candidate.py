@@ -180,6 +180,14 @@ class Candidate:
         return Layout() if self.cut is None else self.cut.arrangement.layout
 
     @property
+    def named_layout(self) -> Layout:
+        """The layout, with what auto stands for in its step if that is a word; lists of modules stay auto."""
+        step = None if self.cut is None else self.cut.step
+        if step is None or not isinstance(step.layout.recompute, str) or not isinstance(step.layout.offload, str):
+            return self.layout
+        return replace(self.layout, recompute=step.layout.recompute, offload=step.layout.offload)
+
+    @property
     def devices(self) -> tuple[tuple[int, ...], ...]:
         """The devices [R][P] of each replica."""
         return self.way.devices
@@ -221,7 +229,7 @@ class Candidate:
     @property
     def complexity(self) -> tuple[int, ...]:
         """Risks of a prediction, the worst first: devices, ZeRO, more work, micro-batches, transfers, parts."""
-        layout = self.layout
+        layout = self.named_layout
         more_work = (layout.recompute != NONE) + (layout.offload != NONE)
         num_devices, num_transfers = len(np.unique(self.placement)), len(self.replay.transfer_tensors)
         num_microbatches = max(layout.microbatches, default=1)
