@@ -206,6 +206,7 @@ class _LiveModel:
                 asked=Asked(self.subject.name),
                 directory=Path(scratch),
                 budget=config.budget,
+                has_orders=True,
             )
             tuned = run_on_candidates(plans, placing, config.measurements)
         answers = {arm: run.answer for arm, run in tuned.runs.items() if run.answer} | {OWN: tuned.own}

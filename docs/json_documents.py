@@ -716,6 +716,7 @@ class TuneCandidate(TypedDict):
     key: Annotated[str, d("by which it is known again")]
     slopes: Annotated[list[float], d("of the logarithm of its time in those of `numbers`")]
     environment: Annotated[dict[str, str], d("of the command")]
+    placed: Annotated[str, d("equal for candidates that differ in the order of ops alone")]
 
 
 class TuneLog(TypedDict):

@@ -155,3 +155,19 @@ def test_runtimes_are_candidates(tmp_path: Path) -> None:
     plan = Plan.load(tmp_path / str(single["cuda-graphs"]) / "plan.json")
     assert plan.step_time_ns == rows[single["cuda-graphs"]].predicted_ns
     assert plan.question.cluster.endswith(":cuda-graphs")
+
+
+def test_orders_are_candidates(tmp_path: Path) -> None:
+    """Where plans are run in their order, placements come in others too, each a plan with its own prediction."""
+    (tmp_path / "plain").mkdir()
+    rows, known = placing(tmp_path, has_orders=True).candidates({}), placing(tmp_path / "plain").candidates({})
+    assert not any(", " in row.name for row in known)
+    ordered = {number: row for number, row in enumerate(rows) if ", " in row.name}
+    assert len(rows) == len(known) + len(ordered) > len(known)
+    for number, row in ordered.items():
+        (sibling,) = (other for other in rows if other.placed == row.placed and other.name == row.name.split(", ")[0])
+        assert sibling.key != row.key
+        plan, other = (Plan.load(tmp_path / str(each) / "plan.json") for each in (number, rows.index(sibling)))
+        assert np.array_equal(plan.placement, other.placement)
+        assert any(map(np.any, map(np.not_equal, plan.order, other.order)))
+        assert row.predicted_ns == plan.step_time_ns == time_ns(tmp_path / str(number), {})

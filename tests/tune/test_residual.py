@@ -59,3 +59,14 @@ def test_expected_gain() -> None:
     """At a mean of the best so far it is deviation / sqrt(2 pi), far below it the distance, far above it nothing."""
     gains = expected_gain(0.0, np.array([0.0, -5.0, 5.0]), np.array([0.1, 0.1, 0.1]))
     assert gains.tolist() == pytest.approx([0.1 / (2 * np.pi) ** 0.5, 5.0, 0.0], abs=1e-12)
+
+
+def test_orders_of_a_placement_err_together() -> None:
+    """A step of half the predicted time again says that the same placement in another order takes as much longer, and
+    little of another placement with the same traits."""
+    residual = Residual.of([100] * 3, [[0.0]] * 3, spread=0.2, noise=0.01, placed=["a", "a", ""])
+    alone = Residual.of([100] * 3, [[0.0]] * 3, spread=0.2, noise=0.01)
+    (means, deviations), (means_alone, deviations_alone) = (each.after({0: 150.0}) for each in (residual, alone))
+    assert 145 < np.exp(means[1]) <= 150
+    assert deviations[1] < 0.5 * deviations_alone[1]
+    assert means[2] == pytest.approx(means_alone[2])

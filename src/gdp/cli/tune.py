@@ -122,6 +122,7 @@ def tune(
         budget=Budget.parse(search),
         target=to or "",
         runtimes=runtimes,
+        has_orders=measure is None,
         say=lambda text: log(f"gdp: note: {text}"),
     )
     if resume and path.exists():

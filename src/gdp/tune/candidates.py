@@ -1,7 +1,8 @@
-"""Candidates of a tuning: plans of one question that differ in layout or placement, and plans as users run today."""
+"""Candidates of a tuning: plans of one question that differ in layout, placement or order, and plans as users run
+today."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import log, log1p
 
@@ -19,6 +20,7 @@ from gdp.search.place import answer
 from gdp.search.place_question import PlaceQuestion
 from gdp.search.question import Solution, plan_of, search_record
 from gdp.search.rivals.rivals import RIVALS
+from gdp.simulator.orders import PROGRAM
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
@@ -38,6 +40,7 @@ class PlannedCandidate:
     plan: Plan
     comes_first: bool = False  # measured whatever is predicted: the answer of `place` and what users run
     runtime: str = EAGER
+    order: str = ""  # in which ops start; "": as the search has left them
 
     def run_by(self, runtime: str) -> "PlannedCandidate":
         """Returns the same plan in another runtime."""
@@ -50,10 +53,22 @@ class PlannedCandidate:
         plan = replace(plan, cluster=cluster.fingerprint, step_time_ns=step_time_ns, lower_bound_ns=0, problem=other)
         return replace(self, plan=plan, comes_first=False, runtime=runtime)
 
+    def in_other_orders(self) -> Iterator["PlannedCandidate"]:
+        """Yields plans with the same placement whose devices start ops in another order, if they fit."""
+        plan, problem, known = self.plan, self.plan.problem, [self.plan.order]
+        assert problem is not None
+        for order in dict.fromkeys((*problem.orders, *([PROGRAM] if problem.microbatch.max() < 1 else []))):
+            step = simulate(problem, plan.placement, priority=problem.priority(order, problem.b_level_ns))
+            if step.feasible and not any(all(map(np.array_equal, step.order, other)) for other in known):
+                known.append(step.order)
+                search = plan.search and replace(plan.search, order=order, busy_fraction=step.busy_fraction)
+                other = replace(plan_of(step, 0, plan.placer, plan.seed, search), layout=plan.layout)
+                yield replace(self, name=f"{self.name}, {order}", plan=other, comes_first=False, order=order)
+
     @property
-    def key(self) -> tuple[str, bytes]:
+    def key(self) -> tuple[str, bytes, str]:
         """Equal for equal plans."""
-        return str({**(self.plan.layout or {}), "places": None}), self.plan.placement.tobytes()
+        return str({**(self.plan.layout or {}), "places": None}), self.plan.placement.tobytes(), self.order
 
     @property
     def traits(self) -> list[float]:
@@ -83,13 +98,17 @@ def find_candidates(
 ) -> list[PlannedCandidate]:
     """Returns at most `most` plans that fit, the ones that come first in front, then by predicted time; `find` is the
     search of `place`."""
-    known, chosen = set[tuple[str, bytes]](), list[PlannedCandidate]()
+    known, chosen = set[tuple[str, bytes, str]](), list[PlannedCandidate]()
     for each in _plans(question, clock, find):
         if each.plan.status == "ok" and each.key not in known:
             known.add(each.key)
             chosen.append(each)
-    chosen.sort(key=lambda each: (not each.comes_first, each.comes_first or each.plan.step_time_ns))
-    return chosen[:most]
+    return in_turn(chosen)[:most]
+
+
+def in_turn(candidates: Iterable[PlannedCandidate]) -> list[PlannedCandidate]:
+    """Returns those that come first, then the others by predicted time."""
+    return sorted(candidates, key=lambda each: (not each.comes_first, each.comes_first or each.plan.step_time_ns))
 
 
 def _plans(
@@ -110,7 +129,7 @@ def _plans(
     others = [each for each in solution.looked_at if each.refusal is None]
     simulated = [each for each in others if each.may_be_answer and each.problem.cluster is question.cluster]
     for each in simulated:
-        yield PlannedCandidate(str(each.layout), _plan_of(question, each, clock))
+        yield PlannedCandidate(str(each.named_layout), _plan_of(question, each, clock))
     estimated = [each for each in others if each not in simulated and not each.layout.is_whole]
     for number, each in enumerate(sorted(estimated)):
         if clock.is_up:

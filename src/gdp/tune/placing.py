@@ -31,12 +31,13 @@ from gdp.search.place_question import PlaceQuestion
 from gdp.simulator.plan import Asked, Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, replay, simulate
-from gdp.tune.candidates import PlannedCandidate, find_candidates
+from gdp.tune.candidates import PlannedCandidate, find_candidates, in_turn
 from gdp.tune.tuning import LoggedCandidate
 
 RUNTIME, RANKS = "GDP_RUNTIME", "GDP_RANKS"
 """Environment variables of a command: how the step is to be run, and the number of its processes on a host."""
 _MOST_CANDIDATES = 100  # of a search
+_ORDERED = 10  # that are predicted to be the fastest come in other orders, too. Untuned
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -51,6 +52,7 @@ class Placing:
     budget: Budget  # of a search; as long again at most to learn how times follow the machine
     target: str = ""  # of exports; "": plans alone
     runtimes: Sequence[str] = ()  # in which each plan is measured, that of the cluster first
+    has_orders: bool = False  # what runs plans starts ops in the order that they have: executors of gdp
     say: Callable[[str], None] = lambda text: None
 
     @cached_property
@@ -76,7 +78,10 @@ class Placing:
                 reasons[str(error)] = None
                 continue
             environment |= {RUNTIME: each.runtime}
-            key = hashlib.sha256(repr((content or each.key, environment)).encode()).hexdigest()
+            key, placed = (
+                hashlib.sha256(repr((content or plan.key, environment)).encode()).hexdigest()
+                for plan in (each, replace(each, order=""))
+            )
             if key in keys:
                 continue
             keys.add(key)
@@ -89,7 +94,9 @@ class Placing:
             time_ns = _time_ns(step, inverse) if factors else step.step_time_ns
             first = each.comes_first and not known
             rows.append(
-                LoggedCandidate(each.name, time_ns, each.spread, first, each.traits, key, environment=environment)
+                LoggedCandidate(
+                    each.name, time_ns, each.spread, first, each.traits, key, environment=environment, placed=placed
+                )
             )
             steps.append(step)
         if found and not rows and not known:
@@ -107,6 +114,9 @@ class Placing:
         first, *others = self.runtimes or [next((d.runtime for d in self.cluster.devices if not d.is_cpu), EAGER)]
         found = [replace(each, runtime=first) for each in found]
         found += [each.run_by(runtime) for runtime in others for each in found]
+        if self.has_orders:
+            fastest = sorted(found, key=lambda each: each.plan.step_time_ns)[:_ORDERED]
+            found = in_turn([*found, *(other for each in fastest for other in each.in_other_orders())])
         names = (f"{each.name}, {each.runtime}" if others else each.name for each in found)
         return [replace(each, name=name) for each, name in zip(found, names, strict=True)]
 

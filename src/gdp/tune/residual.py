@@ -3,11 +3,11 @@ numbers of the machine.
 
 log(measured / predicted) is a Gaussian process, the sum of four errors: one that all candidates share, those of the few
 numbers of the machine, by how the times of candidates follow them, one that those with like traits share (such as the
-logarithm of the number of stages), and each candidate's own. So a step that takes
-longer than predicted makes others longer as far as they are like it, and the order of the predictions stands where
-nothing speaks against it."""
+logarithm of the number of stages), and each candidate's own, of which one placement's orders of ops share most. So a
+step that takes longer than predicted makes others longer as far as they are like it, and the order of the predictions
+stands where nothing speaks against it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, log
 
@@ -20,6 +20,7 @@ _SHARED = 0.5  # deviation of the error that all share: it may be large, and cha
 # of the variance of errors; on choices with set rows as good as 0 and 0.5, and better than 0.8
 # (`python -m benchmarks few-measurements`)
 _OF_TRAITS = 0.2
+_OF_PLACEMENT = 0.9  # of what is left: errors of one placement in all its orders. Untuned
 _LIKELY = 0.05  # chance of a faster candidate below which there is nothing to look for. Untuned
 
 
@@ -47,16 +48,25 @@ class Residual:
 
     @classmethod
     def of(
-        cls, predicted_ns: npt.ArrayLike, traits: npt.ArrayLike, spread: float, noise: float, moves: npt.ArrayLike = ()
+        cls,
+        predicted_ns: npt.ArrayLike,
+        traits: npt.ArrayLike,
+        spread: float,
+        noise: float,
+        moves: npt.ArrayLike = (),
+        placed: Sequence[str] = (),
     ) -> "Residual":
         """Returns the residual before anything is measured. `traits` [N, T] may be in any unit; `spread` is the
-        relative deviation of predictions, and `moves` [N, P] are those by each number of the machine."""
+        relative deviation of predictions, and `moves` [N, P] are those by each number of the machine. `placed` [N] is
+        equal for candidates that differ in order alone, and "" for others."""
         predicted, values = np.log(np.asarray(predicted_ns, float)), np.asarray(traits, float)
         values = values.reshape(len(predicted), -1)
         deviation = values.std(axis=0)
         values = values[:, deviation > 0] / deviation[deviation > 0]
         distance = ((values[:, None] - values) ** 2).sum(axis=2) / max(values.shape[1], 1)
-        shares = _OF_TRAITS * np.exp(-distance / 2) + (1 - _OF_TRAITS) * np.eye(len(predicted))
+        labels = np.array([label or number for number, label in enumerate(placed or [""] * len(predicted))], object)
+        own = _OF_PLACEMENT * (labels[:, None] == labels) + (1 - _OF_PLACEMENT) * np.eye(len(predicted))
+        shares = _OF_TRAITS * np.exp(-distance / 2) + (1 - _OF_TRAITS) * own
         by_machine = np.asarray(moves, float).reshape(len(predicted), -1)
         return cls(predicted, _SHARED**2 + by_machine @ by_machine.T + spread**2 * shares, noise)
 

@@ -54,6 +54,7 @@ class LoggedCandidate:
     key: str = ""  # by which it is known again
     slopes: list[float] = field(default_factory=list)  # [P] of the logarithm of its time in those of the numbers
     environment: dict[str, str] = field(default_factory=dict)  # of the command
+    placed: str = ""  # equal for those that differ in the order of ops alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,8 @@ class Tuning:
         rows = self.candidates
         spread = max(each.spread for each in rows)
         moves = self._slopes(range(len(rows))) * priors_of(self.numbers)
-        return Residual.of([row.predicted_ns for row in rows], [row.traits for row in rows], spread, self.noise, moves)
+        times_ns, traits, placed = zip(*((row.predicted_ns, row.traits, row.placed) for row in rows), strict=True)
+        return Residual.of(times_ns, traits, spread, self.noise, moves, placed)
 
     def machine(self, cluster: Cluster, after: int | None = None) -> MachineFit:
         """Returns what the first measurements, `after` as many or all, say of the numbers of `cluster`."""
