@@ -15,6 +15,11 @@ from pathlib import Path
 _SET_CHILD_SUBREAPER = 36  # of prctl, which Linux alone has; elsewhere only the group of the command is ended
 
 
+def _end_after_input(process: "subprocess.Popen[bytes]") -> None:
+    sys.stdin.read()
+    _end_group(process)
+
+
 def _end_group(process: "subprocess.Popen[bytes]") -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -34,7 +39,7 @@ def main() -> None:
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
-    threading.Thread(target=lambda: (sys.stdin.read(), _end_group(process)), daemon=True).start()
+    threading.Thread(target=_end_after_input, args=(process,), daemon=True).start()
     status = process.wait()
     _end_group(process)
     ended = set[int]()
