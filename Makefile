@@ -46,7 +46,7 @@ lint: $(TESTING)
 	$(BIN)/lint-imports
 
 kernels: $(TESTING)
-	$(BIN)/python -c 'from gdp.planning.warm_up import warm_up; warm_up(("auto", "exact", "gdp-zero-shot"))'
+	$(BIN)/python -c 'from gdp.planning.warm_up import warm_up; warm_up(("auto", "exact", "gdp-zero-shot"), num_devices=99)'
 
 bench: $(TESTING)
 	$(BIN)/python -m benchmarks $(NAME) $(OPTIONS)
