@@ -1,5 +1,7 @@
 """Context parallelism: tokens of one sequence over ranks that have whole weights each."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -16,8 +18,16 @@ from tests.models.test_conservation import weights
 from tests.models.test_shards import ACTIVATION, captured, exchanges, product_flops
 
 NAMES = ("llama", "gpt2", "bert", "qwen3moe", "deepseek", "diffusion", "checkpointed")
+QUICK = ("gpt2", "qwen3moe")  # plain heads and tied weights; heads of keys fewer than ranks, and experts
+CASES = [(name, Shards(context=2)) for name in NAMES]
+CASES += [
+    pytest.param(name, shards, marks=[] if name in QUICK else [pytest.mark.long])
+    for name in NAMES
+    for shards in (Shards(context=4), Shards(2, context=2))
+]
 
 
+@cache
 def on_ranks(name: str, shards: Shards, training: bool = True) -> Model:
     model, inputs = case(name)
     if not training:
@@ -30,8 +40,7 @@ def gathered_bytes(graph: Graph, phase: str, kind: str) -> int:
     return int(graph.bytes_accessed[is_kind].sum())
 
 
-@pytest.mark.parametrize("shards", [Shards(context=2), Shards(context=4), Shards(2, context=2)], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "shards"), CASES, ids=str)
 def test_products_are_shared(name: str, shards: Shards) -> None:
     """All ranks together compute the products of the whole model, also where tensor ranks cut parts of tokens again."""
     whole, local = captured(name), on_ranks(name, shards)

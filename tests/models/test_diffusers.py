@@ -32,6 +32,14 @@ TESTED = (
     "UNetSpatioTemporalConditionModel",
     "AutoencoderKL",
 )
+QUICK = {  # two streams of images and text, videos, linear attention, convolutions
+    "FluxTransformer2DModel",
+    "SD3Transformer2DModel",
+    "WanTransformer3DModel",
+    "SanaTransformer2DModel",
+    "UNetSpatioTemporalConditionModel",
+    "AutoencoderKL",
+}
 
 
 def model_of(name: str, directory: Path, sizes: str = "", **other: Any) -> str:
@@ -40,7 +48,9 @@ def model_of(name: str, directory: Path, sizes: str = "", **other: Any) -> str:
     return f"hf:{directory}?batch=2&dtype=float32{sizes}"
 
 
-@pytest.mark.parametrize("name", TESTED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in TESTED]
+)
 def test_steps(name: str, tmp_path: Path) -> None:
     """Inference and training are captured, every cost known; backward passes take twice the forward one, or less."""
     text = model_of(name, tmp_path, "&image=16")

@@ -126,6 +126,7 @@ def test_mixtral_reads_two_experts_of_eight(tmp_path: Path) -> None:
     assert decode_graph(MIXTRAL, tmp_path).bytes_accessed.sum() == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.long
 def test_qwen3_reads_eight_experts_of_128(tmp_path: Path) -> None:
     """6.1 GB of 61: on an A100 at 2,039 GB/s, 3.0 ms of reading in all."""
     # attention: query and output 2048 x 4096, key and value 2048 x 512; router; experts: three matrices 2048 x 768
@@ -140,8 +141,13 @@ def test_qwen3_reads_eight_experts_of_128(tmp_path: Path) -> None:
     assert bound <= launches + graph.bytes_accessed.sum() / 2039
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("batch", "share"), [(1, Fraction(2, 8)), (3, 1 - Fraction(6, 8) ** 3)])
+@pytest.mark.parametrize(
+    ("family", "batch", "share"),
+    [
+        *((family, 3, 1 - Fraction(6, 8) ** 3) for family in FAMILIES),
+        *((family, 1, Fraction(2, 8)) for family in ("Mixtral", "DeepseekV3")),
+    ],
+)
 def test_experts_of_every_family(family: str, batch: int, share: Fraction, tmp_path: Path) -> None:
     """8 experts, 2 a token: a quarter of the weights for one token, 1 - (3/4)^3 = 37/64 for three."""
     config = {**SMALL, **FAMILIES[family], "model_type": TYPES[family], "architectures": [f"{family}ForCausalLM"]}

@@ -192,6 +192,7 @@ def test_models_without_adapters(workplace: Path, capsys: pytest.CaptureFixture[
         ModelSource("tuned:stack", Reading(lora=Lora.parse("rank=2,weights=nf4"))).check_runnable("executed")
 
 
+@pytest.mark.long
 def test_qlora_of_8b_parameters_on_a_card_of_24_gib(tmp_path: Path) -> None:
     """Four samples of 2,048 tokens fit on an RTX 4090 with all layers recomputed, as by hand within 10 %.
 

@@ -48,6 +48,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": ("DeepseekV3ForCausalLM", SIZES | LATENT | {"head_dim": 8, "intermediate_size": 512}),
 }
+PLAIN = ("qwen3", "phi3", "mistral", "gpt2")  # attention and layers as in another one
 EXECUTED = ("phi3", "gemma2", "qwen3_moe", "gpt2", "deepseek_v3")
 CACHED_ONCE = ("deepseek_v3",)  # latents, which all heads read
 
@@ -78,7 +79,12 @@ def test_a_decode_step_has_no_tokens_to_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "phase"), [*((name, "decode") for name in CONFIGS), ("llama", "prefill"), ("deepseek_v3", "prefill")]
+    ("name", "phase"),
+    [
+        *(pytest.param(name, "decode", marks=[pytest.mark.long] * (name in PLAIN)) for name in CONFIGS),
+        ("llama", "prefill"),
+        pytest.param("deepseek_v3", "prefill", marks=pytest.mark.long),
+    ],
 )
 def test_two_ranks_do_the_work_of_one_card(name: str, phase: str, tmp_path: Path) -> None:
     """Two ranks together compute the products and hold the cache of the whole model; latents are there twice."""

@@ -22,6 +22,7 @@ from tests.models.shard_cases import BATCH, TOKENS, VOCABULARY, WIDTH, case
 
 PAIRED = ("llama", "tied", "qwen3", "phi3", "olmo2", "neox", "gpt2", "bert", "vit", "t5", "encoder", "blocks")
 NAMES = (*PAIRED, "diffusion")
+LIKE_LLAMA = ("llama", "olmo2", "qwen3", "qwen3moe")  # projections are cut as in one of the others
 MIXTURES = ("mixtral", "qwen3moe", "deepseek")
 PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward")
 ACTIVATION = 4 * BATCH * TOKENS * WIDTH  # bytes of float32 between blocks
@@ -68,7 +69,10 @@ def test_products_are_shared(name: str) -> None:
     assert dict(local.unknown_costs) == dict(whole.unknown_costs)
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "olmo2", "neox", "mixtral", "qwen3", "qwen3moe", "deepseek"])
+@pytest.mark.parametrize(
+    "name",
+    ["phi3", "neox", "mixtral", "deepseek", *(pytest.param(name, marks=pytest.mark.long) for name in LIKE_LLAMA)],
+)
 def test_plan_is_that_of_transformers(name: str) -> None:
     """Each weight that the plan of a configuration cuts is cut here, by columns or by rows as there."""
     model, inputs = case(name)

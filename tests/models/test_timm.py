@@ -62,7 +62,7 @@ def test_training_is_with_cross_entropy() -> None:
 @pytest.mark.parametrize("name", ["hiera_tiny_224", "regnetz_005", "swin_tiny_patch4_window7_224", "levit_128s"])
 def test_builders_that_read_numbers(name: str) -> None:
     """Models whose widths, rates and positions are computed with tensors are built under fake tensors."""
-    assert capture(f"timm:{name}?batch=2").graph.num_ops > 300
+    assert capture(f"timm:{name}?batch=2", training=False).graph.num_ops > 100
 
 
 @pytest.mark.parametrize(

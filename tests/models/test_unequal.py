@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from gdp.cluster import Cluster
 from gdp.costs.op_times import op_times, ranks_of
 from gdp.errors import InputError
+from gdp.graph import Graph
 from gdp.models.model import Reading
 from gdp.models.shards import Shards, in_shares
 from gdp.models.source import ModelSource
@@ -32,6 +33,11 @@ def source(name: str = "heads") -> ModelSource:
     config = LlamaConfig(**sizes, vocab_size=256, use_cache=False)
     tokens = torch.arange(16).reshape(2, 8)
     return ModelSource.of_example((LlamaForCausalLM(config), (tokens,)), Reading(training=False))
+
+
+@cache
+def on_equal(degree: int) -> Graph:
+    return source().sharded(Shards(degree)).part(1).graph
 
 
 @cache
@@ -77,8 +83,8 @@ def test_parts_of_members_sum_to_the_whole() -> None:
     assert own[0] == pytest.approx(2 * own[1], rel=1e-3)
     assert own[1] == own[2]
     held = [int(graph.resident_bytes.sum()) for graph in step.graphs]
-    equal = [int(source().sharded(Shards(n)).part(1).graph.resident_bytes.sum()) for n in (2, 4)]
-    assert held == [equal[0], equal[1], equal[1]]  # half and two quarters, norms whole in each
+    half, quarter = (int(on_equal(degree).resident_bytes.sum()) for degree in (2, 4))
+    assert held == [half, quarter, quarter]  # half and two quarters, norms whole in each
     assert {int(n) for n in ranks_of(step.model.graph)} == {0, 3}
 
 
@@ -86,11 +92,11 @@ def test_the_share_of_an_equal_group_is_its_step() -> None:
     """Of shares 2:1:1 the halves and quarters have each size of the groups of two and of four, and nothing else."""
     step = unequal(2, 1, 1)
     for graph, degree in zip(step.graphs, (2, 4, 4), strict=True):
-        equal = source().sharded(Shards(degree)).part(1).graph
+        other = on_equal(degree)
         for name in ("flops", "bytes_accessed", "resident_bytes", "tensor_bytes"):
-            assert np.array_equal(getattr(graph, name), getattr(equal, name)), name
-        texts = zip(graph.shapes, equal.shapes, equal.kinds, strict=True)
-        assert all(own == other for own, other, kind in texts if not kind.startswith("collective."))
+            assert np.array_equal(getattr(graph, name), getattr(other, name)), name
+        texts = zip(graph.shapes, other.shapes, other.kinds, strict=True)
+        assert all(own == there for own, there, kind in texts if not kind.startswith("collective."))
 
 
 def test_the_time_of_an_op_is_the_longest_of_all_members() -> None:
