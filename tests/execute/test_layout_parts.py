@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from execute.random_layouts import OPTIMIZERS
-from execute.test_layouts import MODELS, assert_equal, assert_near, captured, cpus, drawn
+from execute.test_layouts import MODELS, assert_equal, assert_near, captured, cpus, drawn, marked
 from gdp.errors import InputError
 from gdp.execute.backends import ExchangedRows
 from gdp.execute.host_executor import ThreadExecutor
@@ -24,6 +24,7 @@ from gdp.models.pytorch import Program, Replay, capture
 from gdp.parallel.layout import Layout
 from gdp.parallel.rings import Rings
 from gdp.parallel.step import Step
+from tiny_models import REPEATED
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=6)
 
@@ -295,7 +296,7 @@ def _comes_after(followers: list[list[int]], op: int, other: int, reached: dict[
     return other in reached[op]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [marked(name, is_long=name in REPEATED) for name in MODELS])
 def test_readers_come_before_overwriting(name: str) -> None:
     """Devices of one process read each other's memory: an update waits for each copy that reads the parameter."""
     found = captured(name, "sgd-momentum")

@@ -232,7 +232,9 @@ def plain_losses(name: str, num_parts: int, *, trains: bool = True) -> list[floa
     return losses
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name == "encoder")) for name in MODELS]
+)
 def test_trainings_in_three_layouts(name: str, tmp_path: Path) -> None:
     """Losses of the first layout are bit for bit PyTorch's; saved states go on in the same layout to the bit."""
     expected = plain_losses(name, 4)
@@ -297,10 +299,17 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 OF_TWO = ("microbatches=2", "data=2", "data=2,zero=1", "data=2,zero=2", "data=2,zero=3")
 """Of two parts each, of which there is one sum."""
+QUICK = ("data=2", "data=2,zero=2")  # whole parameters, and pieces
 
 
-@pytest.mark.parametrize("text", OF_TWO)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        pytest.param(name, text, marks=[pytest.mark.long] * (name != "AdamW of two groups" and text not in QUICK))
+        for name in OPTIMIZERS
+        for text in OF_TWO
+    ],
+)
 def test_schedulers_reach_all_replicas(name: str, text: str) -> None:
     """One cycle of learning rates and momentums: parameters are bit for bit those of the optimizer itself.
 
@@ -351,8 +360,14 @@ def test_master_weights_in_every_layout(text: str) -> None:
             assert torch.equal(parts["exp_avg"], optimizer.state[masters[name]]["exp_avg"]), name
 
 
-@pytest.mark.parametrize("build", [Normed, half])
-@pytest.mark.parametrize("text", ["microbatches=1", *OF_TWO])
+@pytest.mark.parametrize(
+    ("text", "build"),
+    [
+        pytest.param(text, build, marks=[pytest.mark.long] * (build is half and text not in QUICK))
+        for text in ("microbatches=1", *OF_TWO)
+        for build in (Normed, half)
+    ],
+)
 def test_clipping(text: str, build: Build) -> None:
     """Bit for bit as PyTorch does; to rounding with ZeRO, where norms of pieces are added, and with two types.
 

@@ -71,8 +71,10 @@ def test_all_models_agree(name: str, tensor: int, sequence: bool) -> None:
     check_ranks(name, Shards(tensor, sequence))
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize(
+    ("tensor", "sequence"),
+    [(2, False), (4, True), *(pytest.param(*each, marks=pytest.mark.long) for each in ((2, True), (4, False)))],
+)
 def test_parts_of_experts_agree(tensor: int, sequence: bool) -> None:
     """As above, of ranks with half of the experts and as many rows each; of four, with half of their columns too."""
     check_ranks("routed", Shards(tensor, sequence, expert=2), rounding=0.03)  # in bfloat16, the type of their products

@@ -14,10 +14,12 @@ from gdp.execute.backends import CPU, Target, backend_of, find_targets
 from gdp.execute.host_executor import ThreadExecutor
 from gdp.execute.measurement import one_device_order
 from gdp.execute.script import scripts
-from tiny_models import EXECUTED, TINY, captured
+from tiny_models import EXECUTED, REPEATED, TINY, captured
 
 
-@pytest.mark.parametrize("name", EXECUTED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in REPEATED)) for name in EXECUTED]
+)
 def test_random_placements(name: str) -> None:
     """Random placements give the bits of the unplaced step."""
     model, args, kwargs = EXECUTED[name]()
