@@ -11,9 +11,13 @@ from gdp.simulator.simulate import simulate
 from tests.models.test_shards import captured
 from tests.search.test_rivals import machine
 
+FURTHER = ("llama", "tied", "vit", "diffusion")
+
 
 @pytest.mark.parametrize("cluster", [Cluster.parse("4xa100-sxm-80g"), machine(4, "80GB")], ids=["kernels", "roofline"])
-@pytest.mark.parametrize("name", ["llama", "tied", "gpt2", "vit", "t5", "mixtral", "diffusion"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "t5", "mixtral", *(pytest.param(name, marks=pytest.mark.long) for name in FURTHER)]
+)
 def test_no_degree_beats_the_bound(name: str, cluster: Cluster) -> None:
     """All ranks together do at least the work of the whole step, without launches and with exchanges for nothing."""
     bound_ns, degrees = layout_bound({1: captured(name).graph}, cluster), []

@@ -42,11 +42,18 @@ CASES = [
     for step in STEPS
     if "stages" not in layout or step == "layers"  # the encoder is not a chain
 ]
+OF_LAYERS = {"four alike", "slow links"}  # the encoder is placed on the other machines, but for a long run
 OFFLOADED = [("data=2,offload=auto", "a CPU beside", step) for step in STEPS]
 REPEATED = {("layers", "unlike"), ("encoder", "a CPU beside")}  # placed twice, with each layout
 
 
-@pytest.mark.parametrize(("layout", "machine", "step"), [*CASES, *OFFLOADED])
+@pytest.mark.parametrize(
+    ("layout", "machine", "step"),
+    [
+        pytest.param(*case, marks=[pytest.mark.long] * (case[2] == "encoder" and case[1] in OF_LAYERS))
+        for case in (*CASES, *OFFLOADED)
+    ],
+)
 def test_every_layout_keeps_the_contract(layout: str, machine: str, step: str) -> None:
     """Its plan is valid, fits where it can, is found again, equals its replay, keeps bounds, and conserves the work."""
     parts, cluster = Parts(STEPS[step], BATCH), MACHINES[machine]

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 
 from gdp.graph import Graph, Op, Tensor
 from hand_cases import HAND_CASES, HandCase, make_cluster
-from reference_simulator import DeadlockError, b_levels, replay, run
+from reference_simulator import DeadlockError, Schedule, b_levels, replay, run
 from strategies import Instance, instances
 
 FIELDS = ("op_start_ns", "op_begin_ns", "op_finish_ns", "transfers", "order", "step_time_ns", "peak_memory_bytes")
@@ -76,19 +76,18 @@ def test_forbidden_device() -> None:
 
 @given(instances())
 @settings(max_examples=300)
-def test_replay_equals_run(instance: Instance) -> None:
-    """Replaying the order of a run gives the run."""
+def test_runs(instance: Instance) -> None:
+    """Replaying the order of a run gives the run; its devices are greedy, and its transfers needed and queued."""
     arguments = (instance.graph, instance.cluster, instance.op_time_ns, instance.placement)
     ran = run(*arguments, instance.priority, instance.host_time_ns)
     assert replay(*arguments, ran.order, instance.host_time_ns) == ran
+    check_devices_are_greedy(instance, ran)
+    check_transfers_are_needed_and_queue(instance, ran)
 
 
-@given(instances())
-@settings(max_examples=300)
-def test_devices_are_greedy(instance: Instance) -> None:
+def check_devices_are_greedy(instance: Instance, ran: Schedule) -> None:
     """A device starts an op as soon as it is free and one is ready, and none that was ready before and ranks higher."""
     graph, placement = instance.graph, instance.placement.tolist()
-    ran = run(graph, instance.cluster, instance.op_time_ns, placement, instance.priority, instance.host_time_ns)
     priority = b_levels(graph, instance.op_time_ns) if instance.priority is None else instance.priority.tolist()
     there = {(k, placement[op]): ran.op_finish_ns[op] for k, op in enumerate(graph.producers.tolist())}
     there |= {(transfer.tensor, transfer.destination): transfer.arrival_ns for transfer in ran.transfers}
@@ -106,12 +105,9 @@ def test_devices_are_greedy(instance: Instance) -> None:
     assert ran.step_time_ns == max(ran.op_finish_ns)
 
 
-@given(instances())
-@settings(max_examples=300)
-def test_transfers_are_needed_and_queue(instance: Instance) -> None:
+def check_transfers_are_needed_and_queue(instance: Instance, ran: Schedule) -> None:
     """A tensor goes once to each other device with consumers, and starts when made or when a channel becomes free."""
     graph, cluster, placement = instance.graph, instance.cluster, instance.placement.tolist()
-    ran = run(graph, cluster, instance.op_time_ns, placement, instance.priority, instance.host_time_ns)
     source = [placement[op] for op in graph.producers.tolist()]
     uses = {(k, placement[op]) for k, op in zip(graph.edge_tensors.tolist(), graph.consumers.tolist(), strict=True)}
     sent = [(transfer.tensor, transfer.destination) for transfer in ran.transfers]
