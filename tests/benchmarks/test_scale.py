@@ -19,7 +19,7 @@ def test_models_of_benchmarks_can_be_asked(tmp_path: Path) -> None:
         assert PAPERS.find(model) or model.startswith(("hf:", "benchmarks.workloads:")), name
 
 
-@pytest.mark.parametrize("layout", [NONE, "microbatches=2", CHOSEN])
+@pytest.mark.parametrize("layout", [pytest.param(NONE, marks=pytest.mark.long), "microbatches=2", CHOSEN])
 def test_a_case_has_all_figures_and_a_page(layout: str) -> None:
     """A case has all figures and a page."""
     case = {"model": "rnnlm-2", "layout": layout, "devices": "2xp100-pcie-16g", "budget": "1s"}

@@ -718,7 +718,7 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_ctrl_c_and_sigterm_end_a_search_and_write_the_best_plan_so_far(run: Run, number: int) -> None:
     """SIGINT and SIGTERM end a search early with status 130, and the best plan so far is written."""
     lstm_training_graph(4).save("lstm.json.gz")  # not solved at once, as `graph.json.gz` is

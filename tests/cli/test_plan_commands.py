@@ -94,6 +94,7 @@ CASES: dict[str, tuple[list[str], bool]] = {
     "kernels of my own": (["models:net", *TWO, "--op-costs", "costs.yaml", "--parallel", "none"], True),
     "a graph file": (["chains.json", *TWO], False),
 }
+OUT = ("several cards", "equal stages", "an ONNX file", "a graph file")  # their graphs and clusters are all kinds
 EXPORTS = {
     "several cards": "torch-fsdp",
     "equal stages": "torch-pipelining",
@@ -102,8 +103,13 @@ EXPORTS = {
 }
 
 
-@pytest.mark.parametrize("has_out", [False, True], ids=["plan alone", "out"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "has_out"),
+    [
+        *(pytest.param(case, False, id=f"{case}, plan alone") for case in CASES),
+        *(pytest.param(case, True, marks=[pytest.mark.long] * (case not in OUT), id=f"{case}, out") for case in CASES),
+    ],
+)
 def test_a_plan_is_simulated_shown_exported_and_run(
     case: str, has_out: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
