@@ -133,7 +133,7 @@ def _estimated(step: MPTStep, graphs: CapturedGraphs) -> tuple[float, bool, Step
     estimator = Estimator(Parts(read, samples), cluster, Constraints())
     devices = tuple((device,) for device in range(step.cards))
     candidate = estimator.estimate(Arrangement(step.layout(step.accumulation), devices))
-    placement = np.arange(graph.num_ops) % 2  # that there are others is what counts
+    placement = np.arange(graph.num_ops) % step.cards  # that there are other hosts is what counts
     return candidate.step_time_ns, candidate.fits, StepKind.of(graph, cluster, placement)
 
 

@@ -66,7 +66,7 @@ def text_of(table: Table, command: str) -> str:
         for cell in table["cells"]
     )
     return f"""# Where 80 % of measured steps are, as factors on the predicted time, by kind of step: is it trained, its
-# runtime, is it on several devices, is most of its time in products, is much of it in grouped or depthwise
+# runtime, what exchanges, is most of its time in products, is much of it in grouped or depthwise
 # convolutions. Made from judged rows, as benchmarks/measured_sources/ranges.py says, by
 #   {command}
 judged = [{", ".join(_text(family) for family in table["judged"])}] # families of the cards of the rows
@@ -125,7 +125,7 @@ def _choices(steps: Steps) -> list[list[PredictedRow]]:
     groups = defaultdict[str, list[PredictedRow]](list)
     for rows in _judged(steps).values():
         for row in rows:
-            if row.row.chosen_from and row.step_kind is not None and row.step_kind.has_exchanges:
+            if row.row.chosen_from and row.step_kind is not None and row.step_kind.exchanges:
                 groups[row.row.chosen_from].append(row)
     return list(groups.values())
 

@@ -164,7 +164,7 @@ def test_ranges_have_what_they_say() -> None:
     rows, random = [], np.random.default_rng(0)
     for number in range(400):  # steps take 1.1 times as long as predicted, with a deviation of 10 %
         is_rare = number % 100 == 0
-        kind = StepKind(is_trained=not is_rare, runtime="eager", has_exchanges=True, is_of_products=True, is_thin=False)
+        kind = StepKind(is_trained=not is_rare, runtime="eager", exchanges="cards", is_of_products=True, is_thin=False)
         row = MeasuredRow(str(number), 1.1 * random.lognormal(0, 0.1), "a100-sxm-80g", None, model=str(number // 4))
         rows.append(PredictedRow(row, 1.0, "step", step_kind=kind))
     of = coverage({"steps": rows}, table_of({"steps": rows}))["steps"]

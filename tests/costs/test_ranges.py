@@ -12,14 +12,14 @@ from gdp.costs.ranges import StepKind, range_of, range_on, tie_share
 from gdp.graph import Graph
 from gdp.models.pytorch import capture
 
-TRAINING = StepKind(is_trained=True, runtime="eager", has_exchanges=False, is_of_products=True, is_thin=False)
+TRAINING = StepKind(is_trained=True, runtime="eager", exchanges="", is_of_products=True, is_thin=False)
 FIGURES = {
     "judged": ["a100"],
     "family": 1.2,
     "unknown": 1.5,
     "ties": {"card": 0.05, "cpu": 0.06},
     "other": {"factors": [0.5, 2.0]},
-    "cells": [{"kind": [True, "eager", False, True, False], "rows": 40, "factors": [0.9, 1.1]}],
+    "cells": [{"kind": [True, "eager", "", True, False], "rows": 40, "factors": [0.9, 1.1]}],
 }
 
 
@@ -58,14 +58,19 @@ def test_kind_without_rows_rests_on_others() -> None:
 def test_kind_of_a_step(step: Graph) -> None:
     """A step says whether it is trained, how it is run, on how many devices, and that its convolutions are thin."""
     one, two = np.zeros(step.num_ops, np.int64), np.arange(step.num_ops) % 2
-    cards = Cluster.parse("2xa100-sxm-80g:compile")
-    assert StepKind.of(step, cards, one) == (True, "compile", False, True, True)
-    assert StepKind.of(step, cards, two) == (True, "compile", True, True, True)
-    assert StepKind.of(step, cards.grouped(2), one) == (True, "compile", True, True, True)  # the ranks exchange
-    assert (
-        str(StepKind.of(step, cards, two))
-        == "compile training on several devices, mostly products, many grouped convolutions"
-    )
+    cards, hosts = Cluster.parse("2xa100-sxm-80g:compile"), Cluster.parse("2x(2xa100-sxm-80g)@100gbit:compile")
+    assert StepKind.of(step, cards, one) == (True, "compile", "", True, True)
+    several = [
+        ("cards", "several devices", cards, two),
+        ("cards", "several devices", hosts, two),
+        ("groups", "groups of cards", cards.grouped(2), one),
+        ("network", "several hosts", hosts, two * 2),
+        ("network", "several hosts", hosts.grouped(2), two),
+    ]
+    for exchanges, where, cluster, placement in several:
+        kind = StepKind.of(step, cluster, placement)
+        assert kind == (True, "compile", exchanges, True, True)
+        assert str(kind) == f"compile training on {where}, mostly products, many grouped convolutions"
 
 
 def test_there_is_no_range_where_kernels_are_not_priced(step: Graph) -> None:

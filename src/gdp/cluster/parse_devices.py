@@ -161,6 +161,9 @@ def _parts(local: str, text: str, host: str) -> list[_Part]:
         _check_count(text, count and len(parts) + count)
         override = match[3]
         links = [name for name in LINKS if name.startswith(("pcie", "nvlink"))]
+        if override in RUNTIMES:
+            rest = re.sub(rf":{override}\b", "", text.lower())
+            raise InputError(f"devices {text!r}: all devices have one runtime, at the end: {rest}:{override}")
         if override is not None and (override not in links or kind.is_cpu):
             raise InputError(
                 f"devices {text!r}: no link {override!r} for {match[2]}; {suggest(override, [*links, *RUNTIMES])}"

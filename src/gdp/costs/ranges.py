@@ -15,6 +15,7 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.cluster import Cluster, Device
 from gdp.cluster.achieved import GPU, OF_FLOPS, family_of
+from gdp.cluster.catalogue import NETWORK
 from gdp.costs.kernels import CLASSES
 from gdp.costs.op_times import has_kernels, step_kernels
 from gdp.costs.rates import kernel_times
@@ -23,6 +24,8 @@ from gdp.graph import Graph
 _THIN = [number for number, name in enumerate(CLASSES) if name.startswith(("grouped", "depthwise"))]
 # of the time: predictions of steps with so many of them err more; steps with more of products err otherwise. Untuned
 _MANY_THIN, _MOST_PRODUCTS = 0.1, 0.6
+CARDS, GROUPS = "cards", "groups"
+_WHERE = {"": "one device", CARDS: "several devices", GROUPS: "groups of cards", NETWORK: "several hosts"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class StepKind(NamedTuple):
 
     is_trained: bool
     runtime: str
-    has_exchanges: bool  # several devices are in use, or a group of cards
+    exchanges: str  # "": one device is in use; between `CARDS` of a host, ranks of `GROUPS`, or hosts of a `NETWORK`
     is_of_products: bool  # most of the time is in products, attention and convolutions
     is_thin: bool  # much of the time is in convolutions of groups or of single channels
 
@@ -61,12 +64,12 @@ class StepKind(NamedTuple):
             times_ns[chosen].sum() / times_ns.sum()
             for chosen in (np.isin(kernels.kinds, _THIN), kernels.kinds < len(OF_FLOPS))
         )
-        is_trained, is_alone = bool(graph.is_in_phase("backward").any()), len(devices) == 1 and not cards[0].group
-        return cls(is_trained, cards[0].runtime, not is_alone, bool(products > _MOST_PRODUCTS), bool(thin > _MANY_THIN))
+        is_trained, exchanges = bool(graph.is_in_phase("backward").any()), _exchanges(cluster, placement)
+        return cls(is_trained, cards[0].runtime, exchanges, bool(products > _MOST_PRODUCTS), bool(thin > _MANY_THIN))
 
     def __str__(self) -> str:
-        """Returns `eager training on several devices, mostly products`."""
-        where = "several devices" if self.has_exchanges else "one device"
+        """Returns `eager training on several hosts, mostly products`."""
+        where = _WHERE[self.exchanges]
         most = ", mostly products" if self.is_of_products else ", mostly not products"
         thin = ", many grouped convolutions" * self.is_thin
         return f"{self.runtime} {'training' if self.is_trained else 'inference'} on {where}{most}{thin}"
@@ -106,6 +109,14 @@ def tie_share(graph: Graph, cluster: Cluster, placement: I64) -> float:
             for device in _used(cluster, placement)
         )
     )
+
+
+def _exchanges(cluster: Cluster, placement: I64) -> str:
+    used = np.unique(placement)
+    if cluster.exchanges.size and (cluster.exchanges[np.ix_(used, used)] == NETWORK).any():
+        return NETWORK
+    is_of_groups = any(device.group for device in _used(cluster, placement))
+    return GROUPS if is_of_groups else CARDS if len(used) > 1 else ""
 
 
 def _used(cluster: Cluster, placement: I64) -> list[Device]:
