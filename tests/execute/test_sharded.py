@@ -80,6 +80,11 @@ def test_parts_of_experts_agree(tensor: int, sequence: bool) -> None:
     check_ranks("routed", Shards(tensor, sequence, expert=2), rounding=0.03)  # in bfloat16, the type of their products
 
 
+def test_ranks_with_samples_and_experts_of_their_own_agree() -> None:
+    """As above, of two ranks that have one of two samples each, and half of the experts."""
+    check_ranks("routed", Shards(expert=2), rounding=0.03)
+
+
 def test_gradient_of_a_key_bias_is_rounding() -> None:
     """Attention does not change with a bias of all keys: its gradient in float64 is 0 but for the last places."""
     model, inputs = case("vit")

@@ -4,6 +4,7 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,13 +27,20 @@ from gdp.search.question import plan_of
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
+from tests.models.shard_cases import case
 
 
 def planned(
-    text: str, model: str = "grouped", devices: str = "4xp100-pcie-16g", *, training: bool = True
+    text: str,
+    model: str = "grouped",
+    devices: str = "4xp100-pcie-16g",
+    *,
+    training: bool = True,
+    of: ModelSource | None = None,
 ) -> tuple[Problem, Plan, ModelSource]:
     """A plan of a layout with shards whose replicas are on neighbouring groups, and the model."""
-    layout, source = Layout.parse(text), ModelSource.of_example(MODELS[model](), Reading(training=training))
+    layout = Layout.parse(text)
+    source = of or ModelSource.of_example(MODELS[model](), Reading(training=training))
     local = source.sharded(layout.shards)
     shards = local.reading.shards
     graph, cluster = local.whole().graph, gdp.Cluster.parse(devices).grouped(shards.num_ranks)
@@ -41,11 +49,12 @@ def planned(
     placement = step.placement(np.zeros(graph.num_ops, np.int64), np.arange(layout.data).reshape(-1, 1))
     plan = plan_of(simulate(problem, placement), 0, "by hand", 0)
     asked = replace(plan.question, options={"inference": not training})
-    document = step.document() | shards.document() | {"batch": layout.num_parts}
+    document = step.document() | shards.document() | {"data": layout.num_copies}
+    document["batch"] = layout.num_parts * shards.samples
     return problem, replace(plan, layout=document, asked=asked), source
 
 
-def for_tool(tool: str, text: str, **options: str) -> Exported:
+def for_tool(tool: str, text: str, **options: Any) -> Exported:
     problem, plan, source = planned(text, **options)
     return exported(problem, plan, LAYOUT_TARGETS[tool], source)
 
@@ -105,13 +114,34 @@ def test_ranks_of_a_sequence() -> None:
         assert {name: own[own.index(name) + 1] for name in values} == {name: str(each) for name, each in values.items()}
     step = steps[1].step
     assert isinstance(step, CutStep)
-    assert any("cuts parameters over ranks of a sequence" in note for note in LAYOUT_TARGETS["torchtitan"].notes(step))
+    assert any("cuts parameters over ranks of a group" in note for note in LAYOUT_TARGETS["torchtitan"].notes(step))
     for tool in ("torch-fsdp", "transformers"):
         with pytest.raises(InputError, match=f"{tool}: has no context shards; export to torchtitan or megatron"):
             for_tool(tool, "context=2")
     manager = pytest.importorskip("torchtitan.config.manager")
     config = manager.ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_8b", *words[1]]).parallelism
     assert (config.tensor_parallel_degree, config.context_parallel_degree) == (2, 2)
+
+
+def test_ranks_with_samples_and_experts_of_their_own() -> None:
+    """Two samples on two replicas that share their experts: Megatron-LM and torchtitan get one a rank. FSDP, whose
+    ranks torchtitan places experts on, cuts parameters as well; torch-fsdp has no experts."""
+    model, inputs = case("mixtral")
+    source = ModelSource.of_example((model, (), inputs))
+    words = [
+        shlex.split(for_tool(tool, "data=2,expert=2", of=source).content.partition('"$@"')[2])
+        for tool in ("megatron", "torchtitan")
+    ]
+    expected = [
+        {"--micro-batch-size": 1, "--global-batch-size": 2, "--expert-model-parallel-size": 2}
+        | {"--expert-tensor-parallel-size": 1},
+        {"--training.local_batch_size": 1, "--training.global_batch_size": 2}
+        | {f"--parallelism.{name}_degree": 2 for name in ("data_parallel_shard", "expert_parallel")},
+    ]
+    for own, values in zip(words, expected, strict=True):
+        assert {name: own[own.index(name) + 1] for name in values} == {name: str(each) for name, each in values.items()}
+    with pytest.raises(InputError, match="torch-fsdp: has no expert shards; export to torchtitan or megatron"):
+        for_tool("torch-fsdp", "data=2,expert=2", of=source)
 
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "intermediate_size": 24}

@@ -15,6 +15,7 @@ from gdp.graph.shapes import parsed_calls
 from gdp.models.lora import Lora
 from gdp.models.model import Model, Reading
 from gdp.models.pytorch.capture_step import StepOptions, capture_step
+from gdp.models.pytorch.shards.experts import expert_weights
 from gdp.models.pytorch.shards.plan import pattern_of
 from gdp.models.shards import Shards
 from gdp.models.source import ModelSource
@@ -34,7 +35,7 @@ def captured(name: str, tensor: int = 1, training: bool = True, sequence: bool =
     if not training:
         del inputs["labels"]
     source = ModelSource.of_example((model, (), inputs), Reading(training=training))
-    return (source if tensor == 1 else source.sharded(Shards(tensor, sequence, expert))).part(1)
+    return (source if tensor == expert == 1 else source.sharded(Shards(tensor, sequence, expert))).part(1)
 
 
 def product_flops(graph: Graph) -> int:
@@ -135,6 +136,24 @@ def test_rows_go_to_columns_of_their_experts() -> None:
     assert {call.arguments[1:] for call in calls if call.kind == "collective.all_to_all"} == {(2, 2)}  # two ranks apart
     whole_experts = captured("qwen3moe", 4, sequence=True, expert=4).graph
     assert product_flops(local.graph) == product_flops(whole_experts)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_of_ranks_with_samples_of_their_own(name: str) -> None:
+    """Each of two ranks has half of all products, its samples' rows go to the ranks of their experts and back, and
+    gradients of all weights but experts' are summed up."""
+    local, whole = captured(name, expert=2), captured(name)
+    assert abs(2 * product_flops(local.graph) / product_flops(whole.graph) - 1) < 0.001
+    rows = 2 * BATCH * TOKENS * 2 // 2 * WIDTH  # bytes of bfloat16: two experts of each token, half of the tokens
+    num_layers = 1 if name == "deepseek" else 2  # with experts
+    for phase in ("forward", "backward"):
+        assert exchanges(local.graph, rows)[phase, "all_to_all"] == 2 * num_layers
+    model, _ = case(name)
+    shared = set(dict(model.named_parameters())) - set(expert_weights(model))
+    summed = [op for op, kind in enumerate(local.graph.kinds) if kind == "collective.all_reduce"]
+    num_bytes = sum(local.graph.bytes_accessed[op] for op in summed if local.graph.phases[op] == "backward")
+    wide = "mlp.gate.weight" if name == "deepseek" else " "  # the router that computes in float32
+    assert num_bytes == sum((4 if wide in path else 2) * model.get_parameter(path).numel() for path in shared)
 
 
 @pytest.mark.parametrize(("tensor", "expert"), [(2, 1), (2, 2), (4, 2)])

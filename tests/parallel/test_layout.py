@@ -17,6 +17,7 @@ from gdp.parallel.layout import Layout
         "data=2,zero=1,offload=auto",
         "data=2,offload=a.b:c",
         "data=2,tensor=4,sequence=off,overlap=on",
+        "data=16,expert=8,microbatches=2,zero=1",
     ],
 )
 def test_words_and_documents_come_back(text: str) -> None:
@@ -32,6 +33,7 @@ def test_words_and_documents_come_back(text: str) -> None:
         ("dp=4", "data=4"),
         ("ddp=4,tp=1,ga=2", "data=4,microbatches=2"),
         ("fsdp=8", "data=8,zero=3"),
+        ("ep=4", "data=4,expert=4"),
         ("pp=2,microbatches=8,ac=full", "stages=2,microbatches=8,recompute=blocks"),
     ],
 )
@@ -57,7 +59,10 @@ def test_words_of_other_tools_are_understood(text: str, meant: str) -> None:
         ("tp=2,tensor=2", "tensor is given twice"),
         ("dp=2,data=2", "data is given twice"),
         ("fsdp=8,zero=2", "zero is given twice"),
-        ("ep=2,data=2", "on parts of the tensor ranks; add tensor=2"),
+        ("ep=4,data=6", "on as many of data=6 replicas; take a multiple of 4 for data, or add tensor=4"),
+        ("ep=8,tensor=4", "let it divide tensor=4"),
+        ("ep=2,cp=2", "leave context out"),
+        ("ep=2,data=2,zero=1", "replicas of 2 ranks, and there is one; add data=4 or more"),
         ("sequence=on", "add tensor=2 or more"),
         ("tensor=2,sequence=maybe", "on, off or auto"),
         ("overlap=on", "add tensor=2 or more"),

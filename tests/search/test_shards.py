@@ -152,12 +152,15 @@ def test_what_is_behind_a_slower_degree_is_left_out_and_what_stays_whole_is_told
 
 
 def test_experts_are_placed_on_parts_of_a_group() -> None:
-    """A mixture is looked at with whole experts on each card of the best group, then with parts of them, until these
-    are slower; the best has the time left."""
+    """A mixture of two samples is looked at with experts on two cards that have one each, then with whole experts on
+    each card of the best group, and with parts of them, until these are slower; the best has the time left."""
     two, four, whole, halves = Shards(2), Shards(4), Shards(4, expert=4), Shards(4, expert=2)
+    samples = Shards(expert=2)
     times = {two: 10**12, four: 9 * 10**11, whole: 7 * 10**11, halves: 8 * 10**11, Shards(): 2 * 10**12}
-    turns = turns_of(question("4xa100-sxm-80g", "mixtral"), times)
-    assert turns == [two, four, whole, halves, Shards(), whole]
+    turns = turns_of(question("4xa100-sxm-80g", "mixtral"), times | {samples: 9 * 10**11})
+    assert turns == [two, four, samples, whole, halves, Shards(), whole]
+    turns = turns_of(question("4xa100-sxm-80g", "mixtral"), times | {samples: 6 * 10**11})
+    assert turns == [two, four, samples, Shards(), samples]
 
 
 def test_tokens_are_cut_where_exchanges_promise_less(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ MAX_RANKS = 64  # of a group: as many cards as one island of fast links has toda
 @dataclass(frozen=True, slots=True)
 class Shards:
     """The degrees of a local program: that of one of `num_ranks` ranks. InputError for numbers that make no sense.
-    Each expert lies on `tensor` / `expert` ranks, which have a part of its columns each; with 1 on all ranks."""
+    Each expert lies on `tensor` / `expert` ranks, which have a part of its columns each; with 1 on all ranks. With one
+    rank of tensors and tokens, `expert` ranks have samples of their own."""
 
     tensor: int = 1
     sequence: bool | None = None  # tokens are cut over the tensor ranks between cut ops; None: in training
@@ -39,9 +40,9 @@ class Shards:
             raise InputError("sequence cuts tokens over tensor ranks, and there is one; add tensor=2 or more")
         if self.overlap and self.tensor == 1:
             raise InputError("overlap is of exchanges between tensor ranks, and there is one; add tensor=2 or more")
-        if self.tensor % self.expert:
-            remedy = f"let it divide tensor={self.tensor}" if self.tensor > 1 else f"add tensor={self.expert}"
-            raise InputError(f"expert={self.expert} places experts on parts of the tensor ranks; {remedy}")
+        if self.tensor % self.expert and self.samples == 1:
+            remedy = f"let it divide tensor={self.tensor}" if self.tensor > 1 else "leave context out"
+            raise InputError(f"expert={self.expert} places experts on ranks of tensors, or of samples; {remedy}")
 
     def settled(self, *, training: bool) -> "Shards":
         """Returns the same shards, which say whether tokens are cut between cut ops: by default in training."""
@@ -51,7 +52,12 @@ class Shards:
     @property
     def num_ranks(self) -> int:
         """The number of cards of a group."""
-        return self.tensor * self.context
+        return self.tensor * self.context * self.samples
+
+    @property
+    def samples(self) -> int:
+        """The number of ranks that have samples of their own: replicas but for experts, of which each has a part."""
+        return self.expert if self.tensor == self.context == 1 else 1
 
     def document(self) -> dict[str, Any]:
         """Returns the degrees as in `--json` and in plan files: `tensor`, and others that are used."""

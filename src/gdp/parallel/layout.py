@@ -65,7 +65,10 @@ class Layout:
         if self.zero not in (0, 1, 2, 3):
             raise InputError(f"zero is {self.zero}; 0, 1, 2 or 3 is expected")
         if self.zero and self.data == 1:
-            raise InputError(f"zero={self.zero} cuts state over replicas, and there is one; add data=2 or more")
+            fewest, of_ranks = 2 * self.shards.samples, f" of {self.num_copies} ranks" * (self.num_copies > 1)
+            raise InputError(
+                f"zero={self.zero} cuts state over replicas{of_ranks}, and there is one; add data={fewest} or more"
+            )
         if self.zero == 3 and not self.is_even:
             raise InputError("zero=3 gathers parameters for all replicas at once; give each as many micro-batches")
         if self.stages is not None and self.stages < 1:
@@ -83,6 +86,11 @@ class Layout:
     def data(self) -> int:
         """The number of replicas."""
         return len(self.microbatches)
+
+    @property
+    def num_copies(self) -> int:
+        """The number of replicas, where ranks of a group that have samples of their own are one each."""
+        return self.data * self.shards.samples
 
     @property
     def num_parts(self) -> int:
@@ -109,7 +117,7 @@ class Layout:
         counts = self.microbatches
         offload = {} if self.offload == NONE else {"offload": _listed(self.offload)}
         return offload | {
-            "data": self.data,
+            "data": self.num_copies,
             **self.shards.document(),
             "stages": self.stages,
             "microbatches": counts[0] if self.is_even else list(counts),
@@ -129,9 +137,11 @@ class Layout:
                 raise InputError(f"layout: unknown keys {', '.join(map(repr, unknown))}; leave them out")
             if any(type(number) is not int for number in numbers):
                 raise TypeError
-            each = tuple(map(int, counts)) if isinstance(counts, list) else (int(counts),) * int(document["data"])
+            shards = Shards.of_document(document)
+            data = _num_groups(int(document["data"]), shards)
+            each = tuple(map(int, counts)) if isinstance(counts, list) else (int(counts),) * data
             stages = None if document["stages"] is None else int(document["stages"])
-            return cls(each, int(document["zero"]), recompute, stages, offload, Shards.of_document(document))
+            return cls(each, int(document["zero"]), recompute, stages, offload, shards)
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, InputError):
                 raise
@@ -168,16 +178,16 @@ class Layout:
             raise InputError(f"--parallel: overlap is {overlap!r}; on or off is expected")
         try:
             counts = tuple(_number("microbatches", item) for item in values.get("microbatches", "1").split(":"))
-            data = _integer(values, "data", len(counts))
+            tensor, parts = in_shares(*(_number("tensor", item) for item in values.get("tensor", "1").split(":")))
+            expert, context = (_integer(values, key, 1) for key in ("expert", "context"))
+            shards = Shards(tensor, _SEQUENCE[sequence], expert, context, _FLAGS[overlap], parts)
+            data = _num_groups(_integer(values, "data", len(counts) * shards.samples), shards)
             if not 1 <= data <= MAX_REPLICAS:
                 raise InputError(f"data is {data}; 1 to {MAX_REPLICAS:,} replicas are expected")
             if len(counts) not in (1, data):
                 raise InputError(
                     f"microbatches has {len(counts)} numbers for {data} replicas; one, or one each, is expected"
                 )
-            tensor, parts = in_shares(*(_number("tensor", item) for item in values.get("tensor", "1").split(":")))
-            expert, context = (_integer(values, key, 1) for key in ("expert", "context"))
-            shards = Shards(tensor, _SEQUENCE[sequence], expert, context, _FLAGS[overlap], parts)
             even, zero = counts if len(counts) == data else counts * data, _integer(values, "zero", 0)
             stages = _integer(values, "stages", 0) if "stages" in values else None
             return cls(even, zero, recompute, stages, offload, shards)
@@ -187,7 +197,7 @@ class Layout:
     def __str__(self) -> str:
         """Returns the layout as `--parallel` takes it: `data=4,microbatches=2,zero=1`; `none` for the whole step."""
         counts = self.microbatches
-        parts = [f"data={self.data}"] if self.data > 1 else []
+        parts = [f"data={self.num_copies}"] if self.num_copies > 1 else []
         parts += [str(self.shards)] if self.shards != WHOLE else []
         parts += [f"stages={self.stages}"] if self.stages is not None else []
         parts += [f"microbatches={':'.join(map(str, counts[:1] if self.is_even else counts))}"] * (max(counts) > 1)
@@ -196,6 +206,14 @@ class Layout:
             if modules != NONE:
                 parts.append(f"{key}={modules if isinstance(modules, str) else ':'.join(modules)}")
         return ",".join(parts) or NONE
+
+
+def _num_groups(data: int, shards: Shards) -> int:
+    """Returns the replicas of groups of so many replicas in all. InputError where groups would be of several."""
+    if data % shards.samples:
+        remedy = f"take a multiple of {shards.samples} for data, or add tensor={shards.expert}"
+        raise InputError(f"expert={shards.expert} places experts on as many of data={data} replicas; {remedy}")
+    return data // shards.samples
 
 
 def _listed(modules: str | tuple[str, ...]) -> str | list[str]:

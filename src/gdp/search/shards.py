@@ -81,12 +81,15 @@ class _Contest:
         self.opened = {WHOLE: question}
         self.failures: dict[Shards, InputError] = {}
         self.uncut: set[Shards] = set()  # that the model is not cut by
+        kinds = question.graph.kinds if question.source.reading.training else ()
+        self.has_experts = any("grouped_mm" in kind for kind in kinds)  # in training
 
     def run(self, degrees: Iterable[int]) -> Solution:
         """Returns the best answer for local programs, the most promising first, and the step as it is, if not known."""
         look, turns = self.clock.part(_LOOK), [*degrees]
         for turn, degree in enumerate(turns):
             self._look(Shards(degree), look, 1 / (len(turns) - turn))
+        self._look_further(self._over_samples(turns))
         self._look_further(self._with_experts())
         self._look_further(self._with_context(turns))
         if WHOLE not in self.found and (
@@ -167,10 +170,14 @@ class _Contest:
         return min((rank[1] for rank in map(_rank, self.found.values()) if not rank[0]), default=inf)
 
     def _with_experts(self) -> Iterator[Shards]:
-        """Yields degrees of experts beside the best tensor degree of a mixture in training, from whole experts on."""
+        """Yields degrees of experts of a mixture in training beside the best tensor degree, from whole experts on."""
         best = self._best
-        if self.source.reading.training and any("grouped_mm" in kind for kind in self.question.graph.kinds):
-            yield from (replace(best, expert=count) for count in reversed(divisors(best.tensor)))
+        yield from (replace(best, expert=count) for count in reversed(divisors(best.tensor if self.has_experts else 1)))
+
+    def _over_samples(self, sizes: Iterable[int]) -> list[Shards]:
+        """Returns degrees of experts on ranks that are replicas otherwise, the most parts first."""
+        samples = self.source.amounts().get("samples", 1)
+        return [Shards(expert=size) for size in sorted(sizes, reverse=True) if self.has_experts and samples % size == 0]
 
     def _with_context(self, sizes: Iterable[int]) -> list[Shards]:
         """Returns degrees that cut tokens and promise a gain in training, the fewest parts first."""
@@ -262,7 +269,8 @@ def stamped(solution: Solution, shards: Shards) -> Solution:
     if shards == WHOLE or solution.plan is None:
         return solution
     plan = solution.plan
-    document = dict(plan.layout or Layout().document()) | shards.document()
+    document = dict(plan.layout or Layout().document())
+    document |= shards.document() | {"data": shards.samples * document["data"]}
     kept = (each for each in (solution.best, *solution.looked_at) if each is not None)
     looked_at = {each: replace(each.on_groups(shards), name="") for each in kept}  # names are of ways on single cards
     return solution._replace(

@@ -45,7 +45,7 @@ def options(step: CutStep) -> list[str]:
         f"--tensor-model-parallel-size {layout.shards.tensor}",
         f"--pipeline-model-parallel-size {step.num_stages}",
         f"--micro-batch-size {step.samples}",
-        f"--global-batch-size {step.samples * layout.num_parts}",
+        f"--global-batch-size {step.samples * layout.num_parts * layout.shards.samples}",
     ]
     if step.num_stages > 1:
         found.append(f"--pipeline-model-parallel-layout '{megatron.layout_of(step.stages)}'")
@@ -55,8 +55,8 @@ def options(step: CutStep) -> list[str]:
         found.append(f"--context-parallel-size {layout.shards.context}")
     if layout.shards.expert > 1:
         found.append(f"--expert-model-parallel-size {layout.shards.expert}")
-        found.append(f"--expert-tensor-parallel-size {layout.shards.tensor // layout.shards.expert}")
-    if layout.data > 1:
+        found.append(f"--expert-tensor-parallel-size {max(layout.shards.tensor // layout.shards.expert, 1)}")
+    if layout.num_copies > 1:
         found.append("--overlap-grad-reduce")
     if layout.zero:
         found += ["--use-distributed-optimizer", "--overlap-param-gather"]

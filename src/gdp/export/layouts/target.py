@@ -57,10 +57,10 @@ class CutStep:
 
     @property
     def samples(self) -> int:
-        """The samples of a micro-batch. InputError for a plan that does not say how many its batch has."""
+        """The samples of a micro-batch on a rank. InputError for a plan that does not say how many its batch has."""
         if self.batch_size is None:
             raise InputError("the plan does not say how many samples its batch has; place the model anew")
-        return self.batch_size // self.layout.num_parts
+        return self.batch_size // (self.layout.num_parts * self.layout.shards.samples)
 
 
 def cut_step(

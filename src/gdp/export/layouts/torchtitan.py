@@ -42,17 +42,17 @@ def options(step: CutStep) -> list[str]:
     """Returns the options, the subcommand for recomputation last."""
     check_even(step, NAME)
     layout, count, is_cut = step.layout, step.microbatches[0], step.num_stages > 1
-    replicas, shards = (1, layout.data) if layout.zero else (layout.data, 1)
+    replicas, shards = (1, layout.num_copies) if layout.zero else (layout.data, layout.shards.samples)
     values: dict[str, object] = {
         "training.local_batch_size": step.samples * (count if is_cut else 1),
-        "training.global_batch_size": step.samples * layout.num_parts,
+        "training.global_batch_size": step.samples * layout.num_parts * layout.shards.samples,
         "parallelism.data_parallel_replicate_degree": replicas,
         "parallelism.data_parallel_shard_degree": shards,
     }
     for key in ("tensor", "expert", "context"):
         if (degree := getattr(layout.shards, key)) > 1:
             values[f"parallelism.{key}_parallel_degree"] = degree
-    if layout.zero or layout.shards.context > 1:  # whose ranks FSDP cuts parameters over, as over replicas
+    if layout.zero or _cuts_parameters(layout):
         values["parallelism.fsdp_reshard_after_forward"] = "always" if layout.zero == 3 else "never"
     options = [f"--{key} {value}" for key, value in values.items()]
     if layout.shards.sequence is False:
@@ -65,6 +65,11 @@ def options(step: CutStep) -> list[str]:
     options += step.held.options
     mode = SELECTIVE if step.layout.recompute == SELECTIVE else "full" if recomputed else NONE
     return [*options, f"activation-checkpoint:{mode}"]
+
+
+def _cuts_parameters(layout: Layout) -> bool:
+    """Returns whether FSDP cuts parameters over the ranks of a group: over those that have tokens of their own."""
+    return layout.shards.context > 1 or layout.shards.samples > 1
 
 
 def _pipeline(step: CutStep) -> list[str]:
@@ -92,8 +97,8 @@ def notes(step: CutStep) -> list[str]:
     zero, sentences = step.layout.zero, common_notes(step)
     if step.layout.recompute == SELECTIVE:
         sentences.append("Which results torchtitan keeps depends on its version: 0.2 those of the plan.")
-    if zero < 3 and step.layout.shards.context > 1:
-        sentences.append("torchtitan cuts parameters over ranks of a sequence, and gathers them before the first pass.")
+    if zero < 3 and _cuts_parameters(step.layout):
+        sentences.append("torchtitan cuts parameters over ranks of a group, and gathers them before the first pass.")
     elif zero in (1, 2):
         cut = "gradients and parameters" if zero == 1 else "parameters"
         sentences.append(

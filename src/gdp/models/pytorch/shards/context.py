@@ -10,6 +10,7 @@ the sequence's first and one of its second half, as Megatron-LM and torchtitan c
 # mypy: disable-error-code="no-any-return,no-untyped-call"
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.nn import functional
 
 from gdp.models.pytorch.fused_attention import has_kernel
 from gdp.models.pytorch.shards.collectives import Among, Gather, all_gather, reduce_scatter
-from gdp.models.pytorch.shards.cuts import ATTRIBUTE, OUTER, PARTIAL, SEQUENCE, AxisCut, cut_of, mark
+from gdp.models.pytorch.shards.cuts import ATTRIBUTE, OUTER, PARTIAL, SEQUENCE, AxisCut, cut_of, mapped, mark
 from gdp.models.pytorch.shards.local_run import LocalRun
 from gdp.models.pytorch.shards.parts import Rule, aligned
 from gdp.models.pytorch.shards.products import Product
@@ -123,6 +124,16 @@ def _attention(run: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     return mark(result, AxisCut(tuple(shape), cut.dim, cut.num_parts, sources=cut.sources))
 
 
+def _attention_of_samples(run: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    query = args[0] if args else kwargs["query"]
+    cut = cut_of(query)
+    if cut is None or cut.dim != 0:
+        return run.on_wholes("has queries of all samples", func, args, kwargs)
+    args, kwargs = mapped((args, kwargs), lambda tensor: aligned(run, tensor, cut, query.dim()))
+    result = func(*args, **kwargs)
+    return mark(result, replace(cut, shape=(cut.shape[0], *result.shape[1:])))
+
+
 def _embedding(run: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     table, ids, *rest = args
     ids = run.begun(ids, -1) if ids.dim() and cut_of(ids) is None else ids
@@ -187,3 +198,18 @@ class ContextRun(LocalRun):
             if of != [*cuts[0][1:]]:  # scores: queries stay cut, keys and values come together
                 operands[at] = self.for_cut_work(operands[at])
         return operands
+
+
+class SampleRun(ContextRun):
+    """Runs a forward pass as one rank of several that have samples of a batch, and experts, of their own: a replica but
+    for its experts."""
+
+    has_experts = True
+    rules: Mapping[str, Rule] = MappingProxyType(
+        ContextRun.rules | {"scaled_dot_product_attention": _attention_of_samples}
+    )
+
+    def begun(self, x: Tensor, dim: int) -> Tensor:
+        """Returns this rank's samples of whole ones; all of them if ranks do not divide them."""
+        cut = AxisCut(tuple(x.shape), 0, self.num_ranks, sources=frozenset({SEQUENCE}))
+        return x if x.shape[0] % self.num_ranks else self.own(x, 0, cut)

@@ -26,6 +26,7 @@ class RankExchanges(TorchFunctionMode):
     weights, and tokens of their own in all layers. Cuts are those of `attribute`; other ranks may cut parts again."""
 
     context = False
+    has_experts = False  # of its own, besides tokens
     attribute = ATTRIBUTE
 
     def __init__(self, num_ranks: int, rank: int = 0, *, by_tokens: bool = False, gathered: frozenset[str], plan: Any):

@@ -62,7 +62,7 @@ def _forward_of(kind: Any) -> Any:
         if run is None:
             return kind.forward(self, *args, **kwargs)
         hidden, index, weights = (*args, *kwargs.values())
-        if run.context:
+        if run.context and not run.has_experts:
             return _of_own_tokens(run, self, hidden, index, weights)
         if self.num_expert_parts == 1:
             with run.off():

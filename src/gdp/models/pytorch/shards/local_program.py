@@ -18,7 +18,7 @@ from gdp.errors import InputError
 from gdp.models.pytorch.flops import FORMULA, classify, count_flops, product_operand
 from gdp.models.pytorch.routine import leaves
 from gdp.models.pytorch.shards.alike_layers import AlikeLayers
-from gdp.models.pytorch.shards.context import ContextRun
+from gdp.models.pytorch.shards.context import ContextRun, SampleRun
 from gdp.models.pytorch.shards.cuts import STORED, mark
 from gdp.models.pytorch.shards.experts import experts_in, run_experts_locally
 from gdp.models.pytorch.shards.local_run import LocalRun
@@ -30,6 +30,7 @@ _MOST_REPEATED = 0.25  # of the FLOPs of products
 _OTHER_PRODUCTS = ("attention", "convolution", "rnn_layer", "trilinear", "cdist")  # in names of operators
 _NAMED = 0.0005  # of the FLOPs of products, on all cards together
 _SHOWN = 4  # weights in a note
+_BALANCED = "expert={}: each rank gets equally many rows (balanced routing is assumed)"
 
 
 def localise(
@@ -66,6 +67,10 @@ def localise(
             _cut_weights(model, plan, tensor, rank=rank % tensor)
             of_tensor = partial(LocalRun, by_tokens=by_tokens, gathered=plan.gathered, plan=None)
             runs.append(partial(of_tensor, tensor, rank % tensor))
+        if shards.samples > 1:
+            plan = CutPlan(model, shards.expert, shards.expert)
+            _cut_weights(model, plan, shards.expert, rank=rank)
+            runs.append(partial(SampleRun, shards.expert, rank))
         if shards.context > 1:
             runs.append(partial(ContextRun, shards.context, rank // tensor, num_inner=tensor))
         _run_locally(model, runs)
@@ -77,13 +82,15 @@ def localise(
 def _notes(plan: CutPlan, shards: Shards, share: float, name: str) -> list[str]:
     num_ranks, degrees = shards.num_ranks, str(replace(shards, sequence=None))
     if shards.tensor == 1:
+        what = "samples" if shards.samples > 1 else "tokens"
         if share > _MOST_REPEATED:
             raise InputError(
                 f"{name}: {degrees} would repeat {share:.1%} of the FLOPs on each card, of functions that read all "
-                "tokens, or of tokens that it does not divide; take a smaller number or tensor"
+                f"{what}, or of {what} that it does not divide; take a smaller number or tensor"
             )
-        shown = f"{degrees} leaves {share:.2%} of the FLOPs whole on each card: they read all tokens"
-        return [shown] if share * (num_ranks - 1) > _NAMED else []
+        balanced = [_BALANCED.format(shards.expert)] * (shards.samples > 1)
+        shown = f"{degrees} leaves {share:.2%} of the FLOPs whole on each card: they read all {what}"
+        return balanced + [shown] * (share * (num_ranks - 1) > _NAMED)
     reasons = plan.whole | plan.repeated or plan.refused
     text = "; ".join(f"{path} {reason}" for path, reason in list(reasons.items())[:_SHOWN])
     text = text + f"; {len(reasons) - _SHOWN} more" * (len(reasons) > _SHOWN) or "other than linear layers"
@@ -94,7 +101,7 @@ def _notes(plan: CutPlan, shards: Shards, share: float, name: str) -> list[str]:
         )
     notes = []
     if plan.num_expert_parts > 1:
-        notes.append(f"expert={plan.num_expert_parts}: each rank gets equally many rows (balanced routing is assumed)")
+        notes.append(_BALANCED.format(plan.num_expert_parts))
     if share * (num_ranks - 1) > _NAMED:
         notes.append(f"{degrees} leaves {share:.2%} of the FLOPs whole on each card: {text}")
     return notes
