@@ -152,15 +152,23 @@ def test_what_is_behind_a_slower_degree_is_left_out_and_what_stays_whole_is_told
 
 
 def test_experts_are_placed_on_parts_of_a_group() -> None:
-    """A mixture of two samples is looked at with experts on two cards that have one each, then with whole experts on
-    each card of the best group, and with parts of them, until these are slower; the best has the time left."""
+    """A mixture is looked at with whole experts on each card of the best group, then with parts of them, until these
+    are slower; the best has the time left."""
     two, four, whole, halves = Shards(2), Shards(4), Shards(4, expert=4), Shards(4, expert=2)
-    samples = Shards(expert=2)
     times = {two: 10**12, four: 9 * 10**11, whole: 7 * 10**11, halves: 8 * 10**11, Shards(): 2 * 10**12}
-    turns = turns_of(question("4xa100-sxm-80g", "mixtral"), times | {samples: 9 * 10**11})
-    assert turns == [two, four, samples, whole, halves, Shards(), whole]
-    turns = turns_of(question("4xa100-sxm-80g", "mixtral"), times | {samples: 6 * 10**11})
-    assert turns == [two, four, samples, Shards(), samples]
+    turns = turns_of(question("4xa100-sxm-80g", "mixtral"), times)
+    assert turns == [two, four, whole, halves, Shards(), whole]
+
+
+def test_experts_are_placed_on_replicas() -> None:
+    """A mixture that no card can hold, with a sample for each: cards that cut experts alone are looked at before those
+    that cut all ops."""
+    held = int(question("2xa100-sxm-80g", "mixtral").graph.resident_bytes.sum())
+    asked = question("2xa100-sxm-80g", "mixtral", max_memory_bytes=dict.fromkeys(("gpu0", "gpu1"), held // 2))
+    two, replicas, both, whole = Shards(2), Shards(expert=2), Shards(2, expert=2), Shards()
+    times = {two: 10**12, both: 7 * 10**11, whole: 2 * 10**12}
+    assert turns_of(asked, times | {replicas: 6 * 10**11}) == [two, replicas, whole, replicas]
+    assert turns_of(asked, times | {replicas: 11 * 10**11}) == [two, replicas, both, whole, both]
 
 
 def test_tokens_are_cut_where_exchanges_promise_less(monkeypatch: pytest.MonkeyPatch) -> None:

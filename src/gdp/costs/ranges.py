@@ -16,6 +16,7 @@ from gdp.arrays import I64
 from gdp.cluster import Cluster, Device
 from gdp.cluster.achieved import GPU, OF_FLOPS, family_of
 from gdp.cluster.catalogue import NETWORK
+from gdp.costs.collectives import ALL_GATHER
 from gdp.costs.kernels import CLASSES
 from gdp.costs.op_times import has_kernels, step_kernels
 from gdp.costs.rates import kernel_times
@@ -24,8 +25,14 @@ from gdp.graph import Graph
 _THIN = [number for number, name in enumerate(CLASSES) if name.startswith(("grouped", "depthwise"))]
 # of the time: predictions of steps with so many of them err more; steps with more of products err otherwise. Untuned
 _MANY_THIN, _MOST_PRODUCTS = 0.1, 0.6
-CARDS, GROUPS = "cards", "groups"
-_WHERE = {"": "one device", CARDS: "several devices", GROUPS: "groups of cards", NETWORK: "several hosts"}
+CARDS, GROUPS, PARAMETERS = "cards", "groups", "parameters"
+_WHERE = {
+    "": "one device",
+    CARDS: "several devices",
+    PARAMETERS: "several devices with parameters gathered",  # for each pass, as FSDP does
+    GROUPS: "groups of cards",
+    NETWORK: "several hosts",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +53,7 @@ class StepKind(NamedTuple):
 
     is_trained: bool
     runtime: str
-    exchanges: str  # "": one device is in use; between `CARDS` of a host, ranks of `GROUPS`, or hosts of a `NETWORK`
+    exchanges: str  # "": one device is in use; else a key of `_WHERE`
     is_of_products: bool  # most of the time is in products, attention and convolutions
     is_thin: bool  # much of the time is in convolutions of groups or of single channels
 
@@ -64,7 +71,7 @@ class StepKind(NamedTuple):
             times_ns[chosen].sum() / times_ns.sum()
             for chosen in (np.isin(kernels.kinds, _THIN), kernels.kinds < len(OF_FLOPS))
         )
-        is_trained, exchanges = bool(graph.is_in_phase("backward").any()), _exchanges(cluster, placement)
+        is_trained, exchanges = bool(graph.is_in_phase("backward").any()), _exchanges(graph, cluster, placement)
         return cls(is_trained, cards[0].runtime, exchanges, bool(products > _MOST_PRODUCTS), bool(thin > _MANY_THIN))
 
     def __str__(self) -> str:
@@ -111,12 +118,17 @@ def tie_share(graph: Graph, cluster: Cluster, placement: I64) -> float:
     )
 
 
-def _exchanges(cluster: Cluster, placement: I64) -> str:
+def _exchanges(graph: Graph, cluster: Cluster, placement: I64) -> str:
     used = np.unique(placement)
     if cluster.exchanges.size and (cluster.exchanges[np.ix_(used, used)] == NETWORK).any():
         return NETWORK
-    is_of_groups = any(device.group for device in _used(cluster, placement))
-    return GROUPS if is_of_groups else CARDS if len(used) > 1 else ""
+    if any(device.group for device in _used(cluster, placement)):
+        return GROUPS
+    if len(used) == 1:
+        return ""
+    of_update = graph.is_in_phase("update")
+    gathers = any(kind.startswith(ALL_GATHER) and not of_update[op] for op, kind in enumerate(graph.kinds))
+    return PARAMETERS if gathers else CARDS
 
 
 def _used(cluster: Cluster, placement: I64) -> list[Device]:

@@ -175,9 +175,11 @@ class _Contest:
         yield from (replace(best, expert=count) for count in reversed(divisors(best.tensor if self.has_experts else 1)))
 
     def _over_samples(self, sizes: Iterable[int]) -> list[Shards]:
-        """Returns degrees of experts on ranks that are replicas otherwise, the most parts first."""
-        samples = self.source.amounts().get("samples", 1)
-        return [Shards(expert=size) for size in sorted(sizes, reverse=True) if self.has_experts and samples % size == 0]
+        """Returns degrees of experts on ranks that are replicas otherwise, the most parts first: where each card has a
+        sample."""
+        samples, num_cards = self.source.amounts().get("samples", 1), len(self.question.cluster.devices)
+        sizes = sizes if self.has_experts and samples >= num_cards else ()
+        return [Shards(expert=size) for size in sorted(sizes, reverse=True) if samples % size == 0]
 
     def _with_context(self, sizes: Iterable[int]) -> list[Shards]:
         """Returns degrees that cut tokens and promise a gain in training, the fewest parts first."""
