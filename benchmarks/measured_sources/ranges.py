@@ -18,7 +18,7 @@ from benchmarks.measured_sources.source import PredictedRow
 from gdp.cluster.achieved import family_of, product_shares
 from gdp.costs.ranges import range_on
 
-MOST_ROWS, PRIOR_ROWS = 100, 10
+MOST_ROWS, PRIOR_ROWS = 60, 10
 _DEVIATIONS = 1.2816  # from the middle of a normal distribution to the ends of 80 % of it
 # percentiles 5 to 95 of a normal distribution
 _PRIOR = np.array([-1.645, -1.036, -0.674, -0.385, -0.126, 0.126, 0.385, 0.674, 1.036, 1.645])
