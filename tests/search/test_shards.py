@@ -14,7 +14,9 @@ from gdp.cluster import Cluster
 from gdp.models.model import Reading
 from gdp.models.shards import Shards
 from gdp.models.source import ModelSource
+from gdp.parallel.layout import Layout
 from gdp.planning.layout_answer import LayoutAnswer
+from gdp.search.layouts.choose import choose_layout, search_further
 from gdp.search.place import answer
 from gdp.search.place_question import PlaceQuestion, SearchOptions
 from gdp.search.question import Solution
@@ -149,6 +151,30 @@ def test_what_is_behind_a_slower_degree_is_left_out_and_what_stays_whole_is_told
         "groups of 2 leave a layer whole",
         "ops were not cut over groups of 8 cards: groups of 4 are slower than those of 2",
     )
+
+
+def test_op_placement_is_searched_on_from_what_is_known() -> None:
+    """Where op placement of the whole step is the best of all, the time left goes to it, from the best placement on."""
+    turns = list[tuple[int, list[Solution]]]()
+
+    def solve(asked: PlaceQuestion, _: Clock, *known: Solution) -> Solution:
+        turns.append((asked.shards.num_ranks, [*known]))
+        best: Any = SimpleNamespace(is_whole=True)
+        return solution_of(10**12 // (3 if asked.shards == Shards() else 1))._replace(best=best)
+
+    over_degrees(question("4xa100-sxm-80g"), Clock(Budget(simulations=9)), solve)
+    assert [ranks for ranks, _ in turns] == [2, 4, 1, 1]
+    assert [len(known) for _, known in turns] == [0, 0, 0, 1]
+    asked = question("2xa100-sxm-80g")
+    batch = asked.about_batch()
+    known = choose_layout(replace(batch, layout=Layout()), Clock(Budget(simulations=20)))
+    further = search_further(batch, known, Clock(Budget(simulations=40)))
+    assert known.best is not None
+    assert further.best is not None
+    assert further.best.is_whole
+    assert min(each.step_time_ns for each in further.looked_at) <= min(each.step_time_ns for each in known.looked_at)
+    assert further.plan is not None
+    assert further.plan.step_time_ns == further.best.step_time_ns
 
 
 def test_experts_are_placed_on_parts_of_a_group() -> None:

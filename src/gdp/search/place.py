@@ -24,7 +24,7 @@ from gdp.models.source import ModelSource
 from gdp.parallel.layout import AUTO, NONE, Layout
 from gdp.search.batches.place_batches import place_batches
 from gdp.search.candidate import UNKNOWN, Candidate, simplest
-from gdp.search.layouts.choose import choose_layout
+from gdp.search.layouts.choose import choose_layout, search_further
 from gdp.search.ops.classical import ClassicalRuns, on_one_device
 from gdp.search.ops.good_order import in_program_order
 from gdp.search.place_question import Placeable, PlaceQuestion, SearchOptions
@@ -143,18 +143,21 @@ def place(
 def answer(question: PlaceQuestion, clock: Clock, on_progress: OnProgress | None = None) -> Solution:
     """Returns the best candidate that is found until `clock` ends, with its plan and what else was looked at."""
 
-    def solve(asked: PlaceQuestion, part: Clock) -> Solution:
-        return stamped(_answer(asked, part, on_progress), asked.shards)
+    def solve(asked: PlaceQuestion, part: Clock, known: Solution | None = None) -> Solution:
+        return stamped(_answer(asked, part, on_progress, known), asked.shards)
 
     return over_degrees(question, clock, solve)
 
 
-def _answer(question: PlaceQuestion, clock: Clock, on_progress: OnProgress | None) -> Solution:
-    """Returns the answer on the devices of the question, as they are."""
+def _answer(
+    question: PlaceQuestion, clock: Clock, on_progress: OnProgress | None, known: Solution | None = None
+) -> Solution:
+    """Returns the answer on the devices of the question, as they are; where op placement is `known` to be the best, it
+    is searched further."""
     if question.parts is None:
         return _ops_placed(question, clock, on_progress)
     batch = question.about_batch(on_progress)
-    return place_batches(batch, clock) if question.num_batches else _layout_chosen(question, batch, clock)
+    return place_batches(batch, clock) if question.num_batches else _layout_chosen(question, batch, clock, known)
 
 
 def best_so_far(
@@ -204,9 +207,11 @@ def _ops_placed(question: PlaceQuestion, clock: Clock, on_progress: OnProgress |
     return solution._replace(best=chosen, plan=plan_of(best, asked.bound_ns, placer, options.seed, record))
 
 
-def _layout_chosen(question: PlaceQuestion, batch: BatchQuestion, clock: Clock) -> Solution:
+def _layout_chosen(
+    question: PlaceQuestion, batch: BatchQuestion, clock: Clock, known: Solution | None = None
+) -> Solution:
     """Returns the best layout, with its step times when op times vary, and beside the best single device."""
-    solution = choose_layout(batch, clock)
+    solution = choose_layout(batch, clock) if known is None else search_further(batch, known, clock)
     plan = solution.plan
     assert plan is not None
     assert plan.search is not None

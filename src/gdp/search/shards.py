@@ -40,7 +40,7 @@ from gdp.search.place_question import PlaceQuestion
 from gdp.search.question import Solution
 from gdp.simulator.constraints import memory_limits
 
-Solve = Callable[[PlaceQuestion, Clock], Solution]
+Solve = Callable[..., Solution]  # of a question, a clock and, to go on from, the answer that is known
 _LOOK = 0.3  # of the time is for a look at all degrees,
 _WHOLE = 0.3  # of the rest for the step as it is, if a degree fits,
 _AGAIN = 2  # degrees at most share what is left: the one whose best layout, estimated or simulated, is the fastest,
@@ -146,19 +146,22 @@ class _Contest:
             raise InputError(f"no step of theirs takes less than {milliseconds(asked.bound_ns)}")
 
     def _ask(self, shards: Shards, clock: Clock) -> None:
+        """Asks for an answer; where the one that is known promises most as it is, and is op placement, from it on."""
+        known = self.found.get(shards)
+        is_of_ops = known is not None and known.best is not None and known.best.is_whole and shards == WHOLE
+        further = (known,) if is_of_ops and self._promised_ns(shards) == self._best_ns else ()
         try:
-            solution = self.solve(self.opened[shards], clock)
+            solution = self.solve(self.opened[shards], clock, *further)
         except InputError as error:
             self.failures.setdefault(shards, error)
             return
-        known = self.found.get(shards)
         self.found[shards] = solution if known is None else min(known, solution, key=_rank)
 
     def _promised_ns(self, shards: Shards) -> float:
         """The step time of the best answer or layout of a degree that fits, be it an estimate."""
         misses, answer_ns = _rank(self.found[shards])
-        estimates = (each for each in self.found[shards].looked_at if each.has_places and each.fits)
-        return min((each.step_time_ns for each in estimates), default=inf if misses else answer_ns)
+        estimates = (each.step_time_ns for each in self.found[shards].looked_at if each.has_places and each.fits)
+        return min([inf if misses else answer_ns, *estimates])
 
     @property
     def _best(self) -> Shards:

@@ -206,7 +206,7 @@ class SampleRun(ContextRun):
 
     has_experts = True
     rules: Mapping[str, Rule] = MappingProxyType(
-        ContextRun.rules | {"scaled_dot_product_attention": _attention_of_samples}
+        {**ContextRun.rules, "scaled_dot_product_attention": _attention_of_samples}
     )
 
     def begun(self, x: Tensor, dim: int) -> Tensor:
