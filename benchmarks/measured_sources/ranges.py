@@ -38,10 +38,11 @@ def table_of(steps: Steps) -> Table:
     logs = {key: np.array([_log(row) for row in rows]) for key, rows in groups.items()}
     spread = _weighted(list(logs.values()), 0.0)
     prior = max(-spread[0], spread[1]) / _DEVIATIONS
-    cells = defaultdict[Any, list[Any]](list)
-    for rows in groups.values():
+    cells, families = defaultdict[Any, list[Any]](list), defaultdict[Any, set[str]](set)
+    for (_, card), rows in groups.items():
         for kind in {row.step_kind for row in rows}:
             cells[kind].append(np.array([_log(row) for row in rows if row.step_kind == kind]))
+            families[kind].add(family_of(card))
     shares = np.log(list(product_shares().values()))
     unknown = float(_DEVIATIONS * np.sqrt(np.mean((shares - shares[0]) ** 2)))
     pairs = [abs(_log(a) - _log(b)) for rows in _choices(steps) for a, b in combinations(rows, 2)]
@@ -52,7 +53,12 @@ def table_of(steps: Steps) -> Table:
         "ties": {"card": float(np.expm1(np.median(pairs))) if pairs else 0.0, "cpu": CPU_TIE},
         "other": {"factors": _factors(np.array(spread) * _NO_ROWS)},
         "cells": [
-            {"kind": list(kind), "rows": sum(map(len, parts)), "factors": _factors(_weighted(parts, prior))}
+            {
+                "kind": list(kind),
+                "rows": sum(map(len, parts)),
+                "judged": sorted(families[kind]),
+                "factors": _factors(_weighted(parts, prior)),
+            }
             for kind, parts in sorted(cells.items())
         ],
     }
@@ -62,14 +68,14 @@ def text_of(table: Table, command: str) -> str:
     """Returns the file of a table."""
     cells = "".join(
         f"\n[[cells]]\nkind = [{', '.join(_text(value) for value in cell['kind'])}]\nrows = {cell['rows']}\n"
-        f"factors = {cell['factors']}\n"
+        f"judged = [{', '.join(map(_text, cell['judged']))}]\nfactors = {cell['factors']}\n"
         for cell in table["cells"]
     )
     return f"""# Where 80 % of measured steps are, as factors on the predicted time, by kind of step: is it trained, its
 # runtime, what exchanges, is most of its time in products, is much of it in grouped or depthwise
 # convolutions. Made from judged rows, as benchmarks/measured_sources/ranges.py says, by
 #   {command}
-judged = [{", ".join(_text(family) for family in table["judged"])}] # families of the cards of the rows
+judged = [{", ".join(map(_text, table["judged"]))}] # families of the cards of the rows; each cell has its own
 family = {table["family"]:.3f} # more, on other families: half of `unknown`, in logarithms
 unknown = {table["unknown"]:.3f} # more, on cards of no family: as products of the families reach of their sheets
 

@@ -14,12 +14,12 @@ from gdp.models.pytorch import capture
 
 TRAINING = StepKind(is_trained=True, runtime="eager", exchanges="", is_of_products=True, is_thin=False)
 FIGURES = {
-    "judged": ["a100"],
+    "judged": ["a100", "ada"],
     "family": 1.2,
     "unknown": 1.5,
     "ties": {"card": 0.05, "cpu": 0.06},
     "other": {"factors": [0.5, 2.0]},
-    "cells": [{"kind": [True, "eager", "", True, False], "rows": 40, "factors": [0.9, 1.1]}],
+    "cells": [{"kind": [True, "eager", "", True, False], "rows": 40, "judged": ["a100"], "factors": [0.9, 1.1]}],
 }
 
 
@@ -37,9 +37,10 @@ def test_range_of_a_kind_that_was_judged() -> None:
     assert found.rests_on == "40 measured steps of eager training on one device, mostly products"
 
 
-@pytest.mark.parametrize(("card", "factor"), [("h100-sxm-80g", 1.2), ("my-own-card", 1.5)])
+@pytest.mark.parametrize(("card", "factor"), [("h100-sxm-80g", 1.2), ("rtx4090-24g", 1.2), ("my-own-card", 1.5)])
 def test_other_cards_have_wider_ranges(card: str, factor: float) -> None:
-    """The spread of a card that was not judged comes in addition, independently; cards of no family have the widest."""
+    """The spread of a card on which the kind was not judged comes in addition, independently, whatever else was judged
+    on it; cards of no family have the widest."""
     found = range_on(TRAINING, [card, "a100-sxm-80g"], FIGURES)
     assert found.low == pytest.approx(exp(-hypot(log(0.9), log(factor))))
     assert found.high == pytest.approx(exp(hypot(log(1.1), log(factor))))

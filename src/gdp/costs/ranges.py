@@ -98,7 +98,8 @@ def range_on(kind: StepKind, cards: Sequence[str], table: Mapping[str, Any] | No
     low, high = (cell or figures["other"])["factors"]
     text = f"{cell['rows']:,} measured steps of {kind}" if cell else f"measured steps of other kinds, none of {kind}"
     unknown = [card for card in cards if family_of(card) == GPU]
-    strange = unknown or [card for card in cards if family_of(card) not in figures["judged"]]
+    families = (cell or figures)["judged"]
+    strange = unknown or [card for card in cards if family_of(card) not in families]
     if strange:
         spread = log(figures["unknown" if unknown else "family"])
         low, high = exp(-hypot(log(low), spread)), exp(hypot(log(high), spread))
