@@ -26,7 +26,8 @@ from gdp.models.pytorch.shards.plan import CutPlan, Role, planned
 from gdp.models.shards import Shards
 from gdp.models.stored_weights import ATTRIBUTE, stored_weights
 
-_MOST_REPEATED = 0.25  # of the FLOPs of products
+_MOST_REPEATED = 0.25  # of the FLOPs of products,
+_MOST_WHOLE = 0.01  # and where samples are cut: all products have them
 _OTHER_PRODUCTS = ("attention", "convolution", "rnn_layer", "trilinear", "cdist")  # in names of operators
 _NAMED = 0.0005  # of the FLOPs of products, on all cards together
 _SHOWN = 4  # weights in a note
@@ -83,7 +84,7 @@ def _notes(plan: CutPlan, shards: Shards, share: float, name: str) -> list[str]:
     num_ranks, degrees = shards.num_ranks, str(replace(shards, sequence=None))
     if shards.tensor == 1:
         what = "samples" if shards.samples > 1 else "tokens"
-        if share > _MOST_REPEATED:
+        if share > (_MOST_WHOLE if shards.samples > 1 else _MOST_REPEATED):
             raise InputError(
                 f"{name}: {degrees} would repeat {share:.1%} of the FLOPs on each card, of functions that read all "
                 f"{what}, or of {what} that it does not divide; take a smaller number or tensor"
