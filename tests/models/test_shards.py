@@ -174,7 +174,7 @@ def test_experts_that_ranks_do_not_divide() -> None:
         model, inputs = case(name)
         with pytest.raises(InputError, match=text):
             ModelSource.of_example((model, (), inputs)).sharded(Shards(8, expert=8)).part(1)
-    with pytest.raises(InputError, match="expert=4 would repeat .* of samples that it does not divide"):
+    with pytest.raises(InputError, match=r"expert=4 would repeat .* of samples that it does not divide"):
         captured("mixtral", expert=4)  # two samples
 
 
