@@ -76,7 +76,7 @@ def search_further(question: BatchQuestion, known: Solution, clock: Clock) -> So
     """Returns `known`, whose best is op placement of the whole step, after a search that begins from the fastest."""
     search = LayoutSearch(replace(question, parts=question.parts.within(clock)), clock)
     search.baselines = known.baselines
-    others = [each for each in known.looked_at if each.simulation is not None]
+    others = [each for each in known.looked_at if each.may_be_answer]
     first = min(each for each in others if each.is_whole)
     assert first.cut is not None, "it is of a batch"
     best = _searched(search, replace(first, cut=replace(first.cut, is_searched=False)), clock.part(1.0))
