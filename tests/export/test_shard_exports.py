@@ -20,6 +20,7 @@ from gdp.export.exported_plan import Exported, check_takes_layout, exported
 from gdp.export.layouts.target import CutStep
 from gdp.export.targets_by_name import LAYOUT_TARGETS, TARGETS
 from gdp.models.model import Reading
+from gdp.models.shards import Shards
 from gdp.models.source import ModelSource
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import Step
@@ -189,6 +190,41 @@ def test_degrees_of_servers() -> None:
         "# CUDA_VISIBLE_DEVICES=0,1 trtllm-serve MODEL --extra_llm_api_options tensorrt-llm.yaml\n"
         "tensor_parallel_size: 2\npipeline_parallel_size: 1\npp_partition: [2]\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("parallel", "options"),
+    [
+        (
+            "data=2,expert=2",
+            {
+                "vllm": "--data-parallel-size 2 --enable-expert-parallel",
+                "sglang": "--tp-size 2 --dp-size 2 --enable-dp-attention --ep-size 2",
+                "tensorrt-llm": "\ntensor_parallel_size: 2\nenable_attention_dp: true\nmoe_expert_parallel_size: 2\n",
+            },
+        ),
+        (
+            "tensor=2,expert=2",
+            {
+                "vllm": "--tensor-parallel-size 2 --enable-expert-parallel",
+                "sglang": "--tp-size 2 --ep-size 2",
+                "tensorrt-llm": "\ntensor_parallel_size: 2\nmoe_expert_parallel_size: 2\n",
+            },
+        ),
+    ],
+)
+def test_experts_of_servers(parallel: str, options: dict[str, str]) -> None:
+    """Servers place whole experts on each card of a group, beside parts of attention, or of the requests."""
+    model, inputs = case("mixtral")
+    del inputs["labels"]
+    source = ModelSource.of_example((model, (), inputs), Reading(training=False))
+    problem, plan, _ = planned(parallel, training=False, of=source)
+    for name, text in options.items():
+        check_takes_layout(plan, TARGETS[name])
+        assert text in exported(problem, plan, TARGETS[name]).content
+    halves = replace(plan, layout=dict(plan.layout or {}) | Shards(4, expert=2).document())
+    with pytest.raises(InputError, match="which vllm does not take"):
+        check_takes_layout(halves, TARGETS["vllm"])
 
 
 def test_cards_left_out_of_groups_keep_their_numbers() -> None:

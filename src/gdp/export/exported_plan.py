@@ -90,6 +90,8 @@ def exported(
         if step.layout.shards.overlap and "overlap" not in target.degrees:
             raise InputError(f"{target.name}: waits for exchanges; place without overlap, or export to megatron")
         return Exported(target, step, plan)
+    if plan.shards.expert > 1 and target.with_experts is not None:
+        target = target.with_experts(plan.shards)
     return Exported(target, adapt(problem, plan, target), plan)
 
 
@@ -103,7 +105,8 @@ def _of_shares(target: ExportTarget | LayoutTarget, shards: Shards) -> ExportTar
 def check_takes_layout(plan: Plan, target: ExportTarget) -> None:
     """Raises InputError if the plan has a layout that a tool for one copy of the model does not take."""
     layout, shards = plan.layout, WHOLE if plan.layout is None else Shards.of_document(plan.layout)
-    is_more = bool(shards.sequence) or shards.expert > 1 or shards.context > 1
+    takes_experts = target.with_experts is not None and shards.expert == shards.num_ranks  # whole on each card
+    is_more = bool(shards.sequence) or (shards.expert > 1 and not takes_experts) or shards.context > 1
     if shards.shares:
         _of_shares(target, shards)
         return
@@ -118,13 +121,16 @@ def check_takes_layout(plan: Plan, target: ExportTarget) -> None:
             f"has ops cut over {shards.num_ranks} cards ({shards}), which {target.name} does not take; {remedy}, or "
             "leave tensor out of --parallel"
         )
-    if layout is not None and in_flight(layout) and layout["data"] > 1:
+    has_replicas = layout is not None and layout.get("data") != shards.samples
+    if layout is not None and in_flight(layout) and has_replicas:
         if not target.takes_replicas:
             raise InputError(
                 f"has {layout['data']} replicas in flight, which {target.name} does not take; export to vllm, or place "
                 f"with --for {target.name}, without --batches"
             )
-    elif layout is not None and (layout.get("data") != 1 or layout.get("recompute") != "none" or "offload" in layout):
+    elif layout is not None and (
+        layout.get("data") != shards.samples or layout.get("recompute") != "none" or "offload" in layout
+    ):
         raise InputError(
             f"has replicas, recomputed blocks or activations on the host, which {target.name} does not take; "
             "export to torch-fsdp, torchtitan or megatron, or place with --parallel none"

@@ -2,10 +2,12 @@
 
 `VLLM_PP_LAYER_PARTITION` gives the number of layers of each rank (vllm/distributed/utils.py, get_pp_indices), and so do
 SGLang's variable (sglang/srt/distributed/utils.py) and the `pp_partition` of TensorRT-LLM (LlmArgs). The embedding is
-on the first rank, the last norm and the head are on the last. The ranks of a group follow each other.
+on the first rank, the last norm and the head are on the last. The ranks of a group follow each other. Experts lie whole
+on each rank, beside parts of attention or requests of its own (docs.vllm.ai, expert parallel deployment).
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from gdp.arrays import I64, Bool
 from gdp.errors import InputError
 from gdp.export.export_target import ExportTarget, ExportUnits, check_inference, gpus, visible_cards
 from gdp.export.module_chains import find_layers
+from gdp.models.shards import WHOLE, Shards
 from gdp.simulator.problem import Problem
 
 _RESERVE = 0.08  # vLLM's gpu_memory_utilization is 0.92 by default (vllm/config/cache.py; 0.9 in earlier versions)
@@ -31,6 +34,9 @@ class Server:
     port: int = 8000  # of the first server, by default
     is_yaml: bool = False  # options are in a file
     note: str = ""
+    experts: tuple[str, ...] = ()  # options for whole experts on each of N ranks,
+    samples: tuple[str, ...] = ()  # and where these have requests of their own, in place of the one for a group
+    shards: Shards = WHOLE  # of the plan
 
     def read_units(self, problem: Problem) -> ExportUnits:
         """Makes a unit of each decoder layer; ops before them go with the first, ops after them with the last.
@@ -54,18 +60,26 @@ class Server:
         for number, ranks in enumerate(servers):
             sizes = [sum(len(units.members[unit]) for unit in np.flatnonzero(own)) for own in ranks.values()]
             visible = f"CUDA_VISIBLE_DEVICES={visible_cards(problem, list(ranks))}"
+            group = self._group(num_cards)
             if self.is_yaml:
-                values = {self.tensor: num_cards, self.stages: len(sizes), self.variable: sizes}
-                lines = [f"{key}: {value}" for key, value in values.items()]
+                lines = [*group, f"{self.stages}: {len(sizes)}", f"{self.variable}: {sizes}"]
                 return "\n".join((f"# {visible} {self.command} {self.file_name}", *lines, ""))
-            tensor = f" {self.tensor} {num_cards}" if num_cards > 1 else ""
-            limit = f" {self.memory} {share:.4g}" if self.memory else ""
-            command = f"{self.command}{tensor} {self.stages} {len(sizes)}{limit}"
+            limit = [f"{self.memory} {share:.4g}"] if self.memory else []
+            command = " ".join((self.command, *group, f"{self.stages} {len(sizes)}", *limit))
             partition = f"{self.variable}={','.join(map(str, sizes))}"
             if len(servers) == 1:
                 return "\n".join((f"# {command}", partition, visible, ""))
             parts.append(f"{partition} {visible} {command} --port {self.port + number}")
         return "\n".join((f"# {len(servers)} servers", *parts, ""))
+
+    def _group(self, num_cards: int) -> list[str]:
+        """Returns options for the ranks of a group."""
+        texts = (*self.samples, *self.experts) if self.shards.samples > 1 else (f"{self.tensor} N",)
+        if self.shards.expert == self.shards.tensor > 1:
+            texts = (*texts, *self.experts)
+        if num_cards == 1 and not self.is_yaml:
+            return []
+        return [re.sub(r"\bN\b", str(num_cards), text).replace(" ", ": " if self.is_yaml else " ", 1) for text in texts]
 
     def _servers(self, problem: Problem, units: ExportUnits, devices: I64) -> list[dict[int, Bool]]:
         """Returns the units [U] by device of each replica, in the order of ranks.
@@ -113,6 +127,7 @@ class Server:
             layers=_layers,
             takes_replicas=not self.is_yaml,
             takes_shards=True,
+            with_experts=lambda shards: replace(self, shards=shards).target,
         )
 
 
@@ -127,6 +142,8 @@ VLLM = Server(
     "--pipeline-parallel-size",
     "VLLM_PP_LAYER_PARTITION",
     "--gpu-memory-utilization",
+    experts=("--enable-expert-parallel",),
+    samples=("--data-parallel-size N",),
 )
 SGLANG = Server(
     "sglang",
@@ -136,6 +153,8 @@ SGLANG = Server(
     "SGLANG_PP_LAYER_PARTITION",
     port=30000,
     note="SGLang chooses its share of memory (--mem-fraction-static).",
+    experts=("--ep-size N",),
+    samples=("--tp-size N", "--dp-size N", "--enable-dp-attention"),
 )
 TENSORRT_LLM = Server(
     "tensorrt-llm",
@@ -145,5 +164,7 @@ TENSORRT_LLM = Server(
     "pp_partition",
     is_yaml=True,
     note="TensorRT-LLM takes a share of the memory that weights leave for its cache (free_gpu_memory_fraction).",
+    experts=("moe_expert_parallel_size N",),
+    samples=("tensor_parallel_size N", "enable_attention_dp true"),
 )
 TARGETS = tuple(server.target for server in (VLLM, SGLANG, TENSORRT_LLM))
