@@ -199,7 +199,7 @@ class PlaceQuestion:
             return ()
         sizes, cards = self.cluster.group_sizes(), [device for device in self.cluster.devices if not device.is_cpu]
         likely = len(cards or self.cluster.devices) / ((source.batch_size or 1) if source.reading.training else 1)
-        return tuple(sorted(sizes, key=lambda size: (abs(log2(size / likely)), size)))
+        return tuple(sorted(sizes, key=lambda size: (abs(log2(size / likely)), -size)))
 
     def reading_s(self, shards: Shards) -> float:
         """Returns about the seconds that it takes to capture the local program of a rank, and a part of its batch; 0
@@ -231,7 +231,8 @@ class PlaceQuestion:
             if self.shards == WHOLE:
                 read_ahead(self.about_batch())
             else:
-                self.parts.read_ahead(self.cluster.num_devices, self.options.settings.large)
+                # a pipeline of groups takes more micro-batches than there are groups
+                self.parts.read_ahead(2 * self.cluster.num_devices, self.options.settings.large)
         for degree in self.degrees[:_PREPARED] if self.source is not None and self.needs_groups else ():
             with contextlib.suppress(InputError):  # such as heads that the degree does not divide
                 self.sharded(Shards(degree)).prepare()

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from gdp.budget import Clock, has_time
+from gdp.cluster.catalogue import NETWORK
 from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.search.candidate import Arrangement, Candidate
 from gdp.search.layouts.arrangement import forced, more_microbatches, replicated_ways
@@ -231,7 +232,9 @@ class Screening:
         ways = [way for way in _ways(self.search) if way.num_places == 1 and way.layout.zero == 3]
         way = None if self._has_least else max(ways, key=lambda way: way.layout.data, default=None)
         self._has_least = True
-        candidates: list[Candidate] = []
+        candidates = self._in_stages()
+        if any(each.fits for each in candidates) and self._clock.share_spent > self._settings.late_share:
+            return candidates
         while way is not None and not self._is_tight and not self._clock.stop.is_set():
             cut = replace(way, layout=replace(way.layout, recompute=BLOCKS))
             candidate = self.search.attempt(self._simulated_together, cut)
@@ -242,6 +245,23 @@ class Screening:
             is_late = self._clock.share_spent > self._settings.late_share or not self.search.has_time(cut)
             way = None if is_late else more_microbatches(way, self.search.parts.batch_size)
         return candidates
+
+    def _in_stages(self) -> list[Candidate]:
+        """Returns one copy of the model in stages on groups of cards of several hosts, with all blocks recomputed:
+        what Megatron-LM's users run where a copy needs several hosts."""
+        cluster = self.search.question.cluster
+        if not any(device.group for device in cluster.devices) or NETWORK not in cluster.exchanges:
+            return []
+        ways = [way for way in _ways(self.search) if way.layout.data == 1 and way.num_places > 1]
+        way = max(ways, key=lambda way: (way.num_places, way.layout.num_parts), default=None)
+        if way is None or self._clock.stop.is_set():
+            return []
+        cut = replace(way, layout=replace(way.layout, recompute=BLOCKS))
+        estimate = self.search.attempt(self.search.estimator.estimate, cut)
+        if estimate is None or not estimate.has_places:
+            return []
+        candidate = self.search.attempt(lambda way: self.search.simulate(way, estimate.places), cut)
+        return [] if candidate is None else [candidate]
 
     def _simulated_together(self, way: Arrangement) -> Candidate:
         """Returns the step of `way` with all ops of a replica in one place."""
