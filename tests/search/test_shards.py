@@ -133,9 +133,9 @@ def test_groups_have_no_look_where_copies_use_all_cards(monkeypatch: pytest.Monk
 def test_what_is_behind_a_slower_degree_is_left_out_and_what_stays_whole_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two samples on eight cards: groups of four come first, those of two are faster, so that eight are not asked. The
+    """Two samples on eight cards: groups of four come first, those of eight are faster, so that two are not asked. The
     answer says why, and what its own local program leaves whole."""
-    times, turns = {4: 20, 2: 10, 1: 30}, list[int]()
+    times, turns = {4: 20, 8: 10, 1: 30}, list[int]()
 
     def solve(asked: PlaceQuestion, _: Clock) -> Solution:
         turns.append(asked.shards.num_ranks)
@@ -146,10 +146,10 @@ def test_what_is_behind_a_slower_degree_is_left_out_and_what_stays_whole_is_told
 
     monkeypatch.setattr(PlaceQuestion, "sharded", sharded)
     solution = over_degrees(question("8xa100-sxm-80g"), Clock(Budget(simulations=9)), solve)
-    assert turns == [4, 2, 1, 2]
+    assert turns == [4, 8, 1, 8]
     assert solution.notes == (
-        "groups of 2 leave a layer whole",
-        "ops were not cut over groups of 8 cards: groups of 4 are slower than those of 2",
+        "groups of 8 leave a layer whole",
+        "ops were not cut over groups of 2 cards: groups of 4 are slower than those of 8",
     )
 
 
