@@ -7,7 +7,7 @@ has the processor time that the search has, its own work included.
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from benchmarks import model_configs
 from benchmarks.benchmark import Benchmark, Say, require_seconds
 from benchmarks.figures import Series, line_plot
 from benchmarks.policy_uses import SEARCH, SHARES, SIMULATIONS, TRAINED, USES, PlacedStep, PolicyUse, measured
-from benchmarks.rows import Rows
+from benchmarks.rows import SEARCH as SEARCH_CODE
+from benchmarks.rows import Rows, code_of
 from gdp import files
 from gdp.arrays import F64
 from gdp.bounds.lower_bound import lower_bound
@@ -33,6 +34,7 @@ from gdp.policy.pretrained import read_policy, shipped
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
 
+_USES = tuple(f"benchmarks/{file}" for file in ("large_steps.py", "policy_uses.py", "model_configs.yaml"))
 _EVEN = 0.002  # ratios nearer to 1 are neither better nor worse
 _BUDGET_OPS = 400_000  # the budget of steps with more is in proportion
 _HOSTS, _PODS = "8x(8xa100-sxm-80g)@100gbit", "4x(16x(8xa100-sxm-80g)@100gbit)@400gbit"
@@ -128,6 +130,7 @@ class LargeStepsBenchmark(Benchmark):
         require_seconds(self.name, self.budget, "6s")
 
     def measure(self, rows: Rows, say: Say) -> dict[str, Any]:
+        rows = replace(rows, shared={"code": code_of(*SEARCH_CODE, *_USES)})
         others = {} if self.checkpoint is None else {f"{TRAINED}, {self.checkpoint.stem}": self.checkpoint}
         facts, times = list[dict[str, Any]](), {use: list[F64]() for use in (*USES, *others)}
         for step in self.steps[: self.num_steps]:

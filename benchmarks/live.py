@@ -49,7 +49,7 @@ from benchmarks.own_steps import MeasuredSubject, OwnSteps
 from benchmarks.page import geometric_mean
 from benchmarks.rival_processes import RivalError, RivalProcesses, TrainedStep
 from benchmarks.rival_steps import ARMS, DDP, FSDP, RivalSetting
-from benchmarks.rows import Rows
+from benchmarks.rows import SEARCH, Rows, code_of
 from benchmarks.training_subjects import SUBJECTS as FULL_SUBJECTS
 from benchmarks.training_subjects import Subject
 from gdp.budget import Budget
@@ -82,6 +82,9 @@ _MEASURED = TUNE, ORDER, RANDOM, *LEARNED
 ARM_NAMES = OWN, TUNE, ORDER, RANDOM, BY_LAYER, SINGLE, DDP, FSDP, *LEARNED
 _QUICK: dict[str, Any] = {"measurements": 4, "repeats": 3, "steps": 2, "pretraining": 1, "budget": Budget(seconds=3.0)}
 _WARM_UP = 2  # steps
+_FILES = "live", "live_arms", "methods", "hdp", "gdp_batch", "own_steps", "op_times"
+_RIVALS_BY = "training_subjects", "rival_steps", "rival_stages", "rival_processes"
+_RUN_BY = "gdp/execute", "gdp/tune", "benchmarks/gdp_policy", *(f"benchmarks/{name}.py" for name in _FILES + _RIVALS_BY)
 _SEED = 0
 
 
@@ -102,6 +105,7 @@ class LiveBenchmark(Benchmark):
         pick(self.name, "workload", self.workloads, tuple(SUBJECTS))
 
     def measure(self, rows: Rows, say: Say) -> dict[str, Any]:
+        rows = replace(rows, shared={"code": code_of(*SEARCH, *_RUN_BY)})
         config = replace(self, **_QUICK) if self.quick else self
         devices = two_cores(self.name)
         kept = asdict(config) | {"budget": str(config.budget), "workloads": None}

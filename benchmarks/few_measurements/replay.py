@@ -17,8 +17,9 @@ that what is learned on others is judged. Arms that need what the file lacks (an
 other machines) are left out.
 """
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,12 @@ from benchmarks.few_measurements.scorer import POLICIES
 from benchmarks.few_measurements.trial import Arm, Lessons, Trial
 from benchmarks.few_measurements.user_file import read_choices
 from benchmarks.figures import Series, line_plot
-from benchmarks.measured_sources.choices import TABLES, Choice
+from benchmarks.measured_sources.choices import PREDICTED_BY, TABLES, Choice
 from benchmarks.measured_sources.source import CapturedGraphs
-from benchmarks.rows import Rows
+from benchmarks.rows import Rows, code_of
 from gdp.arrays import F64
 
+_ARMS_BY = "benchmarks/few_measurements", "gdp/tune/residual.py"
 COUNTS = 1, 2, 3, 5, 10, 25, 50
 _MOST = 100  # measurements of arms that may repeat one
 _FOLDS = 4  # of models, one of which is held out where others of the same table teach
@@ -79,8 +81,10 @@ class FewMeasurementsBenchmark(Benchmark):
         graphs = CapturedGraphs(rows)
         for table in tables:
             choices += table.choices(rows, graphs, say)
-        made = rows.row("drawn-choices", {}, lambda: drawn_questions(graphs, say))
+        code = code_of(*PREDICTED_BY, "benchmarks/few_measurements/drawn_choices.py")
+        made = rows.row("drawn-choices", {"code": code}, lambda: drawn_questions(graphs, say))
         taught = _lessons(choices, [DrawnQuestion.read(each) for each in made["questions"]])
+        rows = replace(rows, shared={"code": code_of(*_ARMS_BY), "choices": _digest(choices, made)})
         about = {table.name: table.about for table in TABLES} | {"file": f"those of {self.file}"}
         parts = [
             self._part(about[name], own, taught, rows, say)
@@ -157,6 +161,13 @@ def regrets_of(arm: Arm, trials: Sequence[Trial], taught: Mapping[str, Lessons])
             own = times[answers[:_MOST]] / times.min() - 1
             regrets[place] = np.append(own, np.full(_MOST - len(own), own[-1]))
     return regrets
+
+
+def _digest(choices: Iterable[Choice], drawn: Mapping[str, Any]) -> str:
+    """Returns a digest of what all arms choose from and learn from, predicted times among it."""
+    values = [getattr(choice, each.name) for choice in choices for each in fields(choice)]
+    exact = [each.tolist() if isinstance(each, np.ndarray) else each for each in values]
+    return hashlib.sha256(repr([exact, drawn]).encode()).hexdigest()[:16]
 
 
 def _class_of(choice: Choice) -> str:

@@ -7,6 +7,7 @@ inference of one model, by card, memory format and runtime, by time per image.
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import log, log2
 from typing import Any
 
@@ -19,13 +20,15 @@ from benchmarks.measured_sources.image_models import ImageInference, ImageStep
 from benchmarks.measured_sources.mpt import SIZES, MPTStep, MPTSteps
 from benchmarks.measured_sources.mpt import VOCABULARY as MPT_VOCABULARY
 from benchmarks.measured_sources.source import CapturedGraphs, MeasuredRow, MeasuredSource
-from benchmarks.rows import Rows
+from benchmarks.rows import PREDICTION, Rows, code_of
 from gdp.cluster import Cluster
 from gdp.costs.ranges import StepKind, range_on
 from gdp.errors import InputError
 
 _EIGHTY = 2.563  # deviations of a normal distribution between its 10th and 90th percentile
 SPREAD = 0.15  # of predictions without a range
+_TOGETHER = 8  # predictions of a row of the benchmark
+PREDICTED_BY = (*PREDICTION, "gdp/search", "benchmarks/measured_sources", "benchmarks/data/measured")
 _F64 = npt.NDArray[np.float64]
 
 
@@ -71,7 +74,10 @@ class ChoiceTable:
         """Returns the choices with two candidates or more that can be predicted. Predictions are rows of the
         benchmark."""
         table = self.source.rows()
-        made = rows.row(f"{self.name}-predictions", {"num_rows": len(table)}, lambda: self._predict(table, graphs, say))
+        made, settings = dict[str, Any](), {"num_rows": len(table), "code": code_of(*PREDICTED_BY)}
+        for first in range(0, len(table), _TOGETHER):
+            part = partial(self._predict, table[first : first + _TOGETHER], graphs, say)
+            made |= rows.row(f"{self.name}-predictions-{first}", settings, part)
         groups = defaultdict[str, list[MeasuredRow]](list)
         for row in table:
             if row.key in made:

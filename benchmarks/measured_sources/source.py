@@ -9,14 +9,14 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from benchmarks.measured_sources.ablation import less, term_left_out
-from benchmarks.rows import Rows
+from benchmarks.rows import CAPTURE, Rows, code_of
 from gdp import files
 from gdp.cluster import Cluster
 from gdp.cluster.device import EAGER
@@ -26,6 +26,7 @@ from gdp.graph import Graph
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
 
+_CODE = partial(code_of, *CAPTURE, "benchmarks/measured_sources")
 DATA = Path(__file__).parent.parent / "data" / "measured"
 SET_ROWS = DATA / "set-rows.csv"
 
@@ -71,7 +72,7 @@ class PredictedRow:
 class CapturedGraphs:
     """Graphs that are captured once: the last one is kept in memory, and all beside the rows, where these are kept.
 
-    As with rows, changes of the code that captures are not noticed.
+    Where the code that captures has changed, they are captured anew.
     """
 
     rows: Rows
@@ -81,7 +82,7 @@ class CapturedGraphs:
         """Returns the graph `name`: the kept one, or else that of `capture`."""
         if name in self._last:
             return self._last[name]
-        path = self.rows.directory / "graphs" / f"{re.sub(r'[^0-9A-Za-z.-]+', '_', name)}.safetensors"
+        path = self.rows.directory / "graphs" / f"{re.sub(r'[^0-9A-Za-z.-]+', '_', name)}-{_CODE()}.safetensors"
         if self.rows.keep and path.exists():
             graph = Graph.load(path)
         else:

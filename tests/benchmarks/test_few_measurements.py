@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,18 @@ def test_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn_quickly: No
     assert rows["gdp's costs"]["mean"][0] < 0.01 < rows["random"]["mean"][0]
     assert all(f"| {arm} |" in (tmp_path / "page.md").read_text() for arm in names)
     assert (tmp_path / "page.svg").exists()
+
+
+def test_rows_notice_other_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn_quickly: None) -> None:
+    """Rows of arms are found again while what they choose from is the same, and refused where a prediction is not."""
+    few(monkeypatch, "gdp's costs", "gdp's costs, residual")
+    path, bench = tmp_path / "mine.csv", partial(FewMeasurementsBenchmark, seeds=1, noises=(0.01,))
+    path.write_text(USERS)
+    first = bench(file=path).run(rows=tmp_path / "rows")
+    assert bench(file=path).run(rows=tmp_path / "rows")["tables"] == first["tables"]
+    path.write_text(USERS.replace("a,4,40", "a,5,40"))
+    with pytest.raises(InputError, match="another choices"):
+        bench(file=path).run(rows=tmp_path / "rows")
 
 
 USERS = """choice,predicted,measured,micro_batch,schedule

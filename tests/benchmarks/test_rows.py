@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.rows import Rows
+from benchmarks.rows import SEARCH, Rows, code_of
 from gdp.errors import InputError
 
 
@@ -40,6 +40,16 @@ def test_a_row_made_with_other_settings_is_refused(tmp_path: Path, settings: dic
     Rows(tmp_path).row("a", {"budget": 1}, lambda: {"x": 1})
     with pytest.raises(InputError, match=r"a\.json: was made with another (budget|more); .* --rows or --out"):
         Rows(tmp_path).row("a", settings, refuse)
+
+
+def test_a_row_of_other_code_is_refused(tmp_path: Path) -> None:
+    """What all rows share is among their settings, and code that differs in a byte has another digest."""
+    here = Path(__file__).parents[2]
+    assert all((here / room).exists() or (here / "src" / room).exists() for room in SEARCH)
+    assert len({code_of("gdp/costs"), code_of("benchmarks/rows.py"), code_of("gdp/costs", "benchmarks/rows.py")}) == 3
+    Rows(tmp_path, shared={"code": code_of("gdp/costs")}).row("a", {"budget": 1}, lambda: {"x": 1})
+    with pytest.raises(InputError, match="another code"):
+        Rows(tmp_path, shared={"code": code_of("gdp/graph")}).row("a", {"budget": 1}, refuse)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format": "gdp-bench-row", "version": 1}'])
