@@ -152,6 +152,8 @@ def test_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
         ((), "--on local"),
         (("--on", "local", "--measure", "true"), "--on local"),
         (("--measure", "true"), "--devices"),
+        (("--measure", " ", *QUICK), "--measure: a command"),
+        (("--on", "local", "--devices", "2xl4-24g"), "leave it out"),
         (("--on", "local", "--pattern", "x"), "--pattern"),
         (("--on", "local", "--runtime", "compile"), "--runtime"),
         (("--measure", "true", *QUICK, "--runtime", "eager,fast"), "--runtime"),
@@ -168,6 +170,12 @@ def test_bad_options(words: tuple[str, ...], says: str, capsys: pytest.CaptureFi
 
 
 def test_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where no plan runs, the exit status is 3 and the line has the reason of the first."""
-    assert main(["tune", MODEL, "--measure", "echo no card >&2; exit 4", *QUICK, "--steps", "2"]) == 3
-    assert "exit status 4: no card" in capsys.readouterr().err
+    """Where no plan runs, the exit status is 3 and the line has the reason of the first. After five that failed alike
+    no other is tried; a run that goes on says so at once."""
+    words = ["tune", MODEL, "--measure", "echo >> seen; echo no card >&2; exit 4", *QUICK]
+    for more in (), ("--resume",):
+        assert main([*words, *more]) == 3
+        told = capsys.readouterr().err
+        assert "exit status 4: no card" in told
+        assert "name another --out" in told
+        assert Path("seen").read_text() == "\n" * 5

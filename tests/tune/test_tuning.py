@@ -83,8 +83,8 @@ def test_a_failed_plan_is_measured_too(tmp_path: Path) -> None:
     tuning = Tuning.begin(tmp_path, QUESTION, candidates(100, 105))
     assert run(tuning, {0: inf, 1: 130}) == [0, 1]
     assert tuning.answer == 1
-    broken = Tuning.begin(tmp_path / "b", QUESTION, candidates(100, 105))
-    assert run(broken, {0: inf, 1: inf}) == [0, 1]
+    broken = Tuning.begin(tmp_path / "b", QUESTION, candidates(*range(100, 107)))
+    assert run(broken, dict.fromkeys(range(7), inf)) == [0, 1, 2, 3, 4]  # that fail alike
     assert broken.answer is None
 
 
@@ -217,5 +217,6 @@ def test_other_logs_are_refused(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(InputError, match=says):
         Tuning.resume(tmp_path, QUESTION)
     Tuning.begin(tmp_path, QUESTION, candidates(100))
-    with pytest.raises(InputError, match="begun with another model"):
-        Tuning.resume(tmp_path, QUESTION | {"model": "other"})
+    for other, told in (({"model": "other"}, "MODEL"), ({"options": {"max_memory": "1GB"}}, "--max-memory")):
+        with pytest.raises(InputError, match=f"begun with another {told}"):
+            Tuning.resume(tmp_path, QUESTION | other)

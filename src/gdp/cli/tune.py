@@ -81,8 +81,10 @@ def tune(
         if (on is None) == (measure is None):
             raise InputError("tune: measure plans here with --on local, or by a command of yours with --measure")
         text = on if measure is None else devices
-        if text is None or (on is not None and devices is not None):
-            raise InputError("--devices: goes with --measure, and says which devices COMMAND uses; --on has its own")
+        if text is None or not (measure is None or measure.strip()):
+            raise InputError("--measure: a command, and with --devices the devices that it uses, are expected")
+        if on is not None and devices is not None:
+            raise InputError("--devices: is for --measure, and --on has its own; leave it out")
         for option, value in {"--to": to, "--pattern": pattern, "--runtime": runtime}.items():
             if measure is None and value is not None:
                 raise InputError(f"{option}: is for --measure; leave it out")
@@ -248,6 +250,6 @@ def _answered(tuning: "Tuning", cluster: "Cluster", *, json: bool, interrupted: 
     if interrupted:
         return INTERRUPTED
     if best is None:
-        reason = f"{lines[0].status}: {lines[0].reason}" if lines else tuning.ended
-        return fail(f"error: no plan ran; the first: {reason}", NOTHING_FITS)
+        reason = f"; the first: {lines[0].status}: {lines[0].reason}" if lines else ""
+        return fail(f"error: no plan ran: {tuning.ended}{reason}", NOTHING_FITS)
     return OK
