@@ -92,7 +92,7 @@ class Measuring:
         with (
             open(directory / _OUTPUT, "wb") as output,
             open(directory / _ERRORS, "wb") as errors,
-            subprocess.Popen(  # the end of its input ends it
+            subprocess.Popen(
                 [sys.executable, "-IS", _SUPERVISOR, *self.command],
                 cwd=directory if own else None,
                 env=os.environ | environment | {CANDIDATE: str(directory.absolute())},
@@ -106,6 +106,8 @@ class Measuring:
                 status = process.wait(self.timeout_s)
             except subprocess.TimeoutExpired:
                 return Measured(TIMED_OUT, reason=f"no end within {self.timeout_s:g} s")
+            finally:
+                process.communicate()  # the end of its input ends it
         printed, said = _tail(directory / _OUTPUT), _tail(directory / _ERRORS)
         if status:
             raised = [match[0] for match in _RAISED.finditer(said or printed)]  # torchrun says more behind the first
