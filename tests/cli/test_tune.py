@@ -160,6 +160,7 @@ def test_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
         (("--on", "2xl4-24g"), "--measure COMMAND --devices 2xl4-24g"),
         (("--measure", "true", *QUICK, "--pattern", "(?P<h>.*)"), "ms or s"),
         (("--measure", "true", *QUICK, "--budget", "9sims"), "--budget"),
+        (("--measure", "true", *QUICK, "--timeout", "5"), "--timeout 5: a time is expected, such as 10m"),
     ],
 )
 def test_bad_options(words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:

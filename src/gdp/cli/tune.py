@@ -1,5 +1,6 @@
 """Parses, calls and prints: `gdp tune`."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -158,10 +159,10 @@ _LEAST_MOVED = 0.01  # of a number of the machine, to be worth a word
 def _seconds(option: str, text: str) -> float:
     from gdp.budget import Budget
 
-    seconds = Budget.parse(text).seconds
-    if not seconds:
-        raise InputError(f"{option} {text}: a time is expected, such as 10m")
-    return seconds
+    with contextlib.suppress(InputError):
+        if seconds := Budget.parse(text).seconds:
+            return seconds
+    raise InputError(f"{option} {text}: a time is expected, such as 10m")
 
 
 def _asking(
