@@ -20,6 +20,7 @@ from tests.models.shard_cases import case
 from tests.models.test_shards import NAMES
 
 SIX = ("blocks", "llama", "gpt2", "bert", "vit", "t5")
+MORE = ("llama", "gpt2", "bigcode", "phi3-gqa", "gemma")  # whose keys have fewer heads than ranks, fused and not
 ROUNDING = 1e-5  # relative: sums in another order
 
 
@@ -41,14 +42,17 @@ def check_ranks(name: str, shards: Shards, rounding: float = ROUNDING) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "sequence"), [*((name, 2, True) for name in SIX), ("llama", 4, False), ("gpt2", 4, False)]
+    ("name", "tensor", "sequence"),
+    [*((name, 2, True) for name in (*SIX, "bloom", "given-mlp")), *((name, 4, False) for name in MORE)],
 )
 def test_ranks_agree_with_whole_model(name: str, tensor: int, sequence: bool) -> None:
     """Ranks with a part of the weights each get the loss, outputs and gradients of the whole model together."""
     check_ranks(name, Shards(tensor, sequence))
 
 
-@pytest.mark.parametrize(("name", "context"), [("llama", 2), ("gpt2", 4), ("bert", 2), ("diffusion", 2)])
+@pytest.mark.parametrize(
+    ("name", "context"), [("llama", 2), ("gpt2", 4), ("bert", 2), ("diffusion", 2), ("mistral", 2)]
+)
 def test_ranks_of_a_sequence_agree(name: str, context: int) -> None:
     """As above, of ranks with a part of the tokens each."""
     check_ranks(name, Shards(context=context))
@@ -65,7 +69,7 @@ def test_ranks_with_parts_of_tokens_and_weights_agree(name: str, sequence: bool)
 @pytest.mark.long
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("tensor", [2, 4])
-@pytest.mark.parametrize("name", [*NAMES, "checkpointed", "reentrant"])
+@pytest.mark.parametrize("name", [*NAMES, "given", "checkpointed", "reentrant"])
 def test_all_models_agree(name: str, tensor: int, sequence: bool) -> None:
     """As above, of all small models."""
     check_ranks(name, Shards(tensor, sequence))

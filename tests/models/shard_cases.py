@@ -5,6 +5,10 @@ from typing import Any
 import torch
 import transformers as tf
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, parallel
+
+from gdp.models.pytorch.shards.given_styles import styles_noted
 
 BATCH, TOKENS, WIDTH, INNER, HEADS, VOCABULARY = 2, 8, 64, 128, 4, 256
 _DECODER = {
@@ -110,6 +114,23 @@ def _routed() -> nn.Module:
     return model.bfloat16()
 
 
+def _given(names: str, **options: Any) -> nn.Module:
+    """A decoder that the user's code cuts by `parallelize_module`: these of its weights."""
+    rows = {"embed_tokens", "o_proj", "down_proj"}
+    paths = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
+    with styles_noted():
+        mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("tp",))["tp"]
+        model = tf.LlamaForCausalLM(_config("Llama", **_DECODER | options))
+        styles: dict[str, Any] = {}
+        for name in names.split():
+            part = "mlp" if name in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+            path = paths.get(name, f"model.layers.*.{part}.{name}")
+            style = parallel.RowwiseParallel if name in rows else parallel.ColwiseParallel
+            styles[path] = style(input_layouts=Replicate()) if name in rows & paths.keys() else style()
+        cut: nn.Module = parallel.parallelize_module(model, mesh, styles)
+        return cut
+
+
 def _layer() -> nn.Module:
     return nn.TransformerEncoderLayer(WIDTH, HEADS, INNER, dropout=0.0, batch_first=True)
 
@@ -133,6 +154,16 @@ _MODELS: dict[str, Any] = {
     "phi3": lambda: tf.Phi3ForCausalLM(_config("Phi3", **_DECODER | {"num_key_value_heads": HEADS})),
     "olmo2": lambda: tf.Olmo2ForCausalLM(_config("Olmo2", **_DECODER)),
     "neox": lambda: tf.GPTNeoXForCausalLM(_config("GPTNeoX", **_DECODER)),
+    "bloom": lambda: tf.BloomForCausalLM(
+        _config("Bloom", hidden_size=WIDTH, n_layer=2, n_head=HEADS, vocab_size=VOCABULARY, use_cache=False)
+    ),
+    "opt": lambda: tf.OPTForCausalLM(_config("OPT", **_DECODER, ffn_dim=INNER, word_embed_proj_dim=WIDTH)).eval(),
+    "bigcode": lambda: tf.GPTBigCodeForCausalLM(
+        _config("GPTBigCode", n_embd=WIDTH, n_layer=2, n_head=HEADS, vocab_size=VOCABULARY, n_positions=32)
+    ).eval(),
+    "gemma": lambda: tf.GemmaForCausalLM(_config("Gemma", **_DECODER | {"num_key_value_heads": 1}, head_dim=16)),
+    "phi3-gqa": lambda: tf.Phi3ForCausalLM(_config("Phi3", **_DECODER)),
+    "mistral": lambda: tf.MistralForCausalLM(_config("Mistral", **_DECODER, sliding_window=4)),
     "gpt2": lambda: tf.GPT2LMHeadModel(
         _config("GPT2", n_embd=WIDTH, n_layer=2, n_head=HEADS, vocab_size=VOCABULARY + 2, n_positions=32)
     ).eval(),
@@ -149,6 +180,8 @@ _MODELS: dict[str, Any] = {
     ).bfloat16(),
     "deepseek": lambda: tf.DeepseekV3ForCausalLM(_config("DeepseekV3", **_DECODER | _LATENT | _EXPERTS)).bfloat16(),
     "routed": _routed,
+    "given": lambda: _given("embed_tokens lm_head q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"),
+    "given-mlp": lambda: _given("embed_tokens lm_head gate_proj up_proj down_proj", intermediate_size=256),
     "checkpointed": lambda: _checkpointed(use_reentrant=False),
     "reentrant": lambda: _checkpointed(use_reentrant=True),
     "encoder": lambda: Stack(nn.TransformerEncoder(_layer(), 2)),

@@ -63,6 +63,13 @@ def test_keys_and_values_are_exchanged() -> None:
     assert weights(graph) == weights(captured("gpt2").graph)
 
 
+def test_keys_are_exchanged_before_they_are_repeated() -> None:
+    """Behind a mask as well, the two heads of keys that four heads of queries read are gathered once each."""
+    graph = on_ranks("mistral", Shards(context=2)).graph
+    assert not any("fused_attention" in kind for kind in graph.kinds)
+    assert gathered_bytes(graph, "forward", "all_gather") == 2 * 2 * ACTIVATION // 2  # of two layers
+
+
 def test_causal_attention_is_shared() -> None:
     """Ranks have equal parts of causal attention: its FLOPs and time are those of half of all pairs, by a half each."""
     whole, local = captured("gpt2").graph, on_ranks("gpt2", Shards(context=2)).graph

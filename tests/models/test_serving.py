@@ -289,6 +289,12 @@ def test_rates_of_the_answer(
     assert (prefill["num_tokens"], decode["num_tokens"], decode["context"]) == (32, 1, 32)
 
 
+def test_a_prompt_is_what_the_encoder_reads(tmp_path: Path) -> None:
+    """A prefill of encoder and decoder is told by the tokens of its prompt, and a decode step by one."""
+    served = [captured(tiny("t5", tmp_path, "&sequence=32"), phase)[1] for phase in ("prefill", "decode")]
+    assert [each.num_tokens for each in served] == [32, 1]
+
+
 def test_a_cache_on_the_cpu(tmp_path: Path) -> None:
     """Offload is a plan: half of the cache, and the attention that reads it, on the second device."""
     capture, served = captured(tiny("llama", tmp_path, "&context=32"), "decode")

@@ -22,7 +22,8 @@ from gdp.models.source import ModelSource
 from tests.models.shard_cases import BATCH, TOKENS, VOCABULARY, WIDTH, case
 
 PAIRED = ("llama", "tied", "qwen3", "phi3", "olmo2", "neox", "gpt2", "bert", "vit", "t5", "encoder", "blocks")
-NAMES = (*PAIRED, "diffusion")
+HEADS_ALIKE = ("bloom", "opt", "bigcode", "gemma", "phi3-gqa")  # fused, one of keys, or fewer of keys than ranks
+NAMES = (*PAIRED, *HEADS_ALIKE, "diffusion")
 LIKE_LLAMA = ("llama", "olmo2", "qwen3", "qwen3moe")  # projections are cut as in one of the others
 MIXTURES = ("mixtral", "qwen3moe", "deepseek")
 PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward")
@@ -197,6 +198,17 @@ def test_weights_are_shared(tensor: int) -> None:
     parameters = [int(g.resident_bytes[[kind == "parameter" for kind in g.kinds]].sum()) for g in (whole, local)]
     repeated = keys // 2 - keys // 4 if tensor == 4 else 0
     assert parameters[1] == (parameters[0] - norms) // tensor + norms + repeated
+
+
+@pytest.mark.parametrize(("name", "heads"), [("bigcode", 1), ("phi3-gqa", 2)])
+def test_few_heads_of_keys_of_a_fused_layer(name: str, heads: int) -> None:
+    """Of a fused layer each of four ranks has its heads of queries, and the one head of keys that these read."""
+    whole, local = captured(name).graph, captured(name, 4)
+    products = [4 * product_flops(local.graph), product_flops(whole)]
+    repeated = 6 * BATCH * TOKENS * WIDTH * 2 * 16 * (4 - heads) * 2  # columns of keys and values, in two layers
+    assert products[0] - products[1] == repeated
+    reason = f"has {heads} key head{'s' * (heads > 1)}"
+    assert any("tensor=4 leaves" in note and reason in note for note in local.notes)
 
 
 def test_heads_that_ranks_do_not_divide() -> None:

@@ -17,10 +17,13 @@ from gdp.cli.request import PlaceRequest
 from gdp.cli.shared import check_writable, log
 from gdp.errors import InputError
 from gdp.export.export_target import is_cpu
+from gdp.export.exported_plan import exported_by_name
+from gdp.export.layouts import torch_fsdp, torchtitan
 from gdp.graph import Graph
 from gdp.models.model import GGUF, HUGGING_FACE
 from gdp.models.model_text import is_onnx
 from gdp.models.serving import ServedStep
+from gdp.models.shards import WHOLE
 from gdp.parallel.layout import NONE, Layout
 from gdp.parallel.step import in_flight
 from gdp.planning.plan_cache import KeptAnswer
@@ -34,6 +37,7 @@ from gdp.simulator.simulate import Simulation
 from gdp.stop import skip_on_interrupt
 
 _MANY_OPS = 50_000  # whose graph is written in columns, and the report if there is time: it takes half a second
+_MOST_TRIED_OPS = 5_000  # of a copy, which is cut by styles once more; untuned
 _TAKES_SECONDS = "that takes seconds"  # after an interrupt
 _MANY_DEVICES = 128  # whose links take as long: 16,000 of them
 
@@ -163,35 +167,55 @@ class PlanFiles:
         return [path for path in self.written if path in (self.plan, self.report)]
 
     def next_command(self, request: PlaceRequest, plan: Plan) -> str:
-        """Returns the command to go on with, which needs nothing but the plan: the export for its likely tool."""
+        """Returns the command to go on with, which needs nothing but the plan: the export for its likely tool, which
+        takes a plan with a layout."""
         target, plan_file = request.target, str(self.plan)
-        tool, options = (_likely_tool(request, plan), ()) if target is None else (target.name, target.options)
+        if target is None:
+            tools = _likely_tools(request, plan)
+            tool = next((each for each in tools if plan.layout is None or _takes(each, request, plan)), None)
+            options: tuple[str, ...] = ()
+        else:
+            tool, options = target.name, target.options
         return shlex.join(
             ["gdp", "simulate", plan_file] if tool is None else ["gdp", "export", plan_file, "--to", tool, *options]
         )
 
 
-def _likely_tool(request: PlaceRequest, plan: Plan) -> str | None:
-    """Returns the name of the tool that runs plans of such a model; None if there is none, or several are as likely."""
+def _takes(tool: str, request: PlaceRequest, plan: Plan) -> bool:
+    """Returns whether a tool runs the plan as it is. False as well where it takes long to find out: a model of many
+    layers is run on parts, as `parallelize_module` cuts it."""
+    assert plan.problem is not None
+    assert plan.layout is not None
+    layout = Layout() if in_flight(plan.layout) else Layout.of_document(plan.layout)
+    num_ops = plan.problem.num_ops // layout.num_parts
+    if tool == torch_fsdp.NAME and layout.shards != WHOLE and num_ops > _MOST_TRIED_OPS:
+        return False
+    with contextlib.suppress(InputError):
+        return exported_by_name(plan.problem, plan, tool, request.source).fits
+    return False
+
+
+def _likely_tools(request: PlaceRequest, plan: Plan) -> list[str]:
+    """Returns the names of tools that run plans of such a model, the likeliest first; none where several are as
+    likely."""
     text, reading, cut = request.model, request.reading, plan.layout
     if cut is not None and in_flight(cut) and cut["data"] > 1:  # a server for each replica
-        return "vllm" if reading.serving.has_cache and GGUF not in text else None
+        return ["vllm"] * (reading.serving.has_cache and GGUF not in text)
     if cut is not None and not in_flight(cut):
         if not reading.training:  # on groups of cards
-            return "vllm" if text.startswith(HUGGING_FACE) and GGUF not in text else None
+            return ["vllm"] * (text.startswith(HUGGING_FACE) and GGUF not in text)
         assert plan.problem is not None
         layout = Layout.of_document(cut)
         num_places = layout.stages or len(set(cut.get("places") or (0,)))
         is_on_cards = not is_cpu(plan.problem)[plan.placement].any()
         if num_places > 1 or not is_on_cards or layout.offload != NONE or layout.shards.shares:
-            return None
-        if layout.shards.expert > 1 or layout.shards.context > 1:  # degrees of tools with models of their own
-            return "torchtitan" if text.startswith(HUGGING_FACE) else None
-        return "torch-fsdp"
+            return []
+        has_own_models = [torchtitan.NAME] * (layout.shards != WHOLE and text.startswith(HUGGING_FACE))
+        return [torch_fsdp.NAME, *has_own_models]
     if text.startswith(HUGGING_FACE) and not reading.training:
         is_served = reading.serving.has_cache
-        return "llama-cpp" if GGUF in text else "vllm" if is_served else "hf-device-map"
-    return "onnxruntime" if is_onnx(text) else None
+        return ["llama-cpp" if GGUF in text else "vllm" if is_served else "hf-device-map"]
+    return ["onnxruntime"] * is_onnx(text)
 
 
 def _others(plan: Path, kept: Path | None, graph: Graph) -> list[Path]:

@@ -9,6 +9,7 @@ from gdp.errors import InputError
 from gdp.export.adapt import AdaptedPlan, adapt
 from gdp.export.export_target import ExportTarget, check_training
 from gdp.export.layouts.target import CutStep, LayoutTarget, cut_step
+from gdp.export.targets_by_name import find_layout_target, find_target
 from gdp.models.shards import WHOLE, Shards
 from gdp.models.source import ModelSource
 from gdp.parallel.step import in_flight, layout_in_flight
@@ -70,6 +71,19 @@ class Exported:
             raise InputError(f"{path}: is not written: the step does not fit as {self.target.name} runs it")
         files.write_bytes(path, self.content.encode())
         return Path(path)
+
+
+def exported_by_name(problem: Problem, plan: Plan, name: str, source: ModelSource | None) -> Exported:
+    """Returns `plan` for the tool called `name` without options, with its file; see `exported`."""
+    target: ExportTarget | LayoutTarget | None = find_layout_target(name, is_cut=plan.layout is not None)
+    if target is None:
+        target = find_target(name)
+        check_takes_layout(plan, target)
+        problem = problem if "reserve" in plan.question.options else target.within_share(problem)
+        target.read_units(problem)
+    answer = exported(problem, plan, target, source)
+    answer.content  # noqa: B018 - InputError for what the tool has no words for
+    return answer
 
 
 def exported(

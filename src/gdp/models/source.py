@@ -123,7 +123,8 @@ class ModelSource:
         if shards.shares and (cluster is None or self.is_timed or self.reading.microbatches > 1):
             raise InputError(f"{shards}: unequal shares take modelled times of a whole step on cards that are named")
         source = copy(self)
-        source.reading = replace(self.reading, shards=shards.settled(training=self.reading.training))
+        by_tokens = self.reading.training and (shards.tensor == 1 or self._plans_tokens)
+        source.reading = replace(self.reading, shards=shards.settled(training=by_tokens))
         source._timed_parts, source._time_steps = {}, {}
         source.unequal = UnequalStep.of(self, shards, cluster) if shards.shares and cluster else None
         return source
@@ -139,6 +140,17 @@ class ModelSource:
         with user_function.printing_to_stderr():
             built = source._unused if source._is_function else source._built
             return built.styles(source.reading.shards, layers, name)
+
+    @property
+    def _plans_tokens(self) -> bool:
+        """False for a model whose own plan of `parallelize_module` cuts no tokens."""
+        from gdp.models.pytorch.shards.given_styles import given_cuts
+
+        if self._is_published or self._is_workload:
+            return True
+        with prefixed(self.text):
+            given = given_cuts(self._built.answer[0]) if self._built.is_model else None
+        return given is None or given.by_tokens
 
     @property
     def num_key_heads(self) -> int | None:

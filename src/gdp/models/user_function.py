@@ -69,8 +69,10 @@ class UserFunction:
     def __call__(self) -> Example | JaxFunction:
         """Calls the function."""
         from gdp.models.pytorch.cards import as_if_on_a_card
+        from gdp.models.pytorch.shards.given_styles import styles_noted
 
-        with _explained(self._text, "the function failed"), _importable_in(self._directory), as_if_on_a_card():
+        explained = _explained(self._text, "the function failed")
+        with explained, _importable_in(self._directory), as_if_on_a_card(), styles_noted():
             return in_order(self._function(), self._text)
 
 

@@ -30,7 +30,8 @@ def finish(captured: Capture, serving: Serving, room: CacheRoom, share: Fraction
     if serving.cache_element_bytes is not None:
         captured = _kept_in(captured, caches, serving.cache_element_bytes)
     sources = {name: layout for source in program.sources.values() for name, layout in source.views.items()}
-    tokens = next(sources[name] for name in _INPUTS if name in sources)
+    names = _INPUTS if serving.phase == "decode" else reversed(_INPUTS)  # a prompt is the encoder's, if there is one
+    tokens = next(sources[name] for name in names if name in sources)
     num_sequences, num_tokens = tokens.size
     cache_bytes = int(int(captured.graph.resident_bytes[[*caches, *states]].sum()) / share)
     return captured, ServedStep(serving.phase, num_sequences, num_tokens, room.context, cache_bytes)

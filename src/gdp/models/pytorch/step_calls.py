@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from gdp.errors import InputError
 from gdp.models.pytorch.optimizers import rule_of
 from gdp.models.pytorch.recorder import Recorder
+from gdp.models.pytorch.shards.given_styles import styles_noted
 from gdp.models.pytorch.step_parts import StepParts
 
 _LATE_STEP = 1000.0  # for the count of steps in an optimizer's code: a step in the midst of training
@@ -205,6 +206,7 @@ def building(optimizers: list[Optimizer]) -> Iterator[None]:
         patch.object(Optimizer, "__init__", made),
         patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
         patch.object(torch.nn.init, "_no_grad_trunc_normal_", _trunc_normal),
+        styles_noted(),
     ):
         yield
 

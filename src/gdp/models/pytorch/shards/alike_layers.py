@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gdp.models.pytorch.shards.given_styles import STYLES
+
 _FEWEST = 3  # layers of a list from which one stands for the others
 
 
@@ -75,6 +77,7 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
             path,
             type(module),
             tuple((key, tuple(weight.shape)) for key, weight in module.named_parameters(recurse=False)),
+            repr(module.__dict__.get(STYLES)),
         )
         for path, module in layer.named_modules()
     )

@@ -181,16 +181,25 @@ class Shuffle(torch.autograd.Function):
 
 
 class Repeated(torch.autograd.Function):
-    """Hands a weight on of which `num_parts` differ among the ranks; the gradients of equal ones are summed."""
+    """Hands a weight on of which as many parts of each segment differ among the ranks as `counts` says; the gradients
+    of equal ones are summed."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, num_parts: int, num_ranks: int, rank: int) -> Tensor:
-        context.cut = num_parts, num_ranks, rank * num_parts // num_ranks
+    def forward(
+        context: Any, x: Tensor, dim: int, sizes: list[int], counts: tuple[int, ...], num_ranks: int, rank: int
+    ) -> Tensor:
+        context.cut = dim, sizes, counts, num_ranks, rank
         return x.view_as(x)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        num_parts, num_ranks, own = context.cut
-        parts = gradient.new_zeros((num_parts, *gradient.shape))
-        parts[own].copy_(gradient)
-        return all_reduce(parts, num_ranks)[own], None, None, None
+        dim, sizes, counts, num_ranks, rank = context.cut
+        pieces = []
+        for piece, count in zip(gradient.split(sizes, dim), counts, strict=True):
+            own = rank * count // num_ranks
+            if count < num_ranks:
+                parts = piece.new_zeros((count, *piece.shape))
+                parts[own].copy_(piece)
+                piece = all_reduce(parts, num_ranks)[own]
+            pieces.append(piece)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim), None, None, None, None, None

@@ -18,6 +18,7 @@ OUTER = "gdp_outer_cut"  # in its place: of tokens over ranks whose parts are cu
 STORED = "gdp_stored"  # of a parameter: its cut, of experts too, with which a rank computes as with all of them
 OUTPUT, TOKENS_OF = "output.", "tokens of "  # begin the names of outputs, and of tokens of them, among cuts
 PARTIAL = -1
+_PIECE = "\n"  # in a source: between a path, and the first and the number of columns
 SEQUENCE = "tokens"
 """The source of a cut of tokens, in place of weights."""
 _attributes = [ATTRIBUTE]  # the one that is meant last
@@ -28,7 +29,9 @@ class AxisCut:
     """The whole tensor that a rank has a part of.
 
     Dimension `dim` of `shape` is [outer, cut, inner]: every of its `outer` pieces is cut in `num_parts`. Segments are
-    pieces of unequal sizes, in place of `outer`. With `dim` PARTIAL the ranks have summands of a tensor of that shape.
+    pieces of unequal sizes, in place of `outer`, or in `counts` of parts each, as fewer heads of keys than of queries.
+    With `dim` PARTIAL the ranks have summands of a tensor of that shape. With one part each rank has all of it for cut
+    work, and a summand of its gradient; `dim` then says nothing.
     """
 
     shape: tuple[int, ...]
@@ -36,8 +39,9 @@ class AxisCut:
     num_parts: int
     outer: int = 1
     segments: tuple[int, ...] = ()
-    sources: frozenset[str] = frozenset()  # paths of the weights whose cut it comes from
+    sources: frozenset[str] = frozenset()  # paths of the weights whose cut it comes from, or `piece_of` them
     again: "AxisCut | None" = None  # of each part over the ranks that share it, of experts
+    counts: tuple[int, ...] = ()  # of parts of each segment; (): num_parts
 
     @property
     def is_partial(self) -> bool:
@@ -52,7 +56,7 @@ class AxisCut:
     def part_of(self, whole: Tensor, rank: int, num_ranks: int) -> Tensor:
         """Returns the part of a whole tensor that a rank has."""
         own, among = divmod(rank, num_ranks // self.num_parts)
-        local = part(whole, self.dim, self.num_parts, own, self.outer, self.segments)
+        local = part(whole, self.dim, self.num_parts, own, self.outer, self.segments, self.counts)
         return local if self.again is None else self.again.part_of(local, among, num_ranks // self.num_parts)
 
     def whole_of(self, parts: Sequence[Tensor]) -> Tensor:
@@ -61,10 +65,11 @@ class AxisCut:
         if self.again is not None:
             parts = [self.again.whole_of(parts[at : at + copies]) for at in range(0, len(parts), copies)]
             copies = 1
-        pieces = [tensor.split([-(-size // self.num_parts) for size in sizes], self.dim) for tensor in parts[::copies]]
+        pieces = zip(*(tensor.split(local_sizes(self), self.dim) for tensor in parts[::copies]), strict=True)
+        counts = self.counts or (self.num_parts,) * len(sizes)
         wholes = [
-            torch.cat(of_ranks, self.dim).narrow(self.dim, 0, size)
-            for size, of_ranks in zip(sizes, zip(*pieces, strict=True), strict=True)
+            torch.cat(of_ranks[:: self.num_parts // count], self.dim).narrow(self.dim, 0, size)
+            for size, count, of_ranks in zip(sizes, counts, pieces, strict=True)
         ]
         return torch.cat(wholes, self.dim)
 
@@ -90,11 +95,19 @@ def cuts_by(attribute: str) -> Iterator[None]:
         _attributes.pop()
 
 
-def part(x: Tensor, dim: int, num_parts: int, own: int, outer: int = 1, segments: tuple[int, ...] = ()) -> Tensor:
+def part(
+    x: Tensor,
+    dim: int,
+    num_parts: int,
+    own: int,
+    outer: int = 1,
+    segments: tuple[int, ...] = (),
+    counts: tuple[int, ...] = (),
+) -> Tensor:
     """Returns part `own` of a whole tensor; the last one is filled up with zeros if the size is no multiple."""
     if segments:
-        pieces = x.split(segments, dim)
-        return torch.cat([part(piece, dim, num_parts, own) for piece in pieces], dim)
+        pieces = zip(x.split(segments, dim), counts or (num_parts,) * len(segments), strict=True)
+        return torch.cat([part(piece, dim, count, own * count // num_parts) for piece, count in pieces], dim)
     size = x.shape[dim] // outer
     if size % num_parts:
         room = list(x.shape)
@@ -126,11 +139,38 @@ def segments_of(cut: AxisCut) -> tuple[int, ...]:
     return cut.segments or (cut.shape[cut.dim] // cut.outer,) * cut.outer
 
 
-def of_segments(shape: tuple[int, ...], dim: int, segments: tuple[int, ...], cut: AxisCut) -> AxisCut:
-    """Returns the cut of a tensor with these segments; equal ones are counted."""
+def local_sizes(cut: AxisCut) -> list[int]:
+    """Returns the sizes of what a rank has of each piece."""
+    sizes = segments_of(cut)
+    return [-(-size // count) for size, count in zip(sizes, cut.counts or (cut.num_parts,) * len(sizes), strict=True)]
+
+
+def of_segments(
+    shape: tuple[int, ...], dim: int, segments: tuple[int, ...], counts: tuple[int, ...], sources: frozenset[str]
+) -> AxisCut:
+    """Returns the cut of a tensor with these segments, each in as many parts; equal ones are counted."""
+    if len(set(counts)) > 1:
+        return AxisCut(shape, dim, max(counts), 1, segments, sources, None, counts)
     if len(set(segments)) == 1:
-        return AxisCut(shape, dim, cut.num_parts, len(segments), (), cut.sources)
-    return AxisCut(shape, dim, cut.num_parts, 1, segments, cut.sources)
+        return AxisCut(shape, dim, counts[0], len(segments), (), sources)
+    return AxisCut(shape, dim, counts[0], 1, segments, sources)
+
+
+def piece_of(path: str, first: int, size: int) -> str:
+    """Returns the source of a cut that comes from some of the columns of a weight."""
+    return _PIECE.join((path, str(first), str(size)))
+
+
+def columns_of(source: str, size: int) -> tuple[str, int, int]:
+    """Returns the path of a source, its first column, and their number: of a path alone all `size`."""
+    path, *columns = source.split(_PIECE)
+    first, count = map(int, columns or (0, size))
+    return path, first, count
+
+
+def path_of(source: str) -> str:
+    """Returns the path of a source."""
+    return source.partition(_PIECE)[0]
 
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:

@@ -3,7 +3,8 @@
 # mypy: disable-error-code="no-any-return,no-untyped-call"
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from gdp.models.pytorch.shards.collectives import Enter, Gather, Leave, Own, Scatter
-from gdp.models.pytorch.shards.cuts import ATTRIBUTE, SEQUENCE, AxisCut, cut_of, mapped, mark, part
+from gdp.models.pytorch.shards.cuts import (
+    ATTRIBUTE,
+    SEQUENCE,
+    AxisCut,
+    cut_of,
+    local_sizes,
+    mapped,
+    mark,
+    part,
+    tensors_in,
+)
 
 _RUNS: list["RankExchanges"] = []  # the innermost last
 
@@ -35,7 +46,7 @@ class RankExchanges(TorchFunctionMode):
         self.gathered, self.plan = gathered, plan
         self.is_off = False
         self._once: dict[tuple[Any, ...], tuple[Tensor, Any]] = {}
-        self._sources: dict[int, tuple[Tensor, Tensor]] = {}
+        self._sources: dict[int, tuple[Tensor, Tensor, tuple[int, ...]]] = {}
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -79,10 +90,18 @@ class RankExchanges(TorchFunctionMode):
 
     def entered(self, x: Tensor) -> Tensor:
         """Returns a whole tensor for cut work: the same one for all its readers."""
-        if not (x.requires_grad and torch.is_grad_enabled()):
+        cut = cut_of(x)
+        if not (x.requires_grad and torch.is_grad_enabled()) or (cut is not None and cut.num_parts == 1):
             return x
         result = self.kept(("enter",), x, lambda: self.applied(Enter.apply, x, self.num_ranks))
         result._is_param = isinstance(x, nn.Parameter)
+        return result
+
+    def for_parts(self, cuts: Sequence[AxisCut], make: Callable[[], Any]) -> Any:
+        """Returns what `make` makes of whole tensors for cut work, for cut work, too."""
+        result, sources = make(), frozenset().union(*(cut.sources for cut in cuts))
+        for tensor in tensors_in(result):
+            mark(tensor, AxisCut(tuple(tensor.shape), 0, 1, sources=sources))
         return result
 
     def is_entered(self, x: Tensor) -> bool:
@@ -95,21 +114,22 @@ class RankExchanges(TorchFunctionMode):
         cut = cut_of(x)
         if cut is None:
             result = self.entered(x)
-        elif (source := self.source(x)) is not None:
-            source = self.for_cut_work(source)
-            result = self.expanded(source.expand(cut.shape), source)
+        elif (found := self.source(x)) is not None:
+            source = self.for_cut_work(found[0])
+            result = self.expanded(source.expand(found[1]).reshape(cut.shape), source, found[1])
         else:
             result = self.whole(x, is_summed=True)
         return self.kept(("enter",), result, lambda: result)
 
-    def expanded(self, x: Tensor, source: Tensor) -> Tensor:
-        """Notes what a tensor has been expanded from, so that no copies are exchanged."""
-        self._sources[id(x)] = x, source
+    def expanded(self, x: Tensor, source: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Notes what a tensor has been expanded from, to a whole `shape`, before a view, so that no copies are
+        exchanged."""
+        self._sources[id(x)] = x, source, shape
         return x
 
-    def source(self, x: Tensor) -> Tensor | None:
-        """Returns what a tensor has been expanded from."""
-        return self._sources.get(id(x), (x, None))[1]
+    def source(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
+        """Returns what a tensor has been expanded from, and to which whole shape."""
+        return None if id(x) not in self._sources else self._sources[id(x)][1:]
 
     def summed(self, x: Tensor, *, is_whole: bool = False) -> Tensor:
         """Returns the sum of the partial results of all ranks, with tokens cut; others stay as they are."""
@@ -133,12 +153,13 @@ class RankExchanges(TorchFunctionMode):
 
     def _gathered(self, x: Tensor, cut: AxisCut, is_summed: bool) -> Tensor:
         if cut.segments:
-            pieces = x.split([size // cut.num_parts for size in cut.segments], cut.dim)
+            pieces = x.split(local_sizes(cut), cut.dim)
             shape = list(cut.shape)
             wholes = []
-            for piece, size in zip(pieces, cut.segments, strict=True):
+            counts = cut.counts or (cut.num_parts,) * len(pieces)
+            for piece, size, count in zip(pieces, cut.segments, counts, strict=True):
                 shape[cut.dim] = size
-                wholes.append(self._gathered(piece, AxisCut(tuple(shape), cut.dim, cut.num_parts), is_summed))
+                wholes.append(self._gathered(piece, AxisCut(tuple(shape), cut.dim, count), is_summed))
             return torch.cat(wholes, cut.dim)
         result: Tensor = self.applied(Gather.apply, x, cut.dim, cut.outer, self.num_ranks, self.rank, is_summed)
         copies = self.num_ranks // cut.num_parts
@@ -152,19 +173,20 @@ class RankExchanges(TorchFunctionMode):
         dim %= y.dim()
         if self.plan is not None and (planned := self.plan.cut_operand(y, dim, cut)) is not None:
             return planned
-        of_y = AxisCut(tuple(y.shape), dim, cut.num_parts, cut.outer, cut.segments, cut.sources)
+        of_y = replace(cut, shape=tuple(y.shape), dim=dim)
 
         def make() -> Tensor:
-            source = self.source(y)
-            if source is not None and source.shape[dim] == 1 and y.shape[dim] % cut.num_parts == 0:
+            source, shape = self.source(y) or (y, ())
+            if shape == y.shape and source.shape[dim] == 1 and y.shape[dim] % cut.num_parts == 0:
                 size = y.shape[dim] // cut.num_parts
                 return self.entered(source).expand(*y.shape[:dim], size, *y.shape[dim + 1 :])
             is_even = cut.num_parts == self.num_ranks and not cut.segments and y.shape[dim] % cut.num_parts == 0
             if is_even and y.requires_grad and torch.is_grad_enabled():
                 return self.applied(Own.apply, y, dim, cut.outer, self.num_ranks, self.rank)
-            return part(self.entered(y), dim, cut.num_parts, self.own_part(cut), cut.outer, cut.segments)
+            return part(self.entered(y), dim, cut.num_parts, self.own_part(cut), cut.outer, cut.segments, cut.counts)
 
-        return self.kept(("own", dim, cut.outer, cut.num_parts), y, lambda: mark(make(), of_y))
+        key = "own", dim, cut.outer, cut.num_parts, cut.segments, cut.counts
+        return self.kept(key, y, lambda: mark(make(), of_y))
 
     def own_part(self, cut: AxisCut) -> int:
         """Returns which part is this rank's."""

@@ -22,7 +22,7 @@ from gdp.models.pytorch.shards.context import ContextRun, SampleRun
 from gdp.models.pytorch.shards.cuts import STORED, mark
 from gdp.models.pytorch.shards.experts import experts_in, run_experts_locally
 from gdp.models.pytorch.shards.local_run import LocalRun
-from gdp.models.pytorch.shards.plan import CutPlan, Role, planned
+from gdp.models.pytorch.shards.plan import CutPlan, Role, pattern_of, planned
 from gdp.models.shards import Shards
 from gdp.models.stored_weights import ATTRIBUTE, stored_weights
 
@@ -32,6 +32,10 @@ _OTHER_PRODUCTS = ("attention", "convolution", "rnn_layer", "trilinear", "cdist"
 _NAMED = 0.0005  # of the FLOPs of products, on all cards together
 _SHOWN = 4  # weights in a note
 _BALANCED = "expert={}: each rank gets equally many rows (balanced routing is assumed)"
+_GIVEN = (
+    "weights are cut as the plan of parallelize_module in MODEL says, over the ranks of tensor= in place of its mesh"
+)
+_SIDES = {"colwise": -2, "rowwise": -1}  # by the beginning of a style of Transformers: the dimension that is cut
 
 
 def localise(
@@ -77,10 +81,25 @@ def localise(
         _run_locally(model, runs)
         local = _product_flops(model, args, kwargs, layers)
     share = (local * num_ranks / max(whole, 1) - 1) / (num_ranks - 1)
-    return _notes(plan, shards, share, name)
+    return _notes(plan, shards, share, name, _differences(model, plan) if tensor > 1 else [])
 
 
-def _notes(plan: CutPlan, shards: Shards, share: float, name: str) -> list[str]:
+def _differences(model: nn.Module, plan: CutPlan) -> list[str]:
+    """Returns a note on weights that `tp_plan` of a model of Transformers cuts otherwise."""
+    sides = {f"{path}.weight": style for path, style in (getattr(model, "tp_plan", None) or {}).items()}
+    others = dict[str, str]()
+    for path, weight in plan.weights.items():
+        pattern, role = pattern_of(path), plan.roles.get(path)
+        style = sides.get(pattern, "")
+        side, own = _SIDES.get(style.removeprefix("packed_")[:7]), None if role is None else role.dim - weight.dim()
+        if side is not None and own != side:
+            here = "whole" if own is None else "by rows" if own == -1 else "by columns"
+            others[pattern] = f"{style}, here {here}"
+    text = "; ".join(f"{path} {how}" for path, how in list(others.items())[:_SHOWN])
+    return [f"the config's tp_plan cuts otherwise: {text}"] if others else []
+
+
+def _notes(plan: CutPlan, shards: Shards, share: float, name: str, differences: Sequence[str]) -> list[str]:
     num_ranks, degrees = shards.num_ranks, str(replace(shards, sequence=None))
     if shards.tensor == 1:
         what = "samples" if shards.samples > 1 else "tokens"
@@ -100,7 +119,8 @@ def _notes(plan: CutPlan, shards: Shards, share: float, name: str) -> list[str]:
             f"{name}: {degrees} would repeat {share:.1%} of the FLOPs on each card"
             f"{f' ({text})' if reasons else ': no linear layers to cut'}; take a smaller number or tensor=1"
         )
-    notes = []
+    notes = [] if plan.given is None else [_GIVEN]
+    notes += differences
     if plan.num_expert_parts > 1:
         notes.append(_BALANCED.format(plan.num_expert_parts))
     if share * (num_ranks - 1) > _NAMED:

@@ -121,7 +121,12 @@ class LocalRun(RankExchanges):
             result = func(*args, **kwargs)
             if name in _ROWS and self.is_entered(args[0]):
                 self.kept(("enter",), result, lambda: result)
-            return self.expanded(result, args[0]) if name in parts.EXPANDS and result.dim() == args[0].dim() else result
+            if name in parts.EXPANDS and result.dim() == args[0].dim():
+                self.expanded(result, args[0], tuple(result.shape))
+            return result
+        if cuts and not is_product and all(cut.num_parts == 1 for cut in cuts):
+            args, kwargs = mapped((args, kwargs), self.entered)
+            return self.for_parts(cuts, lambda: func(*args, **kwargs))
         return self.rules.get(name, parts.by_broadcast)(self, name, func, args, kwargs)
 
     def finished(self, output: Any, *, keeps_cuts: bool) -> Any:

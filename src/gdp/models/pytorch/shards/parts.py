@@ -25,6 +25,8 @@ from gdp.models.pytorch.shards.cuts import (
     mapped,
     mark,
     of_segments,
+    part,
+    path_of,
     segments_of,
     tensors_in,
     without_content,
@@ -111,7 +113,7 @@ def _clash(operands: Sequence[Tensor], cut: AxisCut, place: int) -> str:
     for tensor in operands:
         other, size = cut_of(tensor), cut.shape[cut.dim]
         if other is not None and not other.is_partial:
-            if (len(other.shape) - other.dim, other.outer, other.segments) != (place, cut.outer, cut.segments):
+            if other.num_parts > 1 and (len(other.shape) - other.dim, *_pieces(other)) != (place, *_pieces(cut)):
                 return "meets a tensor that is cut along another dimension"
         elif place == 1 and tensor.dim() > 1 and tensor.shape[-1] == size > 1 and SEQUENCE not in cut.sources:
             is_weight = isinstance(tensor, nn.Parameter)
@@ -120,19 +122,27 @@ def _clash(operands: Sequence[Tensor], cut: AxisCut, place: int) -> str:
     return ""
 
 
+def _pieces(cut: AxisCut) -> tuple[Any, ...]:
+    return cut.outer, cut.segments, cut.counts
+
+
 def aligned(run: RankExchanges, y: Tensor, cut: AxisCut, place: int) -> Tensor:
     """Returns an operand as it meets one with this cut, broadcast from the right."""
-    other = cut_of(y)
+    other, is_as_wide = cut_of(y), y.dim() >= place and y.shape[-place] == cut.shape[cut.dim] > 1
     if other is not None:
-        if other.num_parts == cut.num_parts:
+        if other.num_parts == cut.num_parts or (other.num_parts == 1 and not is_as_wide):
             return y
+        if other.num_parts == 1:
+            dim = y.dim() - place
+            own_part = part(y, dim, cut.num_parts, run.own_part(cut), cut.outer, cut.segments, cut.counts)
+            return mark(own_part, replace(cut, shape=other.shape, dim=dim, sources=other.sources))
         finer = cut.num_parts // other.num_parts  # heads that several ranks have: each takes its share
         width = y.shape[other.dim] // finer
         own = run.own_part(cut) % finer * width
         return mark(
             y.narrow(other.dim, own, width), AxisCut(other.shape, other.dim, cut.num_parts, sources=other.sources)
         )
-    if y.dim() >= place and y.shape[-place] == cut.shape[cut.dim] > 1:
+    if is_as_wide:
         return run.own(y, -place, cut)
     return run.entered(y)
 
@@ -162,7 +172,7 @@ def on_parts(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any, l
         ):
             return run.on_wholes(f"is cut in pieces that {name} moves", func, args, kwargs)
         segments = cut.segments if is_same else ()
-        mark(tensor, AxisCut(tuple(whole.shape), dim, cut.num_parts, cut.outer, segments, cut.sources))
+        mark(tensor, replace(cut, shape=tuple(whole.shape), dim=dim, segments=segments))
     return result
 
 
@@ -186,6 +196,8 @@ def _view(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> A
             elif is_even or is_padded:
                 local = [*shape[:dim], width if is_even else x.shape[cut.dim], *shape[dim + 1 :]]
                 result = x.view(local) if name == "view" else x.reshape(local)
+                if (found := run.source(x)) is not None:
+                    run.expanded(result, *found)
                 return mark(result, AxisCut(shape, dim, cut.num_parts, outer, (), cut.sources))
             else:
                 heads = size // max(outer, 1)
@@ -204,8 +216,7 @@ def _expand(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) ->
     shape = list(without_content(func, args, kwargs).shape)
     dim = cut.dim + len(shape) - x.dim()
     local = [*shape[:dim], x.shape[cut.dim], *shape[dim + 1 :]]
-    cut = AxisCut(tuple(shape), dim, cut.num_parts, cut.outer, cut.segments, cut.sources)
-    return run.expanded(mark(x.expand(local), cut), x)
+    return run.expanded(mark(x.expand(local), replace(cut, shape=tuple(shape), dim=dim)), x, tuple(shape))
 
 
 def _split(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -220,28 +231,36 @@ def _split(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> 
         run.plan.segment(cut, [1] * len(wholes))
     if groups is None:
         return run.on_wholes(f"is divided by {name} along the cut", func, args, kwargs)
-    pieces = x.split([sum(group) // cut.num_parts for group in groups], dim)
+    pieces = x.split([width for width, _ in groups], dim)
     return tuple(
-        mark(piece, of_segments(tuple(whole.shape), dim, group, cut))
-        for piece, whole, group in zip(pieces, wholes, groups, strict=True)
+        mark(piece, replace(of_piece, shape=tuple(whole.shape)))
+        for piece, whole, (_, of_piece) in zip(pieces, wholes, groups, strict=True)
     )
 
 
-def _groups(run: RankExchanges, cut: AxisCut, sizes: Sequence[int]) -> list[tuple[int, ...]] | None:
-    """Returns the segments in each of consecutive pieces of a cut dimension; None if they are cut otherwise."""
-    if any(size % cut.num_parts for size in sizes):
+def _groups(run: RankExchanges, cut: AxisCut, sizes: Sequence[int]) -> list[tuple[int, AxisCut]] | None:
+    """Returns what a rank has of each of consecutive pieces of a cut dimension; None if they are cut otherwise.
+
+    Each is a number of columns, and their cut with the shape of all pieces.
+    """
+    if any(size % cut.num_parts for size in sizes) and not cut.counts:
         return None
     segments = divided(segments_of(cut), sizes)
-    if segments != segments_of(cut) and (run.plan is None or not run.plan.segment(cut, segments)):
+    if segments != segments_of(cut) and (run.plan is None or cut.counts or not run.plan.segment(cut, segments)):
         return None
-    groups, rest = [], list(segments)
+    groups, first = [], 0
+    rest = list(zip(segments, cut.counts or (cut.num_parts,) * len(segments), strict=True))
     for size in sizes:
-        group: list[int] = []
-        while sum(group) < size and rest:
+        group: list[tuple[int, int]] = []
+        while sum(width for width, _ in group) < size and rest:
             group.append(rest.pop(0))
-        if sum(group) != size:
+        widths, counts = zip(*group or [(-1, 1)], strict=True)
+        if sum(widths) != size:
             return None
-        groups.append(tuple(group))
+        sources = cut.sources if run.plan is None else run.plan.pieces(cut, first, size)
+        local = sum(width // count for width, count in group)
+        groups.append((local, of_segments(cut.shape, cut.dim, widths, counts, sources)))
+        first += size
     return groups
 
 
@@ -266,12 +285,11 @@ def _item(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> A
         sizes = [width for width in (start, stop - start, size - stop) if width]
         groups = _groups(run, cut, sizes) if step == 1 and start < stop else None
         if groups is not None:
-            own = slice(start // cut.num_parts, stop // cut.num_parts)
-            result = x[(*index[:at], own, *index[at + 1 :])]
+            first, (width, of_piece) = sum(local for local, _ in groups[: bool(start)]), groups[bool(start)]
+            result = x[(*index[:at], slice(first, first + width), *index[at + 1 :])]
             whole = without_content(torch.Tensor.__getitem__, (x, index), {})
-            group = groups[1 if start else 0]
-            dim = next(d for d, width in enumerate(whole.shape) if result.shape[d] != width)
-            return mark(result, of_segments(tuple(whole.shape), dim, group, cut))
+            dim = next((d for d, width in enumerate(whole.shape) if result.shape[d] != width), 0)
+            return mark(result, replace(of_piece, shape=tuple(whole.shape), dim=dim))
     elif size <= _KINDS and run.plan is not None:
         run.plan.segment(cut, [1] * size)
     return run.on_wholes("is indexed along the cut", func, args, kwargs)
@@ -300,7 +318,7 @@ def _sum(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> An
     if cut.num_parts != run.num_ranks or cut.shape[cut.dim] % cut.num_parts:
         return run.on_wholes(f"is read along the cut by {name}", func, args, kwargs)
     if run.plan is not None:
-        run.plan.normed.update(cut.sources)
+        run.plan.normed.update(map(path_of, cut.sources))
     result = func(*args, **kwargs) / (cut.num_parts if name == "mean" else 1)
     return run.summed(mark(result, AxisCut(tuple(result.shape), PARTIAL, run.num_ranks)), is_whole=True)
 
@@ -332,14 +350,16 @@ def _cat(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> An
     lead = next(cut for cut in cuts if cut is not None)
     if lead.dim != dim:
         return by_broadcast(run, name, func, args, kwargs)
-    segments: list[int] = []
+    segments, counts = list[int](), list[int]()
     for cut in cuts:
         if cut is None or (cut.dim, cut.num_parts) != (dim, lead.num_parts):
             return run.on_wholes("is joined to whole tensors", func, args, kwargs)
         segments += segments_of(cut)
+        counts += cut.counts or (cut.num_parts,) * len(segments_of(cut))
     shape = list(lead.shape)
     shape[dim] = sum(segments)
-    return mark(func(tensors, dim), of_segments(tuple(shape), dim, tuple(segments), lead))
+    cut = of_segments(tuple(shape), dim, tuple(segments), tuple(counts), lead.sources)
+    return mark(func(tensors, dim), cut)
 
 
 def _glu(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:

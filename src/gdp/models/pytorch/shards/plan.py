@@ -10,15 +10,29 @@ gathered at once, a small weight stays whole. Passes are repeated until nothing 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gdp.models.pytorch.shards.alike_layers import AlikeLayers
-from gdp.models.pytorch.shards.cuts import SEQUENCE, AxisCut, cut_of, divided, mark, part
+from gdp.models.pytorch.shards.cuts import (
+    SEQUENCE,
+    AxisCut,
+    columns_of,
+    cut_of,
+    divided,
+    mark,
+    of_segments,
+    part,
+    path_of,
+    piece_of,
+    segments_of,
+)
 from gdp.models.pytorch.shards.exchanges import RankExchanges
 from gdp.models.pytorch.shards.experts import expert_weights, run_experts_locally
+from gdp.models.pytorch.shards.given_styles import given_cuts
 from gdp.models.pytorch.shards.local_run import LocalRun
 from gdp.models.pytorch.shards.products import Product
 
@@ -28,6 +42,10 @@ _WIDENED = 2  # times as many columns as rows, from which the operand is gathere
 _FILLED = 64  # rows of a rank from which a size that is no multiple is filled up: at most 1.6 % more
 
 
+Pieces = tuple[tuple[int, int], ...]
+"""The sizes of consecutive pieces of a dimension, and the number of parts of each."""
+
+
 @dataclass(slots=True)
 class Role:
     """The cut of a weight: along a dimension, in segments by where they begin."""
@@ -35,24 +53,24 @@ class Role:
     dim: int
     num_parts: int
     size: int
-    pieces: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    pieces: dict[int, Pieces] = field(default_factory=dict)
     is_experts: bool = False  # a rank runs with its own ones alone
     again: "Role | None" = None  # of its experts, over the ranks that have the same ones
 
     @property
-    def segments(self) -> tuple[int, ...]:
-        """The sizes of pieces each of which is cut; () for one."""
-        segments: list[int] = []
-        for start, sizes in sorted(self.pieces.items()):
-            if start > sum(segments):
-                segments.append(start - sum(segments))
-            segments += sizes
-        segments += [self.size - sum(segments)] if sum(segments) < self.size else []
-        return tuple(segments) if len(segments) > 1 else ()
+    def segments(self) -> Pieces:
+        """The sizes of pieces each of which is cut, and in how many parts."""
+        segments, end = list[tuple[int, int]](), 0
+        for start, pieces in sorted(self.pieces.items()):
+            if start > end:
+                segments.append((start - end, self.num_parts))
+            segments += pieces
+            end = sum(size for size, _ in segments)
+        return (*segments, *([(self.size - end, self.num_parts)] if end < self.size else []))
 
     def cut_of(self, weight: Tensor, path: str) -> AxisCut:
         """Returns the cut of the whole `weight`."""
-        cut = _cut(tuple(weight.shape), self.dim, self.num_parts, self.segments, path)
+        cut = _cut(tuple(weight.shape), self.dim, self.segments, path)
         own = weight.narrow(self.dim, 0, weight.shape[self.dim] // self.num_parts)
         return cut if self.again is None else replace(cut, again=self.again.cut_of(own, path))
 
@@ -66,6 +84,7 @@ class CutPlan:
         copies = num_ranks // num_expert_parts
         self.of_experts = CutPlan(model, copies) if 1 < copies < num_ranks else None  # among ranks with the same ones
         self.weights = named = dict(model.named_parameters())
+        self.given = given_cuts(model)
         self.num_parameters = sum(parameter.numel() for parameter in named.values())
         self._parameters: dict[int, tuple[str, Tensor] | None] = {}
         self._numels: dict[str, int] = {}
@@ -77,7 +96,7 @@ class CutPlan:
         self.refused: dict[str, str] = {}  # by pattern: why a weight's columns are not left cut
         self.whole: dict[str, str] = {}  # by pattern: why a weight is not cut at all
         self._bounds: dict[str, tuple[int, ...]] = {}  # by pattern: the sizes of the segments of columns
-        self._repeated: dict[str, int] = {}  # by pattern: parts that are fewer than ranks
+        self._repeated: dict[str, dict[tuple[int, int], int]] = {}  # by pattern: parts, fewer than ranks, of columns
         self.begin()
 
     def begin(self) -> None:
@@ -94,21 +113,23 @@ class CutPlan:
     @property
     def gathered(self) -> frozenset[str]:
         """The paths of weights whose results are gathered at once."""
-        return frozenset(path for path in self._paths if pattern_of(path) in self.refused)
+        given = frozenset[str]() if self.given is None else self.given.gathered
+        return given.union(path for path in self._paths if pattern_of(path) in self.refused)
 
     @property
     def repeated(self) -> dict[str, str]:
         """The heads of weights, by pattern, that are fewer than ranks: of keys, where others are with them."""
-        few = {path: role for path, role in self.roles.items() if role.num_parts < self.num_ranks}
-        return {
-            pattern_of(path): f"{'has' if role.segments else 'is'} {role.num_parts} {'key ' * bool(role.segments)}heads"
-            for path, role in few.items()
-            if not role.is_experts
-        }
+        found = dict[str, str]()
+        for path, role in self.roles.items():
+            count, is_fused = min(count for _, count in role.segments), len(role.segments) > 1
+            if count < self.num_ranks and not role.is_experts:
+                heads = f"{count} {'key ' * is_fused}head{'s' * (count > 1)}"
+                found[pattern_of(path)] = f"{'has' if is_fused else 'is'} {heads}"
+        return found
 
     def is_small(self, paths: frozenset[str]) -> bool:
         """Returns whether weights have a small part of all parameters."""
-        patterns = {pattern_of(path) for path in paths}
+        patterns = {pattern_of(path_of(path)) for path in paths}
         return sum(self._numels.get(pattern, 0) for pattern in patterns) < _SMALL * self.num_parameters
 
     def extend(self, layers: AlikeLayers) -> None:
@@ -125,7 +146,7 @@ class CutPlan:
 
     def refuse(self, sources: frozenset[str], reason: str, *, is_result: bool = False) -> None:
         """Notes that a tensor made of the columns of these weights cannot stay cut."""
-        for path in sources - {SEQUENCE}:
+        for path in map(path_of, sources - {SEQUENCE}):
             is_known = pattern_of(path) in self.refused or pattern_of(path) in self._is_new
             if is_known or (is_result and not self.is_small(frozenset({path}))):
                 continue
@@ -133,24 +154,40 @@ class CutPlan:
             self.has_changed = True
 
     def repeat(self, sources: frozenset[str], num_parts: int) -> None:
-        """Notes that the columns of a weight are so many heads, which several ranks have each."""
-        for path in sources - {SEQUENCE}:
-            if self._repeated.get(pattern_of(path)) != num_parts:
-                self._repeated[pattern_of(path)] = num_parts
+        """Notes that columns of a weight are this number of heads, each of which several ranks have."""
+        for source in sources - {SEQUENCE}:
+            path, first, size = columns_of(source, self.weights[path_of(source)].numel())  # of all: more than there are
+            known = self._repeated.setdefault(pattern_of(path), {})
+            if known.get((first, first + size)) != num_parts:
+                known[first, first + size] = num_parts
                 self._is_new.add(pattern_of(path))
                 self.has_changed = True
 
+    def pieces(self, cut: AxisCut, first: int, size: int) -> frozenset[str]:
+        """Returns the sources of some entries of a cut dimension."""
+        sources = set[str]()
+        for source in cut.sources:
+            if path_of(source) in self.roles and len(self.roles[path_of(source)].pieces) == 1:
+                path, start, width = columns_of(source, self.roles[path_of(source)].size)
+                each = width // cut.shape[cut.dim]
+                source = piece_of(path, start + first * each, size * each) if each else source
+            sources.add(source)
+        return frozenset(sources)
+
     def segment(self, cut: AxisCut, sizes: Sequence[int]) -> bool:
         """Notes that columns are segments, each to be cut; False where they cannot be."""
-        paths = [path for path in cut.sources if path in self.roles]
+        sources = [source for source in cut.sources if path_of(source) in self.roles]
         total = sum(sizes)
-        if not paths or cut.outer > 1 or total != cut.shape[cut.dim]:
+        if not sources or cut.outer > 1 or total != cut.shape[cut.dim]:
             return False
-        for path in paths:
-            (width, *others) = {sum(sizes) for sizes in self.roles[path].pieces.values()} or {self.roles[path].size}
+        for source in sources:
+            role = self.roles[path_of(source)]
+            (size, *others) = {sum(size for size, _ in pieces) for pieces in role.pieces.values()} or {role.size}
+            path, first, width = columns_of(source, size)
             if others or width % total:
                 return False
-            segments = divided(self._bounds.get(pattern_of(path), ()), [size * (width // total) for size in sizes])
+            ends = first, *(width // total * size for size in sizes), size - first - width
+            segments = divided(self._bounds.get(pattern_of(path), ()), [end for end in ends if end])
             if any(size % cut.num_parts for size in segments):
                 return False
             if self._bounds.get(pattern_of(path)) != segments:
@@ -174,17 +211,20 @@ class CutPlan:
         (at,), (x_at,) = found, others
         weight, x = operands[at], operands[x_at]
         letters, cut = product.letters[at], cut_of(x)
-        if cut is None or SEQUENCE in cut.sources:
+        if self.given is not None:
+            return self._as_given(run, product, operands, at, x_at)
+        if cut is None or cut.num_parts == 1 or SEQUENCE in cut.sources:
             columns = [letter for letter in letters if letter in product.result and letter not in product.letters[x_at]]
             if columns:
                 operands[at] = self._column(weight, letters.index(columns[-1]))
             return operands
         letter = product.letters[x_at][cut.dim]
         widths = [size for each, size in zip(letters, weight.shape, strict=True) if each in product.result]
-        if letter in letters and widths and widths[-1] > _WIDENED * cut.shape[cut.dim] and cut.sources & self.normed:
+        is_wider = letter in letters and widths and widths[-1] > _WIDENED * cut.shape[cut.dim]
+        if is_wider and self.normed.intersection(map(path_of, cut.sources)):
             operands[x_at] = run.refused(x, "is normalised and widened")  # sums are larger than what is gathered
             return operands
-        if letter not in letters or letter in product.result or cut.num_parts < self.num_ranks:
+        if letter not in letters or letter in product.result or cut.num_parts < self.num_ranks or cut.counts:
             return operands
         base = self._base(weight)
         assert base is not None
@@ -192,25 +232,56 @@ class CutPlan:
         if reader != base[0]:
             operands[x_at] = run.refused(x, f"is read by {reader} and {base[0]}")
             return operands
-        segments = cut.segments or (() if cut.outer == 1 else (cut.shape[cut.dim] // cut.outer,) * cut.outer)
-        operands[at] = self._cut_if(weight, letters.index(letter), self.num_ranks, segments)
+        operands[at] = self._cut_if(weight, letters.index(letter), _segments(cut))
+        return operands
+
+    def _as_given(
+        self, run: RankExchanges, product: Product, operands: list[Tensor], at: int, x_at: int
+    ) -> list[Tensor]:
+        """Returns the operands with the weight cut as MODEL's own plan says, or whole for a whole operand."""
+        weight, cut = operands[at], cut_of(operands[x_at])
+        base = self._base(weight)
+        assert base is not None
+        assert self.given is not None
+        path, parameter = base
+        is_whole = cut is None or cut.num_parts == 1 or SEQUENCE in cut.sources
+        if path not in self.given.dims:
+            operands[x_at] = operands[x_at] if is_whole else run.whole(operands[x_at])
+            self.whole.setdefault(pattern_of(path), "has no style")
+            return operands
+        stride = parameter.stride(self.given.dims[path])
+        dim = next(place for place in range(weight.dim()) if weight.stride(place) == stride)
+        if product.letters[at][dim] in product.result:
+            operands[x_at] = operands[x_at] if is_whole else run.whole(operands[x_at])
+            operands[at] = self._column(weight, dim)
+        else:
+            segments = ((weight.shape[dim], self.num_ranks),) if cut is None or is_whole else _segments(cut)
+            operands[at] = self._cut_if(weight, dim, segments)
         return operands
 
     def _column(self, weight: Tensor, dim: int) -> Tensor:
         base = self._base(weight)
         assert base is not None
         path, size = base[0], weight.shape[dim]
-        pattern, num_parts = pattern_of(path), self.num_ranks
-        if path not in self.roles:
-            if pattern in self.refused and self.is_small(frozenset({path})):
-                self.whole.setdefault(pattern, self.refused[pattern])
-                return weight
-            num_parts = self._repeated.get(pattern, self.num_ranks)
-            if num_parts == 1 or (size % num_parts and size < _FILLED * self.num_ranks):
-                self.whole.setdefault(pattern, f"has {size if num_parts > 1 else 'one head of'} columns")
-                return weight
-        segments = self._bounds.get(pattern, ())
-        return self._cut_if(weight, dim, num_parts, segments if sum(segments) == size else ())
+        pattern = pattern_of(path)
+        sizes = self._bounds.get(pattern, ())
+        sizes = sizes if sum(sizes) == size else (size,)
+        if path in self.roles:
+            return self._cut_if(weight, dim, tuple((size, self.num_ranks) for size in sizes))
+        if self.given is None and pattern in self.refused and self.is_small(frozenset({path})):
+            self.whole.setdefault(pattern, self.refused[pattern])
+            return weight
+        known = sorted(
+            self._repeated.get(pattern, {}).items(), key=lambda each: each[0][1] - each[0][0]
+        )  # closest first
+        parts = [
+            next((parts for (first, last), parts in known if first <= start < last), self.num_ranks)
+            for start in accumulate(sizes[:-1], initial=0)
+        ]
+        if max(parts) == 1 or (size % max(parts) and size < _FILLED * self.num_ranks):
+            self.whole.setdefault(pattern, f"has {size if max(parts) > 1 else 'one head of'} columns")
+            return weight
+        return self._cut_if(weight, dim, tuple(zip(sizes, parts, strict=True)))
 
     def table(self, run: RankExchanges, weight: Tensor) -> Tensor:
         """Returns a table of a lookup, its rows cut if it is large."""
@@ -218,20 +289,22 @@ class CutPlan:
         if base is None:
             return weight
         path = base[0]
+        if self.given is not None:
+            dim = self.given.dims.get(path)
+            return weight if dim is None else self._cut_if(weight, dim, ((weight.shape[dim], self.num_ranks),))
         if path not in self.roles and (self.is_small(frozenset({path})) or weight.shape[0] < _FILLED):
             return weight
-        return self._cut_if(weight, 0, self.num_ranks, ())
+        return self._cut_if(weight, 0, ((weight.shape[0], self.num_ranks),))
 
     def cut_operand(self, y: Tensor, dim: int, cut: AxisCut) -> Tensor | None:
         """Returns a weight, such as a bias, cut as the tensor that it meets; None for other tensors."""
-        segments = cut.segments or (() if cut.outer == 1 else (cut.shape[cut.dim] // cut.outer,) * cut.outer)
-        return None if self._base(y) is None else self._cut(y, dim, cut.num_parts, segments)
+        return None if self._base(y) is None else self._cut(y, dim, _segments(cut))
 
-    def _cut_if(self, weight: Tensor, dim: int, num_parts: int, segments: tuple[int, ...]) -> Tensor:
-        cut = self._cut(weight, dim, num_parts, segments)
+    def _cut_if(self, weight: Tensor, dim: int, segments: Pieces) -> Tensor:
+        cut = self._cut(weight, dim, segments)
         return weight if cut is None else cut
 
-    def _cut(self, weight: Tensor, dim: int, num_parts: int, segments: tuple[int, ...]) -> Tensor | None:
+    def _cut(self, weight: Tensor, dim: int, segments: Pieces) -> Tensor | None:
         """Returns a whole weight, or a view of one, cut along its dimension `dim`; None if it is cut otherwise."""
         base = self._base(weight)
         assert base is not None
@@ -243,24 +316,29 @@ class CutPlan:
         ]
         if len(places) != 1 or cut_of(parameter) is not None:
             return None
-        (place,) = places
+        (place,), num_parts = places, max(count for _, count in segments)
         role = self.roles.setdefault(path, Role(place, num_parts, parameter.shape[place]))
         if (role.dim, role.num_parts) != (place, num_parts):
             return None
         offset = weight.storage_offset() - parameter.storage_offset()
         start = offset // parameter.stride(place) % parameter.shape[place]
-        segments = role.pieces.setdefault(start, segments or (weight.shape[dim],))
-        local = part(weight, dim, num_parts, 0, 1, segments if len(segments) > 1 else ())
-        return mark(local, _cut(tuple(weight.shape), dim, num_parts, segments, path))
+        segments = role.pieces.setdefault(start, segments)
+        cut = _cut(tuple(weight.shape), dim, segments, path)
+        return mark(part(weight, dim, num_parts, 0, cut.outer, cut.segments, cut.counts), cut)
 
     def _base(self, tensor: Tensor) -> tuple[str, Tensor] | None:
         """Returns the path of the parameter that a tensor is, or is a view of, and the parameter."""
         return self._parameters.get(tensor.untyped_storage()._cdata)
 
 
-def _cut(shape: tuple[int, ...], dim: int, num_parts: int, segments: tuple[int, ...], path: str) -> AxisCut:
-    outer = len(segments) if len(segments) > 1 and len(set(segments)) == 1 else 1
-    return AxisCut(shape, dim, num_parts, outer, segments if len(set(segments)) > 1 else (), frozenset({path}))
+def _cut(shape: tuple[int, ...], dim: int, segments: Pieces, path: str) -> AxisCut:
+    sizes, counts = zip(*segments, strict=True)
+    return of_segments(shape, dim, sizes, counts, frozenset({path}))
+
+
+def _segments(cut: AxisCut) -> Pieces:
+    sizes = segments_of(cut)
+    return tuple(zip(sizes, cut.counts or (cut.num_parts,) * len(sizes), strict=True))
 
 
 def pattern_of(path: str) -> str:

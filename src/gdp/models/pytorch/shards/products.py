@@ -14,6 +14,11 @@ from gdp.models.pytorch.shards.cuts import cut_of
 _GROUPED = names("_grouped_mm grouped_mm grouped_mm_fallback")
 _PLAIN = names("matmul __matmul__ __rmatmul__ mm bmm mv")
 _ADDED = names("addmm baddbmm addbmm")
+_KEYS = {  # of operands
+    "linear": ("input", "weight", "bias"),
+    "addmm": ("input", "mat1", "mat2"),
+    "baddbmm": ("input", "batch1", "batch2"),
+}
 NAMES = frozenset({"linear", "einsum"}) | _GROUPED | _PLAIN | _ADDED
 _ANY = "."  # a dimension of size 1, which is broadcast
 
@@ -50,7 +55,7 @@ def read(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Product |
         if not arrow or "." in inputs or any(len(set(text)) < len(text) for text in inputs.split(",")):
             return None
         return Product(name, operands, inputs.split(","), result, {"equation": equation})
-    keys = ["input", "mat1", "mat2"] if name in _ADDED else ["input", "weight", "bias"] if name == "linear" else []
+    keys = _KEYS.get(name, ())
     operands = [*args, *(rest.pop(key) for key in keys[len(args) :] if key in rest)]
     count = 3 if name in _ADDED or (name == "linear" and len(operands) == 3 and operands[2] is not None) else 2
     if name in _GROUPED:

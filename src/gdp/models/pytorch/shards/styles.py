@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from gdp.errors import InputError
-from gdp.models.pytorch.shards.cuts import SEQUENCE, AxisCut, cut_of
+from gdp.models.pytorch.shards.cuts import SEQUENCE, AxisCut, cut_of, path_of
 from gdp.models.pytorch.shards.local_run import LocalRun
 from gdp.models.pytorch.shards.plan import CutPlan, Role, pattern_of, planned
 from gdp.models.shards import Shards, Styles
@@ -101,7 +101,8 @@ class _Calls:
             for handle in handles:
                 handle.remove()
         cuts = [cut_of(tensor) for tensor in torch.utils._pytree.tree_leaves(output)]
-        self.heads = frozenset().union(*(cut.sources for cut in cuts if cut is not None and not cut.is_partial))
+        sources = (cut.sources for cut in cuts if cut is not None and not cut.is_partial)
+        self.heads = frozenset(map(path_of, frozenset().union(*sources)))
         self.inputs, self.outputs = inputs, outputs
 
     def arguments(self, path: str) -> Iterator[tuple[int | str, Tensor]]:
@@ -183,7 +184,7 @@ class _Calls:
                 reason = ""
                 if not isinstance(module, (nn.Linear, nn.Embedding)) or not path:
                     reason = f"is of a {type(module).__name__}"
-                elif role.segments:
+                elif len(role.segments) > 1:
                     reason = f"has {len(role.segments)} segments"
                 elif role.num_parts < self.num_ranks:
                     reason = f"has {role.num_parts} heads for {self.num_ranks} ranks"

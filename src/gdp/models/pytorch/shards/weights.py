@@ -3,13 +3,24 @@
 # mypy: disable-error-code="no-any-return,no-untyped-call"
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from gdp.models.pytorch.shards import products
 from gdp.models.pytorch.shards.collectives import Repeated
-from gdp.models.pytorch.shards.cuts import PARTIAL, SEQUENCE, AxisCut, cut_of, cuts_in, mapped, mark, whole_shape
+from gdp.models.pytorch.shards.cuts import (
+    PARTIAL,
+    SEQUENCE,
+    AxisCut,
+    cut_of,
+    cuts_in,
+    local_sizes,
+    mapped,
+    mark,
+    whole_shape,
+)
 from gdp.models.pytorch.shards.exchanges import RankExchanges
 from gdp.models.pytorch.shards.loss import parallel_cross_entropy
 from gdp.models.pytorch.shards.parts import Rule, aligned
@@ -29,11 +40,15 @@ def _product(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -
     if not cuts:
         return product.call(func, operands)
     lead = max(cuts, key=lambda cut: cut.num_parts)
+    if lead.num_parts == 1:
+        return run.for_parts(cuts, lambda: product.call(func, list(map(run.entered, operands))))
     letter = next(
         letters[cut.dim] for letters, cut in zip(product.letters, map(cut_of, operands), strict=True) if cut is lead
     )
     is_sum = letter not in product.result
-    if not _agree(product.letters, operands, letter, lead) or (is_sum and lead.num_parts < run.num_ranks):
+    if not _agree(product.letters, operands, letter, lead) or (
+        is_sum and (lead.counts or lead.num_parts < run.num_ranks)
+    ):
         cut_operands = [run.refused(tensor, f"is multiplied by {name} with another cut") for tensor in operands]
         return product.call(func, cut_operands)
     for at, (letters, tensor) in enumerate(zip(product.letters, operands, strict=True)):
@@ -42,8 +57,9 @@ def _product(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -
             operands[at] = run.entered(tensor) if not (is_sum and at == product.bias) else tensor
         elif cut is None:
             operands[at] = run.own(tensor, letters.index(letter), lead)
-        elif isinstance(tensor, nn.Parameter) and cut.num_parts < run.num_ranks and tensor.requires_grad:
-            operands[at] = Repeated.apply(tensor, cut.num_parts, run.num_ranks, run.rank)
+        elif isinstance(tensor, nn.Parameter) and tensor.requires_grad and _is_repeated(cut, run.num_ranks):
+            sizes, counts = local_sizes(cut), cut.counts or (cut.num_parts,) * len(local_sizes(cut))
+            operands[at] = Repeated.apply(tensor, cut.dim, sizes, counts, run.num_ranks, run.rank)
         elif cut.num_parts < lead.num_parts:
             operands[at] = aligned(run, tensor, lead, len(letters) - letters.index(letter))
     sources = frozenset().union(*(cut.sources for cut in cuts))
@@ -62,16 +78,20 @@ def _product(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -
     result = product.call(func, operands)
     dim = product.result.index(letter)
     shape = [*result.shape[:dim], lead.shape[lead.dim], *result.shape[dim + 1 :]]
-    mark(result, AxisCut(tuple(shape), dim, lead.num_parts, lead.outer, lead.segments, sources))
+    mark(result, replace(lead, shape=tuple(shape), dim=dim, sources=sources))
     return run.whole(result) if sources & run.gathered else result
+
+
+def _is_repeated(cut: AxisCut, num_ranks: int) -> bool:
+    return min(cut.counts or (cut.num_parts,)) < num_ranks
 
 
 def _agree(letters: Sequence[str], operands: Sequence[Tensor], letter: str, lead: AxisCut) -> bool:
     """Returns whether all cuts of operands are those of this letter."""
     for text, cut in zip(letters, map(cut_of, operands), strict=True):
-        if cut is None:
+        if cut is None or cut.num_parts == 1:
             continue
-        if text[cut.dim] != letter or (cut.outer, cut.segments) != (lead.outer, lead.segments):
+        if text[cut.dim] != letter or (cut.outer, cut.segments, cut.counts) != (lead.outer, lead.segments, lead.counts):
             return False
     return True
 
@@ -83,7 +103,14 @@ def _attention(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any)
     for tensor in (query, key, value):
         cut = cut_of(tensor)
         is_by_head = cut is None or (cut.dim == len(cut.shape) - 3 and cut.outer == 1 and not cut.segments)
-        triple.append(tensor if is_by_head else run.refused(tensor, "is cut otherwise than by heads in attention"))
+        if cut is None or is_by_head or cut.num_parts == 1:
+            pass
+        elif cut.shape[-3] == 1 and run.plan is not None:
+            run.plan.repeat(cut.sources, 1)
+            tensor = run.whole(tensor)
+        else:
+            tensor = run.refused(tensor, "is cut otherwise than by heads in attention")
+        triple.append(tensor)
     lead = next((cut for cut in map(cut_of, triple) if cut is not None and cut.num_parts == run.num_ranks), None)
     if lead is None:
         return run.on_wholes("has fewer heads than ranks", func, (*triple, *rest), kwargs)
@@ -104,7 +131,7 @@ def _attention(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any)
     lead = cut_of(parts[0])
     assert lead is not None
     rest, kwargs = mapped((rest, kwargs), lambda tensor: aligned(run, tensor, lead, 3))
-    shape = (*whole_shape(triple[0])[:-1], value.shape[-1])
+    shape = (*whole_shape(triple[0])[:-1], whole_shape(triple[2])[-1])
     sources = frozenset().union(*(cut.sources for cut in map(cut_of, triple) if cut is not None))
     return mark(func(*parts, *rest, **kwargs), AxisCut(shape, len(shape) - 3, run.num_ranks, sources=sources))
 
@@ -114,6 +141,9 @@ def _embedding(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any)
     if run.plan is not None and cut_of(table) is None:
         table = run.plan.table(run, table)
     cut = cut_of(table)
+    if cut is not None and cut.dim == 1 and cut_of(ids) is None:
+        result = func(table, *args[1:], **kwargs)
+        return mark(result, replace(cut, shape=(*result.shape[:-1], cut.shape[1]), dim=result.dim() - 1))
     if cut is None or cut.dim != 0 or cut_of(ids) is not None or cut.outer > 1:
         if not cuts_in((args, kwargs)):
             return func(*args, **kwargs)
