@@ -1,5 +1,6 @@
 """The plan of `parallelize_module` in a user's code is the plan of the local program."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,9 @@ BOTH = '"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()'
 
 
 def source(directory: Path, styles: str, more: str = "") -> ModelSource:
-    directory.joinpath("given.py").write_text(CODE.format(styles=styles, more=more))
-    return ModelSource("given:build", directory=directory)
+    name = re.sub(r"\W", "_", directory.name)  # a module of its own, since Python keeps them
+    directory.joinpath(f"{name}.py").write_text(CODE.format(styles=styles, more=more))
+    return ModelSource(f"{name}:build", directory=directory)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -65,7 +67,7 @@ def test_tokens_are_cut_as_the_plan_says(tmp_path: Path, more: str, is_cut: bool
 
 def test_modules_that_styles_do_not_cut(tmp_path: Path) -> None:
     """A style of a module that is no linear layer is named in one line."""
-    with pytest.raises(InputError, match=r"given:build: 0\.1 is a GELU, and ColwiseParallel .* correct its plan"):
+    with pytest.raises(InputError, match=r": 0\.1 is a GELU, and ColwiseParallel .* correct its plan"):
         source(tmp_path, '"*": tp.ColwiseParallel()').sharded(Shards(2))
 
 

@@ -58,7 +58,8 @@ def _product(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -
         elif cut is None:
             operands[at] = run.own(tensor, letters.index(letter), lead)
         elif isinstance(tensor, nn.Parameter) and tensor.requires_grad and _is_repeated(cut, run.num_ranks):
-            sizes, counts = local_sizes(cut), cut.counts or (cut.num_parts,) * len(local_sizes(cut))
+            sizes = local_sizes(cut) if cut.counts else [tensor.shape[cut.dim]]
+            counts = cut.counts or (cut.num_parts,)
             operands[at] = Repeated.apply(tensor, cut.dim, sizes, counts, run.num_ranks, run.rank)
         elif cut.num_parts < lead.num_parts:
             operands[at] = aligned(run, tensor, lead, len(letters) - letters.index(letter))
