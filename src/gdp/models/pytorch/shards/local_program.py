@@ -32,9 +32,7 @@ _OTHER_PRODUCTS = ("attention", "convolution", "rnn_layer", "trilinear", "cdist"
 _NAMED = 0.0005  # of the FLOPs of products, on all cards together
 _SHOWN = 4  # weights in a note
 _BALANCED = "expert={}: each rank gets equally many rows (balanced routing is assumed)"
-_GIVEN = (
-    "weights are cut as the plan of parallelize_module in MODEL says, over the ranks of tensor= in place of its mesh"
-)
+_GIVEN = "weights are cut as parallelize_module in MODEL says, over the ranks of tensor= in place of its mesh"
 _SIDES = {"colwise": -2, "rowwise": -1}  # by the beginning of a style of Transformers: the dimension that is cut
 
 
