@@ -72,7 +72,7 @@ def test_modules_that_styles_do_not_cut(tmp_path: Path) -> None:
 
 
 def test_meshes_for_anything_else(tmp_path: Path) -> None:
-    """Code that cuts by other means is refused in one line, which says what is understood."""
+    """Code that cuts by other means is refused in one line."""
     more = "from torch.distributed.fsdp import fully_shard; fully_shard(model, mesh=mesh)"
-    with pytest.raises(InputError, match=r"not supported: device meshes beyond the styles of parallelize_module"):
+    with pytest.raises(InputError, match=r"not supported: modules that are cut over processes already"):
         source(tmp_path, BOTH, more).whole()

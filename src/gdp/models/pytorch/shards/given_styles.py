@@ -8,19 +8,25 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 from unittest.mock import patch
 
 from torch import nn
 
 from gdp.errors import InputError
-from gdp.models.unsupported import UnsupportedError
 
 STYLES = "_gdp_styles"  # of a module: those that `parallelize_module` was given for it
 _MODULE = "torch.distributed.device_mesh"
 _COLUMNS, _ROWS = "ColwiseParallel", "RowwiseParallel"
 _OTHERS = ("SequenceParallel", "PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput")
 _DIMS = {(_COLUMNS, nn.Linear): 0, (_ROWS, nn.Linear): 1, (_COLUMNS, nn.Embedding): 1, (_ROWS, nn.Embedding): 0}
+_OF_ONE_RANK: dict[str, Any] = {  # of a mesh
+    "ndim": 1,
+    "size": lambda mesh, *_dim: 1,
+    "get_rank": lambda mesh: 0,
+    "get_local_rank": lambda mesh, *_dim: 0,
+    "__getitem__": lambda mesh, _names: mesh,
+}
 
 
 @dataclass(frozen=True)
@@ -32,50 +38,22 @@ class GivenCuts:
     by_tokens: bool  # tokens are cut between
 
 
-class _Mesh:
-    """A mesh of one rank, which knows sizes alone."""
-
-    ndim = 1
-    mesh_dim_names: tuple[str, ...] | None = None
-
-    def __getitem__(self, _name: Any) -> "_Mesh":
-        return self
-
-    def size(self, _dim: int | None = None) -> int:
-        """Returns 1."""
-        return 1
-
-    def get_local_rank(self, _dim: Any = None) -> int:
-        """Returns 0."""
-        return 0
-
-    get_rank = get_local_rank
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise UnsupportedError(
-            f"device meshes beyond the styles of parallelize_module ({_COLUMNS}, {_ROWS}, {', '.join(_OTHERS)}); "
-            "leave the rest out of MODEL's function: gdp chooses the layout"
-        )
-
-
 @contextlib.contextmanager
 def styles_noted() -> Iterator[None]:
-    """Has `parallelize_module` inside note its styles on meshes that `init_device_mesh` makes without processes."""
+    """Has `parallelize_module` inside note its styles, on meshes that `init_device_mesh` makes without processes: they
+    have one rank, and know sizes alone. The class stays, since code that is imported inside names it."""
     if _MODULE not in sys.modules:
         yield
         return
     with contextlib.ExitStack() as stack:
 
-        def made(*_args: Any, **_options: Any) -> _Mesh:
+        def init(*_args: Any, **_options: Any) -> None:
             from torch.distributed.tensor import parallel
 
             for name in (_COLUMNS, _ROWS, *_OTHERS):
                 stack.enter_context(patch.object(getattr(parallel, name), "_apply", _noted))
-            return _Mesh()
 
-        stack.enter_context(patch.object(sys.modules[_MODULE], "DeviceMesh", made))
+        stack.enter_context(patch.multiple(sys.modules[_MODULE].DeviceMesh, __init__=init, **_OF_ONE_RANK))
         yield
 
 
