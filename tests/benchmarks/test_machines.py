@@ -7,6 +7,7 @@ import pytest
 from benchmarks import microbatches
 from benchmarks.machines import MachinesBenchmark
 from benchmarks.microbatches import MicrobatchesBenchmark
+from benchmarks.models import families
 from gdp.budget import Budget
 from gdp.errors import InputError
 
@@ -33,8 +34,11 @@ def test_machines_are_placed_with_and_without_slow_devices(tmp_path: Path) -> No
         MachinesBenchmark(machines=("bogus",), budget=SHORT)
 
 
-def test_pipelines_are_compared_with_stages(tmp_path: Path) -> None:
+def test_pipelines_are_compared_with_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` is never slower than the stages that it begins from, at the same number of micro-batches."""
+    sizes = {"num_layers": 8, "hidden": 1024, "num_steps": 1024, "inner": 2816}
+    llama = families.LLAMA.workload("llama-8-layers", "4xp100-pcie-16g", 16, **sizes)
+    monkeypatch.setattr(microbatches, "MODELS", {"llama": llama})
     figures = MicrobatchesBenchmark(models=("llama",), counts=(1, 2), budget=SHORT).run(out=tmp_path)
     for row in figures["rows"]:
         times = {name: runs[0]["step_time_ns"] for name, runs in row["runs"].items()}
