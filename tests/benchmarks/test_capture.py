@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import capture
 from benchmarks.capture import STEPS, CaptureBenchmark, measure, share_of_time
+from benchmarks.workloads import model_of
 from gdp.errors import InputError
 from gdp.graph import Graph, Op
 
@@ -16,21 +17,28 @@ def test_a_capture_in_a_fresh_process_gives_the_figures_of_the_model(
 ) -> None:
     """BERT, which has no cache: a training step and plain inference with every cost known, and why it has no others.
 
-    Only the training step has a process of its own here: each takes seconds to load Transformers.
+    Only a step of plain PyTorch has a process of its own here: each takes seconds to load Transformers.
     """
     in_a_fresh_process = capture._in_a_fresh_process
 
     def in_a_process(name: str, text: str, step: str) -> dict[str, Any]:
-        return in_a_fresh_process(name, text, step) if step == "training" else measure(text, step)
+        is_fresh = (name, step) == ("dlrm", "inference")
+        return in_a_fresh_process(name, text, step) if is_fresh else measure(text, step)
 
     monkeypatch.setattr(capture, "_in_a_fresh_process", in_a_process)
-    figures = CaptureBenchmark(models=("bert-base",)).run(out=tmp_path)
-    rows = {row["step"]: row for row in figures["rows"]}
-    assert tuple(rows) == STEPS
+    figures = CaptureBenchmark(models=("bert-base", "dlrm")).run(out=tmp_path)
+    rows, plain = (
+        {row["step"]: row for row in figures["rows"] if row["model"] == name} for name in ("bert-base", "dlrm")
+    )
+    assert tuple(rows) == tuple(plain) == STEPS
+    here = measure(model_of("dlrm"), "inference")
+    for key in ("num_parameters", "num_ops", "num_tensors", "flops", "unknown"):
+        assert plain["inference"][key] == here[key]
+    assert plain["inference"]["import_seconds"] > here["import_seconds"]
     training, inference = rows["training"], rows["inference"]
     assert inference["num_parameters"] == training["num_parameters"] == 109_514_298
     assert training["num_ops"] > 2 * inference["num_ops"]
-    for row in (inference, training):
+    for row in (inference, training, plain["inference"]):
         assert row["peak_memory_bytes"] < 4 * 10**9
         assert (row["unknown"], row["unknown_share"]) == ({}, 0)
     assert rows["prefill"]["reason"] == rows["decode"]["reason"] == "no cache"

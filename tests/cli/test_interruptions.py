@@ -1,10 +1,12 @@
 """Random interruptions of `gdp place`: an answer or a clear refusal each time, in time, and no half-written file."""
 
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +36,9 @@ OK, BAD_INPUT, NOTHING_FITS, INTERRUPTED = 0, 2, 3, 130
 
 @dataclass(frozen=True)
 class Ending:
-    """What became of a command that was interrupted: its status, what it printed, and the seconds after the signal."""
+    """What became of a command that was interrupted: its status, what it printed, and the seconds after the signal,
+    but for those in which other programs had the processors.
+    """
 
     status: int
     out: str
@@ -48,19 +52,32 @@ def place(
     """Sends signal `number` to a command after `delay_s`; None: nothing but its budget ends it."""
     command = [sys.executable, "-m", "gdp", "place", str(model), "--devices", DEVICES, "--budget", f"{budget_s:g}s"]
     command += ["--out", str(out), "--json", "--no-cache", *options]
-    began = time.monotonic()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        end_s = began + delay_s
-        if number is not None:
-            try:
-                process.wait(delay_s)
-            except subprocess.TimeoutExpired:
+    with (
+        tempfile.TemporaryFile("w+") as printed,
+        tempfile.TemporaryFile("w+") as said,
+        subprocess.Popen(command, stdout=printed, stderr=said, text=True) as process,
+    ):
+        end_s, deadline_s = time.monotonic() + delay_s, time.monotonic() + 300  # a model is captured first
+        begun = 0.0
+        while not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if number is not None and time.monotonic() >= end_s:
+                end_s, begun = time.monotonic(), waited_s(process.pid)
                 process.send_signal(number)
-            end_s = min(time.monotonic(), end_s)
-        printed = process.communicate(timeout=300)  # a model is captured first
+                number = None
+            if time.monotonic() >= deadline_s:
+                process.kill()
+            time.sleep(0.005)
+        late_s = max(time.monotonic() - end_s, 0.0) - (waited_s(process.pid) - begun)
+        process.wait()
+        texts = [(file.seek(0), file.read())[1] for file in (printed, said)]
     # Python ends itself by SIGINT after an interrupt in an exec of text, as imports have; to a shell that is 130, too
     status = INTERRUPTED if process.returncode == -signal.SIGINT else process.returncode
-    return Ending(status, *printed, time.monotonic() - end_s)
+    return Ending(status, *texts, late_s)
+
+
+def waited_s(process: int) -> float:
+    """Returns the seconds for which the main thread of a process, which may have ended, waited for a processor."""
+    return int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
 
 
 def check(ending: Ending, graph: Graph | None, out: Path) -> None:
