@@ -19,6 +19,7 @@ from gdp.graph import Graph
 from gdp.graph.accumulation import ELEMENT_BYTES
 from gdp.graph.copies import ACCUMULATE, exchange_of
 from gdp.graph.held_memory import HeldMemory
+from gdp.graph.layers import LayerPaths
 from gdp.graph.parameter_bytes import ParameterBytes, gradients_of_updates
 from gdp.models.model import FLOAT32, MIXED, PURE_BF16
 from gdp.parallel.layout import Layout
@@ -37,9 +38,11 @@ class Held:
     gradient_scale: int = 1  # the same of gradients; 0: they are added to memory that is held
     exchange_scale: int = 1  # the same of gradients that are sent
     options: tuple[str, ...] = ()  # of the tool
+    keeps_rest: bool = False  # parameters outside of lists of layers, gathered, from the first pass to the last
 
     def step(self, graph: Graph) -> Graph:
         """Returns the step `graph` of a plan as the tool runs it."""
+        graph = _with_rest(graph) if self.keeps_rest else graph
         if (self.resident_bytes, self.state_scale, self.gradient_scale, self.exchange_scale) == (0, 1, 1, 1):
             return graph
         own, state, _ = HeldMemory.by_op(graph)
@@ -62,6 +65,30 @@ class Held:
         accessed[graph.is_in_role(ACCUMULATE)] *= max(self.gradient_scale, 1)
         resident = graph.resident_bytes + more.astype(np.int64)
         return replace(graph, resident_bytes=resident, tensor_bytes=sizes, bytes_accessed=accessed)
+
+
+def _with_rest(graph: Graph) -> Graph:
+    """Returns the step with what is gathered outside of lists of layers there until the backward pass has ended."""
+    layers = LayerPaths.of(graph)
+    listed = {number for number, name in enumerate(layers.lists) if name}
+    is_listed = np.array([layers.of_module.get(module, -1) in listed for module in graph.modules], np.bool_)
+    gathers = [kind.startswith("all_gather") for kind in graph.kinds]
+    is_rest = (np.array(gathers, np.bool_) & ~graph.is_in_phase("update"))[graph.producers]
+    is_rest[graph.edge_tensors[(is_listed & ~graph.is_collective)[graph.consumers]]] = False
+    is_backward = graph.is_in_phase("backward")
+    sizes = np.where(is_rest & is_backward[graph.producers], 0, graph.tensor_bytes)
+    kept = np.flatnonzero(is_rest & ~is_backward[graph.producers] & (graph.view_of < 0) & (sizes > 0))
+    copies = graph.microbatches * (int(graph.replicas.max()) + 1) + graph.replicas
+    ops = np.flatnonzero(is_backward & ~graph.is_collective)
+    last = np.zeros(int(copies.max()) + 1, np.int64)
+    np.maximum.at(last, copies[ops], ops)
+    readers = last[copies[graph.producers[kept]]]
+    is_new = ~np.isin(kept * graph.num_ops + readers, graph.edge_tensors * graph.num_ops + graph.consumers)
+    kept, readers = kept[is_new], readers[is_new]
+    added = np.bincount(kept + 1, minlength=graph.num_tensors + 1)
+    consumers = np.insert(graph.consumers, graph.consumer_offsets[kept + 1], readers)
+    offsets = graph.consumer_offsets + np.cumsum(added)
+    return replace(graph, tensor_bytes=sizes, consumers=consumers, consumer_offsets=offsets)
 
 
 def precision_of(graph: Graph) -> str:

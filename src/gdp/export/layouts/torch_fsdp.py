@@ -11,6 +11,7 @@ from pathlib import Path
 from gdp.errors import InputError
 from gdp.export.export_target import check_modules
 from gdp.export.layouts.precision import HALF, Held, as_fsdp
+from gdp.export.layouts.reserved import reserve_note
 from gdp.export.layouts.target import CutStep, LayoutTarget, common_notes, ranks_of, title_of
 from gdp.graph import Graph
 from gdp.graph.layers import LayerPaths
@@ -105,6 +106,8 @@ def notes(step: CutStep) -> list[str]:
         sentences.append("fully_shard cuts parameters as well, and gathers them before the first pass of a step.")
     if step.layout.zero >= 2:
         sentences.append("Parameters outside of lists of layers are gathered together, for the whole pass.")
+    if step.layout.zero == 3:
+        sentences.append(reserve_note(step.simulation))
     return sentences
 
 
@@ -112,6 +115,7 @@ def held_by(graph: Graph, layout: Layout) -> list[Held]:
     """Returns what PyTorch holds: of a model in mixed precision what FSDP and autocast do, of others the same."""
     held = as_fsdp(graph, layout, NAME)
     computed = next((dtype for dtype in HALF if dtype in graph.dtypes), "")
+    held = replace(held, keeps_rest=layout.zero == 3)
     return [replace(held, options=(computed,)) if held.sentence else held]
 
 

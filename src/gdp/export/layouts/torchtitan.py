@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from gdp.errors import InputError
 from gdp.export.layouts.precision import AUTOCAST, Held, as_fsdp, precision_of
+from gdp.export.layouts.reserved import reserve_note
 from gdp.export.layouts.target import (
     CutStep,
     LayoutTarget,
@@ -95,6 +96,8 @@ def _pipeline(step: CutStep) -> list[str]:
 def notes(step: CutStep) -> list[str]:
     """Returns sentences on what torchtitan does otherwise than the plan."""
     zero, sentences = step.layout.zero, common_notes(step)
+    if zero == 3:
+        sentences.append(reserve_note(step.simulation))
     if step.layout.recompute == SELECTIVE:
         sentences.append("Which results torchtitan keeps depends on its version: 0.2 those of the plan.")
     if zero < 3 and _cuts_parameters(step.layout):
