@@ -110,6 +110,33 @@ class Pairs(nn.Module):
         return torch.nn.functional.cross_entropy(y @ y.T, torch.arange(len(x)))
 
 
+class Messages(nn.Module):
+    """A layer over the edges of a graph [2, E], or of a batch of graphs [batch, E], whose nodes are rows."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        y = self.linear(x)
+        if x.dim() == 3:
+            ends = edges[:, :, None].expand(-1, -1, x.shape[2])
+            return torch.zeros_like(x).scatter_add(1, ends, y.gather(1, ends))
+        return torch.zeros_like(x).index_add(0, edges[1], y[edges[0]])
+
+
+class Shuffled(nn.Module):
+    """Mixes each sample with another one, and asks a table for words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.linear = nn.Embedding(100, 8), nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.linear(self.words(tokens))
+        return (x + x[torch.randperm(len(x))])[:, torch.tensor([0, 2])]
+
+
 def seq2seq(batch_first: bool) -> tuple[Any, ...]:
     sizes = [(4, 32, 16), (4, 16, 16)] if batch_first else [(32, 4, 16), (16, 4, 16)]
     return nn.Transformer(16, 2, 1, 1, 32, batch_first=batch_first), tuple(map(torch.randn, sizes))
@@ -152,6 +179,8 @@ BATCHES: dict[str, Callable[[], Any]] = {
     "attention": lambda: (Attention(True), (torch.randn(4, 32, 16),)),
     "decoder": lambda: decoder(True),
     "encoder": lambda: encoder(True),
+    "graphs": lambda: (Messages(), (torch.randn(4, 16, 64), torch.zeros(4, 40).long())),
+    "shuffled": lambda: (Shuffled(), (torch.zeros(16, 4).long(),)),
 }
 
 
@@ -174,6 +203,14 @@ def test_other_dimensions(name: str) -> None:
         named = Parts.of(source_of(make, batch_dim=dim))
         assert named.batch_size == size
         assert named.exact(2).num_ops > 0
+
+
+def test_nodes_of_a_graph_are_no_batch() -> None:
+    """Edges ask for all nodes, so parts of the nodes are refused; of several graphs in one input they are not."""
+    x, edges = torch.randn(16, 64), torch.zeros(2, 40).long()
+    with pytest.raises(InputError, match=r"index_0 looks up as many rows, of fewer, as edges of a graph do"):
+        Parts.of(source_of(lambda: (Messages(), (x, edges)))).exact(2)
+    assert Parts.of(source_of(lambda: (Messages(), (x, edges)), batch_dim=0)).exact(2).num_ops > 0
 
 
 @pytest.mark.parametrize("name", BATCHES)

@@ -1,6 +1,7 @@
 """Tells whether the dimension of inputs that is cut is the batch, from two steps of more and of fewer samples. Fewer
 samples have the same ops, of smaller sizes. Where the dimension is time, a recurrent model has fewer ops in a row;
-where it is a sequence, attention has fewer FLOPs a token; and inputs of another length are not cut with it."""
+where it is a sequence, attention has fewer FLOPs a token; inputs of another length are not cut with it, and where it
+counts nodes of a graph, edges still ask for all of them."""
 
 from collections.abc import Sequence
 
@@ -8,8 +9,10 @@ import numpy as np
 
 from gdp.arrays import Bool
 from gdp.graph import Graph
+from gdp.graph.interpolation import have_same_ops
 
 _PRODUCTS = ("mm", "conv", "attention", "bilinear")  # in kinds of ops, whose FLOPs follow the samples alone
+_LOOKUPS = ("index", "gather", "embedding")  # the first part of names of ops that read rows
 _MOST_LACKING = 0.05  # of the FLOPs that follow the square of the dimension: a loss over pairs of samples has fewer
 _MOST_UNCUT = 0.1  # of the FLOPs that do not follow the dimension: products of weights with weights have fewer
 _MOST_IN_A_ROW = 0.5  # of the longest chain of ops: a sum over samples may be part of it
@@ -30,6 +33,8 @@ def other_dimension(
             if short < long and (1 - short / long) > least * (1 - 1 / num_parts):
                 which = "with weights " if only_with_weights else ""
                 return f"with {share} {short:,} ops {which}follow one another, not {long:,}: that is time"
+    if have_same_ops(whole, part) and (op := _uncut_lookup(whole, part)):
+        return f"with {share} {op} looks up as many rows, of fewer, as edges of a graph do"
     flops, flops_of_part = (int(graph.flops[_is_product(graph)].sum()) for graph in (whole, part))
     relative = num_parts * flops_of_part / flops if flops else 1.0
     lacking, uncut = (1 - relative) / (1 - 1 / num_parts), (relative - 1) / (num_parts - 1)
@@ -56,6 +61,16 @@ def _is_product(graph: Graph) -> Bool:
     is_product = {kind: any(word in kind for word in _PRODUCTS) for kind in set(graph.kinds)}
     is_pass = np.isin(graph.phases, ("forward", "backward"))
     return np.asarray(is_pass & np.array([is_product[kind] for kind in graph.kinds], np.bool_))
+
+
+def _uncut_lookup(whole: Graph, part: Graph) -> str:
+    """Returns the name of a forward op that reads as many rows of a tensor that has fewer; "": there is none."""
+    is_cut = part.tensor_bytes < whole.tensor_bytes
+    is_lookup = [kind.partition(".")[2].lstrip("_").startswith(_LOOKUPS) for kind in whole.kinds]
+    is_lookup = np.array(is_lookup, np.bool_) & whole.is_in_phase("forward")
+    is_lookup[whole.producers[is_cut]] = False
+    ops = whole.consumers[is_lookup[whole.consumers] & is_cut[whole.edge_tensors]]
+    return whole.op_names[ops.min()] if len(ops) else ""
 
 
 def _longest_chain(graph: Graph, only_with_weights: bool) -> int:
