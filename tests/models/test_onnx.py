@@ -308,7 +308,8 @@ def test_costs_by_hand(case: str, read: Callable[..., OnnxModel]) -> None:
     assert made.notes == ()
     op = made.graph.op(made.graph.num_ops - 1)
     assert (op.kind, op.flops, op.phase) == (node.op_type, flops, "forward")
-    assert op.dtype == ("int8" if "quantised" in case else "float32")
+    rounded = "tf32" if made.graph.shapes[-1] else "float32"  # products, as ONNX Runtime runs them by default
+    assert op.dtype == ("int8" if "quantised" in case else rounded)
     assert op.bytes_accessed == made.graph.tensor_bytes.sum()
 
 

@@ -270,7 +270,7 @@ def test_sizes_and_flops(case: str, tmp_path: Path) -> None:
         "DynamicQuantizeMatMul",
         "DynamicQuantizeLSTM",
     )
-    assert op.dtype == ("int8" if is_product else "float32")
+    assert op.dtype == ("int8" if is_product else "tf32" if op.shapes else "float32")
     if case in REFUSED:
         reason, expected = REFUSED[case]
         with pytest.raises(Exception, match=reason):

@@ -1,17 +1,23 @@
 """Ops that few models have are priced by rules, not at one FLOP for each element of their result."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 import torch
 from jax import numpy as jnp
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gdp.cluster import Cluster
+from gdp.costs.op_times import op_times, unused_names
 from gdp.models.jax import capture_jax
 from gdp.models.pytorch import Capture, capture, capture_fn
+from gdp.parallel.layout import Layout
+from gdp.parallel.step import Step
 
 HALF = torch.float16
 
@@ -146,6 +152,71 @@ def test_complex_products_run_at_the_rate_of_their_parts(dtype: torch.dtype, rat
     (op,) = [op for op, kind in enumerate(captured.graph.kinds) if kind == "aten.baddbmm"]
     assert captured.graph.dtypes[op] == rate
     assert captured.graph.flops[op] == 8 * 2 * 4**3 + 2 * 4**2
+
+
+def types_of(captured: Capture) -> dict[str, str]:
+    graph = captured.graph
+    return {kind.removeprefix("aten."): dtype for kind, dtype in zip(graph.kinds, graph.dtypes, strict=True)}
+
+
+def test_convolutions_and_recurrent_layers_round_float32() -> None:
+    """cuDNN computes them in TF32 by default; what is summed over replicas stays float32, and a P100 has no TF32."""
+    image = (torch.randn(8, 64, 32, 32),)
+    captured = capture(nn.Sequential(nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64)), image)
+    types = types_of(captured)
+    assert types["convolution"] == types["convolution_backward"] == "tf32"
+    assert types["native_batch_norm"] == "float32"
+    lstm = capture(Function(lambda x: nn.LSTM(8, 8)(x)[0]), (torch.randn(4, 2, 8),))
+    assert types_of(lstm)["mkldnn_rnn_layer"] == "tf32"
+    halves = capture(nn.Conv2d(4, 4, 3).bfloat16(), (torch.randn(2, 4, 8, 8, dtype=torch.bfloat16),))
+    assert types_of(halves)["convolution"] == "bfloat16"
+    replicas = Step.of(captured.graph, Layout.parse("data=2")).graph
+    sums = [dtype for kind, dtype in zip(replicas.kinds, replicas.dtypes, strict=True) if "all_reduce" in kind]
+    assert set(sums) == {"float32"}
+    (op,) = np.flatnonzero(np.array(captured.graph.kinds) == "aten.convolution")
+    plain = replace(captured.graph, dtypes=tuple("float32" for _ in captured.graph.dtypes))
+    for kind, ratio in (("a100-sxm-80g", 2), ("p100-pcie-16g", 1)):
+        times_ns = [op_times(graph, Cluster.parse(kind))[op, 0] for graph in (captured.graph, plain)]
+        assert ratio * times_ns[0] <= times_ns[1] <= 8 * ratio * times_ns[0]
+        assert unused_names(captured.graph, Cluster.parse(kind)) == []
+
+
+@pytest.mark.parametrize(("setting", "dtype"), [("highest", "float32"), ("high", "tf32")])
+def test_products_round_float32_where_the_model_says_so(setting: str, dtype: str) -> None:
+    """`torch.set_float32_matmul_precision` is heeded for products and attention, not for float64."""
+    x = torch.randn(2, 4, 16, 8)
+
+    def function(x: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(x, x, x) @ x.mT
+
+    torch.set_float32_matmul_precision(setting)
+    try:
+        types = types_of(capture(Function(function), (x,)))
+        doubles = types_of(capture(Function(lambda x: x @ x.mT), (x.double(),)))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    products = {kind: found for kind, found in types.items() if kind == "bmm" or "attention" in kind}
+    assert len(products) == 3
+    assert set(products.values()) == {dtype}
+    assert types["mul"] == "float32"
+    assert doubles["bmm"] == "float64"
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [(None, "tf32"), ("high", "tf32"), ("highest", "float32"), ("F32_F32_F32", "float32"), ("TF32_TF32_F32", "tf32")],
+)
+def test_products_of_jax_round_float32(precision: str | None, dtype: str) -> None:
+    """JAX lets cards round unless the precision is the highest; float16 is not concerned."""
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    graph = capture_jax(lambda a: jax.lax.dot(a, a, precision=precision) + 1, x).graph
+    assert dict(zip(graph.kinds, graph.dtypes, strict=True)) == {
+        "input": "float32",
+        "dot_general": dtype,
+        "add": "float32",
+    }
+    half = capture_jax(lambda a: jnp.dot(a, a), jax.ShapeDtypeStruct((8, 8), jnp.float16)).graph
+    assert half.dtypes[-1] == "float16"
 
 
 def test_products_of_jax() -> None:

@@ -36,7 +36,7 @@ from gdp.graph.shapes import parsed_calls
 
 NS_PER_SECOND = 10**9
 # what PyTorch calls types that devices have no rate of their own for; they take float32's as a matter of course
-_PLAIN_DTYPES = {"bool", "complex32", "complex64", "complex128"} | {
+_PLAIN_DTYPES = {"bool", "tf32", "complex32", "complex64", "complex128"} | {
     f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
 ANY_RANKS = -1  # of a collective whose shapes are not known: it runs on groups of any size

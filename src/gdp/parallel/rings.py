@@ -104,7 +104,8 @@ def gradients_of(graph: Graph, is_update: Bool) -> dict[str, Gradient]:
         name = graph.op_names[updates[0]]
         while name in gradients:  # an update that reads several
             name += "'"
-        gradients[name] = Gradient(tensor, producer, updates, size, graph.dtypes[producer])
+        dtype = "float32" if graph.dtypes[producer] == "tf32" else graph.dtypes[producer]
+        gradients[name] = Gradient(tensor, producer, updates, size, dtype)
     return gradients
 
 

@@ -132,7 +132,7 @@ class JaxprRecorder:
         is_repeated = name in ("broadcast_in_dim", "iota") and not is_view
         if is_view or is_repeated or self._is_folded(name, is_elementwise, inputs, outputs):
             return [self._lazy(primitive, params, inputs, outputs[0], is_repeated, scopes)]
-        record = self._new_op(name, scopes, costs.dtype_name(name, avals, outputs))
+        record = self._new_op(name, scopes, costs.rounded(costs.dtype_name(name, avals, outputs), name, params))
         bytes_read: list[int] = []
         for position, value in enumerate(inputs):
             bytes_read.append(self._read(record, value, costs.keeps_operand_whole(name, position), scopes))

@@ -5,6 +5,7 @@ once; of a larger array that is indexed or updated, only the part. A primitive t
 function from `gdp.register_flops` is estimated at one FLOP per element of its results."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ CONVERSIONS = frozenset({"convert_element_type", "real", "imag", "copy", "copy_p
 _DRAWS, _REDUCTIONS = listed("jax", "draws"), listed("jax", "reductions")
 _PLAIN_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"})
 _READERS = frozenset({"slice", "dynamic_slice", "gather"})
+_FULL = re.compile(r"HIGHEST|\bF32_F32_F32")  # precisions that round nothing
 _PRODUCTS = names("dot_general conv_general_dilated ragged_dot ragged_dot_general scaled_matmul_wrapper")
 
 
@@ -51,6 +53,12 @@ def dtype_name(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
     dtype = next(iter((*floats, *integers)), "int64")
     is_small = name in _PRODUCTS and not floats and (element_bits(dtype) or 64) <= 8
     return "int8" if is_small else dtype
+
+
+def rounded(dtype: str, name: str, params: Params) -> str:
+    """Returns `tf32` for products in float32 that cards may round (`jax.lax.Precision`), as they do by default."""
+    asked = str(params.get("precision"))
+    return "tf32" if dtype == "float32" and name in _PRODUCTS and not _FULL.search(asked) else dtype
 
 
 def keeps_operand_whole(name: str, position: int) -> bool:

@@ -358,6 +358,8 @@ class GraphScope:
             num_bytes = count_bytes(whole, [self.values[name] for name in read])
             cost = ExecutionCost(flops, num_bytes, 0, dtype_of(whole))
             shapes = product_shapes(whole, flops, cost.dtype) if how == FORMULA else ""
+            if shapes and cost.dtype == "float32":  # ONNX Runtime lets cards round (`use_tf32`, 1 by default)
+                cost = replace(cost, dtype="tf32")
         outputs = {name: value for name, value in zip(node.output, results.values, strict=True) if value is not None}
         inputs = list(dict.fromkeys(self.root(name) for name in distinct if not self.is_constant(name)))
         first = call.inputs[0] if call.inputs else None

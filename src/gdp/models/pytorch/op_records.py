@@ -53,6 +53,7 @@ class ValueRecord:
     readers: list[OpRecord] = field(default_factory=list)
 
 
+TF32 = "tf32"
 PENDING = OpRecord(-1, "", "", "")  # stands for the op of a value until that is recorded
 
 
@@ -95,6 +96,19 @@ def product_dtype(operand: Tensor) -> str:
     integers have the rate of int8."""
     dtype = operand.dtype.to_real() if operand.is_complex() else operand.dtype
     return "int8" if dtype is torch.uint8 else str(dtype).removeprefix("torch.")
+
+
+def rounded(dtype: str, name: str, *, is_product: bool) -> str:
+    """Returns `tf32` for arithmetic in float32 that cards may round by PyTorch's settings: by default in convolutions
+    and recurrent layers of cuDNN, and not in products and attention."""
+    if dtype != "float32":
+        return dtype
+    settings: Any = None
+    if is_product or "attention" in name:
+        settings = torch.backends.cuda.matmul
+    elif name.startswith(("convolution", "mkldnn_rnn_layer")):
+        settings = torch.backends.cudnn.rnn if "rnn" in name else torch.backends.cudnn.conv
+    return TF32 if settings is not None and settings.fp32_precision == TF32 else dtype
 
 
 def experts_per_token(values: list[ValueRecord], record: OpRecord) -> int | None:

@@ -26,6 +26,7 @@ from gdp.models.pytorch.op_records import (
     experts_per_token,
     layout_of,
     product_dtype,
+    rounded,
     shapes_of,
 )
 from gdp.models.pytorch.optimizers import StatePart, UpdateRule
@@ -291,6 +292,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if how == FORMULA:
             operand = product_operand(func, args)
             record.dtype = stored.arithmetic(read) or (record.dtype if operand is None else product_dtype(operand))
+            name = func._schema.name.partition("::")[2]
+            record.dtype = rounded(record.dtype, name, is_product=operand is not None)
         per_token = experts_per_token(self.memories.values, record) if is_grouped_product(func) else None
         held = stored.num_bytes
         record.bytes_accessed = bytes_accessed(func, args, read, made, written, stored_bytes=held, per_token=per_token)
