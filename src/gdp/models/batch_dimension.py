@@ -66,8 +66,8 @@ def _is_product(graph: Graph) -> Bool:
 def _uncut_lookup(whole: Graph, part: Graph) -> str:
     """Returns the name of a forward op that reads as many rows of a tensor that has fewer; "": there is none."""
     is_cut = part.tensor_bytes < whole.tensor_bytes
-    is_lookup = [kind.partition(".")[2].lstrip("_").startswith(_LOOKUPS) for kind in whole.kinds]
-    is_lookup = np.array(is_lookup, np.bool_) & whole.is_in_phase("forward")
+    reads_rows = [kind.partition(".")[2].lstrip("_").startswith(_LOOKUPS) for kind in whole.kinds]
+    is_lookup = np.array(reads_rows, np.bool_) & whole.is_in_phase("forward")
     is_lookup[whole.producers[is_cut]] = False
     ops = whole.consumers[is_lookup[whole.consumers] & is_cut[whole.edge_tensors]]
     return whole.op_names[ops.min()] if len(ops) else ""

@@ -104,10 +104,11 @@ def rounded(dtype: str, name: str, *, is_product: bool) -> str:
     if dtype != "float32":
         return dtype
     settings: Any = None
+    backends: Any = torch.backends
     if is_product or "attention" in name:
-        settings = torch.backends.cuda.matmul
+        settings = backends.cuda.matmul
     elif name.startswith(("convolution", "mkldnn_rnn_layer")):
-        settings = torch.backends.cudnn.rnn if "rnn" in name else torch.backends.cudnn.conv
+        settings = backends.cudnn.rnn if "rnn" in name else backends.cudnn.conv
     return TF32 if settings is not None and settings.fp32_precision == TF32 else dtype
 
 
