@@ -27,7 +27,7 @@ def policy(tmp_path: Path, small_inputs: object, monkeypatch: pytest.MonkeyPatch
 
 
 def run(out: Path | None, **options: Any) -> dict[str, Any]:
-    given = {"workloads": ("rnnlm-2", "rnnlm-4"), "budget": Budget(seconds=0.2), "seeds": 2, **options}
+    given = {"workloads": ("rnnlm-2", "rnnlm-4"), "budget": Budget(seconds=0.2), "seeds": 1, **options}
     return ConvergenceBenchmark(**given).run(out=out)
 
 
@@ -47,7 +47,7 @@ def test_curves(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert all(ratio >= 1.0 for by_seed in ratios.values() for ratio in by_seed)
     assert all(policy["is_held_out"] for policy in figures["policies"].values())
     text = (tmp_path / "convergence.md").read_text()
-    command = "python -m benchmarks convergence --budget 0.2s --seeds 2 --workloads rnnlm-2,rnnlm-4 --checkpoints "
+    command = "python -m benchmarks convergence --budget 0.2s --seeds 1 --workloads rnnlm-2,rnnlm-4 --checkpoints "
     for part in (command, "| method | 0.05 s | 0.2 s |", "| plain search |", "trained without each workload's family"):
         assert part in text
     assert "<svg" in (tmp_path / "convergence.svg").read_text()

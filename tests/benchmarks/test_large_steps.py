@@ -12,11 +12,11 @@ from gdp.cluster import Cluster
 from gdp.parallel.layout import NONE, Layout
 from gdp.policy.pretrained import shipped
 
-SMALL = LargeStep("rnnlm-2", "data=2,microbatches=2", "4xp100-pcie-16g")
+SMALL = LargeStep("rnnlm/l1-s30-h1024-b128", "data=2,microbatches=2", "4xp100-pcie-16g")
 
 
 def bench(**changes: object) -> LargeStepsBenchmark:
-    few = {"budget": Budget(seconds=0.5), "seeds": 1, "checkpoint": Path(shipped())}
+    few = {"budget": Budget(seconds=0.3), "seeds": 1, "checkpoint": Path(shipped())}
     return LargeStepsBenchmark(**{**few, "steps": (SMALL,), **changes})  # type: ignore[arg-type]
 
 

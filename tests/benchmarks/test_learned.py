@@ -174,7 +174,7 @@ def test_generalization(tmp_path: Path, save: Save) -> None:
 
     def run() -> dict[str, Any]:
         benchmark = GeneralizationBenchmark(
-            checkpoints=directory, workloads=("rnnlm-2", "unet-256"), seeds=2, fine_tune_budget=BUDGET
+            checkpoints=directory, workloads=("rnnlm-2", "unet-256"), seeds=1, fine_tune_budget=BUDGET
         )
         return benchmark.run(out=tmp_path / "out", say=lines.append)
 
