@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 def find_plan(opened: OpenRequest, stop: Stop) -> KeptAnswer:
     """Returns the best plan within the budget, with advice.
 
-    InputError where there is none; `stop.has_answer` becomes true with the first plan.
-    """
+    InputError where there is none; `stop.has_answer` becomes true with the first plan."""
     request, question = opened.request, opened.question
     if request.target is not None:
         return _plan_for(request.target, opened, stop)

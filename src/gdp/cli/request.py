@@ -146,8 +146,7 @@ class PlaceRequest:
     def within_budget(self, written_s: float) -> "PlaceRequest":
         """Returns the request with the budget that is left: seconds include reading a graph file, and writing.
 
-        Writing takes `written_s`. At least half of the budget stays for the answer.
-        """
+        Writing takes `written_s`. At least half of the budget stays for the answer."""
         total_s = self.budget.seconds
         if total_s is None:
             return self

@@ -2,8 +2,7 @@
 
 docs/machine-model.md, sections 2 and 6, is the definition; docs/devices.md explains presets and the built-in figures.
 D devices. A channel is named after the shared hardware: `gpu0.pcie.up` (a card's slot, towards the host),
-`gpu1.nvlink.in` (a port of a switch), `host0.net.out` (a network card), `gpu0->gpu1` (a route's own).
-"""
+`gpu1.nvlink.in` (a port of a switch), `host0.net.out` (a network card), `gpu0->gpu1` (a route's own)."""
 
 import os
 from collections import Counter
@@ -33,8 +32,7 @@ from gdp.notebook import size
 class Cluster:
     """Devices and a route for each ordered pair of them, as read-only arrays; make one with `Cluster.build`.
 
-    Raises InputError (a ValueError) naming the device or pair, its value and the remedy.
-    """
+    Raises InputError (a ValueError) naming the device or pair, its value and the remedy."""
 
     name: str
     devices: tuple[Device, ...]  # [D] at most 1,024
@@ -81,8 +79,7 @@ class Cluster:
     @classmethod
     def build(cls, name: str, devices: Sequence[Device], routes: Mapping[tuple[int, int], Route]) -> "Cluster":
         """Builds the cluster of these devices; `routes` has every ordered pair of numbers. Channels are in order of
-        name.
-        """
+        name."""
         num_devices = len(devices)
         channels = tuple(sorted({channel for route in routes.values() for channel in route.channels}))
         numbers = {channel: number for number, channel in enumerate(channels)}
@@ -108,8 +105,7 @@ class Cluster:
 
         It is a path if that file exists or the name ends in .yaml, .yml, .json or .gz; docs/devices.md has the grammar.
         `local` is this machine as it is now, see `gdp.cluster.detect`. Behind a colon, the runtime may follow:
-        `4xa100-sxm-80g:compile`.
-        """
+        `4xa100-sxm-80g:compile`."""
         devices, runtime = split_runtime(text.strip())
         if devices.endswith((".yaml", ".yml", ".json", ".gz")) or os.path.isfile(devices):
             cluster = cls.load(devices)
@@ -130,8 +126,7 @@ class Cluster:
         """Returns the cluster whose cards are groups of `num_ranks` equal ones of a host, see `gdp.cluster.groups`.
         With `shares` it is one group of the first cards of any kinds.
 
-        InputError where there is no such group. One whose cards are in such groups is returned as it is.
-        """
+        InputError where there is no such group. One whose cards are in such groups is returned as it is."""
         cards = [device for device in self.devices if not device.is_cpu] or self.devices
         if all(device.num_cards == num_ranks for device in cards):
             return self
@@ -244,8 +239,7 @@ class Cluster:
 
     def devices_called(self, name: str) -> list[int]:
         """Returns the number of the device called `name`, else of all devices of this kind; InputError if there is
-        none.
-        """
+        none."""
         named = [number for number, device in enumerate(self.devices) if name in (device.name, *device.group)]
         numbers = named or [number for number, device in enumerate(self.devices) if device.kind == name]
         if not numbers:

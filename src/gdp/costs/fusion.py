@@ -138,9 +138,8 @@ def _computed_at(graph: Graph, is_inline: Bool, is_fused: Bool, of_pass: I64) ->
 
 
 def _crossing(graph: Graph, region: I64) -> I64:
-    """Returns the bytes [N] of tensors that enter a kernel, at the first op that reads each there, or leave it.
-
-    An op that takes rows of a table, or writes some of a cache, moves no more than by itself."""
+    """Returns the bytes [N] of tensors that enter a kernel, at the first op that reads each there, or leave it. An op
+    that takes rows of a table, or writes some of a cache, moves no more than by itself."""
     tensors, readers = graph.edge_tensors, graph.consumers
     enters = region[graph.producers[tensors]] != region[readers]
     key = tensors[enters] * (int(region.max()) + 1) + region[readers[enters]]

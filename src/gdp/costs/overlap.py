@@ -26,7 +26,6 @@ _OF_PARAMETERS = "product", "reduction"  # of ops that make gradients of weights
 
 def overlapped(graph: Graph) -> Graph:
     """Returns a captured step in which sums of gradients over ranks run beside what makes gradients of parameters.
-
     Beside the sum of the results of products with weights are the ops that read the gradients that these read."""
     is_backward, classes = graph.is_in_phase("backward"), [class_of(kind) for kind in graph.kinds]
     by_reader = np.argsort(graph.consumers, kind="stable")

@@ -68,12 +68,11 @@ def eager_parts(
     *,
     num_first: int = 1,
 ) -> Replay:
-    """Returns loss, outputs and gradients that PyTorch computes of parts of a batch, and buffers afterwards.
-
-    `parts` are the inputs of each part: the loss is the mean of theirs, gradients are added up in their order, outputs
-    of part p are called `NAME@p` if there are several, and buffers are those after the first `num_first` parts. It
-    computes on one thread, since more of them may add up in another order. The results equal those of `program` unless
-    random numbers are drawn, for which PyTorch has other seeds. `model` is left as it was. ExecutionError if the model
+    """Returns loss, outputs and gradients that PyTorch computes of parts of a batch, and buffers afterwards. `parts`
+    are the inputs of each part: the loss is the mean of theirs, gradients are added up in their order, outputs of part
+    p are called `NAME@p` if there are several, and buffers are those after the first `num_first` parts. It computes on
+    one thread, since more of them may add up in another order. The results equal those of `program` unless random
+    numbers are drawn, for which PyTorch has other seeds. `model` is left as it was. ExecutionError if the model
     fails."""
     is_training, num_threads = program.loss is not None, torch.get_num_threads()
     torch.set_num_threads(1)

@@ -37,11 +37,8 @@ Traffic = Mapping[tuple[int, int], Sequence[int]]
 def scripts(
     program: Program, order: Sequence[npt.ArrayLike], retained: Collection[int] = frozenset()
 ) -> tuple[Script, ...]:
-    """[D] the script of each device, whose ops `order` lists; kept and `retained` tensors stay on their producers'.
-
-    A retained tensor with a keeper stays on that op's device instead.
-
-    InputError for an order that deadlocks."""
+    """[D] the script of each device, whose ops `order` lists; kept and `retained` tensors stay on their producers'. A
+    retained tensor with a keeper stays on that op's device instead. InputError for an order that deadlocks."""
     graph = program.graph
     device_of, position = {}, {}
     lists: list[list[int]] = [np.asarray(ops, np.int64).tolist() for ops in order]

@@ -38,10 +38,8 @@ def origin(graph: Graph) -> str:
 
 
 def check_modules(graph: Graph, what: str) -> None:
-    """Raises InputError for a graph without module paths of PyTorch.
-
-    The paths in an ONNX file, or of JAX scopes, name no module that a tool would find.
-    """
+    """Raises InputError for a graph without module paths of PyTorch. The paths in an ONNX file, or of JAX scopes, name
+    no module that a tool would find."""
     front_end = origin(graph)
     if front_end in ("ONNX", "JAX"):
         source = "an ONNX file" if front_end == "ONNX" else "a JAX function"
@@ -86,10 +84,8 @@ def check_training(problem: Problem, target: str) -> None:
 
 
 def check_one_batch(problem: Problem, target: str, *, pipelines: bool = True) -> None:
-    """Raises InputError for micro-batches, where the target's tool runs one after the other.
-
-    `pipelines`: whether other targets would take the model's modules as stages.
-    """
+    """Raises InputError for micro-batches, where the target's tool runs one after the other. `pipelines`: whether other
+    targets would take the model's modules as stages."""
     count = int(problem.microbatch.max()) + 1
     if count > 1:
         others = f", or take torch-pipelining or {'megatron' if _is_training(problem) else 'vllm'}" if pipelines else ""
@@ -204,13 +200,11 @@ def join(parent: list[int], first: int, second: int) -> None:
 
 @dataclass(frozen=True)
 class ExportTarget:
-    """A tool and the functions that write its files.
-
-    `read_units` returns the units that the tool places, with InputError for a graph that it cannot run. `write` returns
-    the content of a file from the devices [U] of units. `offload`, of targets that can keep weights on a CPU, finds
-    devices for units that do not fit, and the step as the tool runs it. `with_room` adds memory that the tool holds
-    beside the graph, and `arrange` changes devices [U] into those that suit the tool best.
-    """
+    """A tool and the functions that write its files. `read_units` returns the units that the tool places, with
+    InputError for a graph that it cannot run. `write` returns the content of a file from the devices [U] of units.
+    `offload`, of targets that can keep weights on a CPU, finds devices for units that do not fit, and the step as the
+    tool runs it. `with_room` adds memory that the tool holds beside the graph, and `arrange` changes devices [U] into
+    those that suit the tool best."""
 
     name: str
     level: str  # kind of its units: `module level`
@@ -265,10 +259,8 @@ def gpu_numbers(problem: Problem) -> list[int]:
 
 
 def cards_of(problem: Problem) -> list[list[tuple[str, int]]]:
-    """[D] Returns (host, number there) of each device's GPUs, in the cluster's order; [] for a CPU.
-
-    The cards of groups are numbered by the ends of their names, if all have one: cards in no group are left out.
-    """
+    """[D] Returns (host, number there) of each device's GPUs, in the cluster's order; [] for a CPU. The cards of groups
+    are numbered by the ends of their names, if all have one: cards in no group are left out."""
     names = [
         [] if is_host else list(device.group or (device.name,))
         for device, is_host in zip(problem.cluster.devices, is_cpu(problem).tolist(), strict=True)

@@ -2,8 +2,7 @@
 
 ops ---> ordinary plan ---> adapted to units --.
                                                +--> search over units, or over stages ---> a plan of the ops
-units as groups of the graph ------------------'
-"""
+units as groups of the graph ------------------'"""
 
 import threading
 from dataclasses import dataclass, replace
@@ -56,11 +55,9 @@ def place_for(
     stop: threading.Event | None = None,
     **options: Any,
 ) -> ExportablePlan:
-    """Returns the best plan of `graph` on `cluster` found within `budget` that `target` can express.
-
-    It is never worse than the ordinary plan that is found in a part of the budget and then adapted. `options` are those
-    of `place`: `robust`, `num_threads`, `on_progress`. InputError where the target cannot run the graph.
-    """
+    """Returns the best plan of `graph` on `cluster` found within `budget` that `target` can express. It is never worse
+    than the ordinary plan that is found in a part of the budget and then adapted. `options` are those of `place`:
+    `robust`, `num_threads`, `on_progress`. InputError where the target cannot run the graph."""
     clock = Clock(budget, stop=stop)
     options |= {"seed": seed, "stop": clock.stop}
     original = Problem.build(graph, cluster, constraints)

@@ -89,10 +89,8 @@ def exported_by_name(problem: Problem, plan: Plan, name: str, source: ModelSourc
 def exported(
     problem: Problem, plan: Plan, target: ExportTarget | LayoutTarget, source: ModelSource | None = None
 ) -> Exported:
-    """Returns `plan`, which solves `problem`, for `target`; `source` is MODEL, where it is known.
-
-    InputError, with the remedy, for what the target cannot run.
-    """
+    """Returns `plan`, which solves `problem`, for `target`; `source` is MODEL, where it is known. InputError, with the
+    remedy, for what the target cannot run."""
     if plan.shards.shares:
         target = _of_shares(target, plan.shards)
     if isinstance(target, LayoutTarget):

@@ -92,13 +92,10 @@ Offloaded = tuple[I64, Simulation]  # the devices [U] of units, and the step as 
 
 
 def offload(problem: Problem, units: ExportUnits, devices: I64) -> Offloaded | None:
-    """Moves units from their GPUs ([U] `devices`) to the CPU until the step fits, and returns the fastest such step.
-
-    If nothing else fits, all units are on the CPU, which then computes. None without a CPU beside GPUs, in training,
-    and if even that does not fit.
-
-    The unit that takes the step's inputs is on a GPU, on which offloaded modules compute: its own, or any other if the
-    step does not fit so."""
+    """Moves units from their GPUs ([U] `devices`) to the CPU until the step fits, and returns the fastest such step. If
+    nothing else fits, all units are on the CPU, which then computes. None without a CPU beside GPUs, in training, and
+    if even that does not fit. The unit that takes the step's inputs is on a GPU, on which offloaded modules compute:
+    its own, or any other if the step does not fit so."""
     cpus = is_cpu(problem)
     if cpus.all() or not cpus.any() or "update" in problem.graph.phases:
         return None

@@ -39,10 +39,8 @@ class Server:
     shards: Shards = WHOLE  # of the plan
 
     def read_units(self, problem: Problem) -> ExportUnits:
-        """Makes a unit of each decoder layer; ops before them go with the first, ops after them with the last.
-
-        The layers of each replica follow those of the one before. InputError for a training step.
-        """
+        """Makes a unit of each decoder layer; ops before them go with the first, ops after them with the last. The
+        layers of each replica follow those of the one before. InputError for a training step."""
         check_inference(problem, self.name)
         layers, replicas = find_layers(problem), problem.graph.replicas
         count = len(layers.names)
@@ -82,10 +80,8 @@ class Server:
         return [re.sub(r"\bN\b", str(num_cards), text).replace(" ", ": " if self.is_yaml else " ", 1) for text in texts]
 
     def _servers(self, problem: Problem, units: ExportUnits, devices: I64) -> list[dict[int, Bool]]:
-        """Returns the units [U] by device of each replica, in the order of ranks.
-
-        InputError where two replicas share a device.
-        """
+        """Returns the units [U] by device of each replica, in the order of ranks. InputError where two replicas share a
+        device."""
         replica = problem.graph.replicas[units.first_op]
         servers = [
             {

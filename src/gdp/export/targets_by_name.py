@@ -22,10 +22,8 @@ _ALIASES |= dict.fromkeys(("trtllm", "trt-llm", "tensorrtllm"), servers.TENSORRT
 
 
 def find_target(name: str, *, context: int | None = None, split_layers: bool = False) -> ExportTarget:
-    """Returns the target called `name`, also with underscores; InputError with near names for an unknown one.
-
-    `context` (--ctx) and `split_layers` are options of llama-cpp; InputError for any other target.
-    """
+    """Returns the target called `name`, also with underscores; InputError with near names for an unknown one. `context`
+    (--ctx) and `split_layers` are options of llama-cpp; InputError for any other target."""
     written = name.replace("_", "-").lower()
     target = TARGETS.get(_ALIASES.get(written, written))
     if target is None and written in LAYOUT_TARGETS:
@@ -43,11 +41,9 @@ def find_target(name: str, *, context: int | None = None, split_layers: bool = F
 
 
 def serving_target(problem: Problem) -> ExportTarget | None:
-    """Returns the tool for servers that can express the best plans of a decoder; None where none can run it.
-
-    vLLM computes on GPUs alone, and cuts layers over groups of them; llama.cpp may leave feed-forward parts, experts
-    above all, to a CPU.
-    """
+    """Returns the tool for servers that can express the best plans of a decoder; None where none can run it. vLLM
+    computes on GPUs alone, and cuts layers over groups of them; llama.cpp may leave feed-forward parts, experts above
+    all, to a CPU."""
     is_on_groups = any(device.group for device in problem.cluster.devices)
     in_parts, whole = (llama_cpp.LlamaCpp(split_layers=are_split).target() for are_split in (True, False))
     vllm = servers.TARGETS[0]
@@ -66,10 +62,8 @@ def server_units(problem: Problem) -> I64 | None:
 
 
 def find_layout_target(name: str, *, is_cut: bool) -> LayoutTarget | None:
-    """Returns the target called `name` for a plan that is cut (`is_cut`); None if this is for other targets.
-
-    InputError for a plan without a layout where the tool needs one.
-    """
+    """Returns the target called `name` for a plan that is cut (`is_cut`); None if this is for other targets. InputError
+    for a plan without a layout where the tool needs one."""
     target = LAYOUT_TARGETS.get(name.replace("_", "-").lower())
     if target is None or (not is_cut and target is megatron_lm.TARGET):
         return None

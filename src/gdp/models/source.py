@@ -1,8 +1,7 @@
 """START HERE: MODEL as one object, with its whole step, the steps of parts of its batch, and its module.
 
 MODEL is a built-in workload, a `gdp-graph` or ONNX file, a Transformers directory, a model of timm, a user's function
-or `Workload`.
-"""
+or `Workload`."""
 
 import contextlib
 import os
@@ -41,12 +40,10 @@ _Answer = TypeVar("_Answer")
 
 
 class ModelSource:
-    """A MODEL and how it is read. Its methods raise InputError, with the remedy, for what cannot be read.
-
-    A built-in workload, a `gdp-graph` or `.onnx` file, `hf:DIR`, `timm:NAME`, or `package.module:function`. The
-    function, imported from the current directory on, returns (module, example_inputs) or (module, args, kwargs). It is
-    called once, under fake tensors, so nothing is allocated. A function of JAX arrays is captured as it is.
-    """
+    """A MODEL and how it is read. Its methods raise InputError, with the remedy, for what cannot be read. A built-in
+    workload, a `gdp-graph` or `.onnx` file, `hf:DIR`, `timm:NAME`, or `package.module:function`. The function, imported
+    from the current directory on, returns (module, example_inputs) or (module, args, kwargs). It is called once, under
+    fake tensors, so nothing is allocated. A function of JAX arrays is captured as it is."""
 
     def __init__(self, text: str, reading: Reading | None = None, directory: Path | None = None) -> None:
         """`directory` is where relative paths, and modules of functions, begin: by default the current one."""
@@ -79,10 +76,8 @@ class ModelSource:
         return source
 
     def whole(self) -> Model:
-        """Returns the step of the whole batch, split into the micro-batches of the reading.
-
-        A file is the step of one micro-batch.
-        """
+        """Returns the step of the whole batch, split into the micro-batches of the reading. A file is the step of one
+        micro-batch."""
         if self.unequal is not None:
             return self.unequal.model
         count = self.reading.microbatches
@@ -130,10 +125,8 @@ class ModelSource:
         return source
 
     def styles(self, shards: Shards, layers: Sequence[str], name: str) -> Styles:
-        """Returns (paths, style) of the modules that PyTorch's `parallelize_module` cuts over ranks.
-
-        InputError, with the `name` of the tool, for a file, and for modules that it does not cut.
-        """
+        """Returns (paths, style) of the modules that PyTorch's `parallelize_module` cuts over ranks. InputError, with
+        the `name` of the tool, for a file, and for modules that it does not cut."""
         source = self.sharded(shards)
         if source.reading.lora is not None:
             raise InputError(f"{name}: cuts no adapters (--lora); leave tensor out of --parallel")
@@ -167,9 +160,7 @@ class ModelSource:
 
     def _timed(self, num_parts: int) -> Model:
         """Returns the step of a part of the batch with the times of its ops, measured with as many samples or others.
-
-        Other numbers are those that the file of times has of MODEL, where they divide the batch.
-        """
+        Other numbers are those that the file of times has of MODEL, where they divide the batch."""
         timer, batch_size, others = self._timer, self.batch_size, dict[int, Graph]()
         model = self._timed_parts[num_parts] = self._timed_parts.get(num_parts) or self._part(num_parts)
         if timer is None or not batch_size or not timer.lacks(model.graph):
@@ -183,11 +174,9 @@ class ModelSource:
         return replace(model, graph=timer.between(model.graph, batch_size // num_parts, others))
 
     def build(self, num_parts: int = 1) -> Example:
-        """Builds (module, args, kwargs), with the inputs of the first of `num_parts` parts of the batch.
-
-        In training, the inputs of a Transformers model have labels. Under fake tensors nothing is allocated. InputError
-        for a file, which has no model, and for a JAX function.
-        """
+        """Builds (module, args, kwargs), with the inputs of the first of `num_parts` parts of the batch. In training,
+        the inputs of a Transformers model have labels. Under fake tensors nothing is allocated. InputError for a file,
+        which has no model, and for a JAX function."""
         answer = self._no_jax(self._builder(num_parts)())
         if self.reading.lora is not None:
             from gdp.models.pytorch.adapters import adapted

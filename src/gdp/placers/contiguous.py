@@ -107,12 +107,9 @@ def _cut(sums: npt.NDArray[np.float64], column_of: I64, bottleneck: float) -> I6
 
 
 def module_chain(problem: Problem, units: Units, *, whole_layers: bool) -> Chain:
-    """Orders units by the op at which the forward pass enters their module.
-
-    Backward ops join the forward ops of their layer, and ops of a container its inputs. With `whole_layers` each layer
-    (`layers.3`, or a part without numbers) is a block.
-
-    The folded chain if the graph has no module paths."""
+    """Orders units by the op at which the forward pass enters their module. Backward ops join the forward ops of their
+    layer, and ops of a container its inputs. With `whole_layers` each layer (`layers.3`, or a part without numbers) is
+    a block. The folded chain if the graph has no module paths."""
     modules = problem.graph.modules
     if not any(modules):
         return folded_chain(problem, units)

@@ -140,11 +140,9 @@ def _during(simulation: Simulation, ops: I64, starts: I64, ends: I64) -> tuple[i
 
 
 class _Exchanges:
-    """All chunks that a simulated step sends between replicas: bytes, time, and how much of it nothing hides.
-
-    chunks to or from a device    ====== ======  ====
-    its ops                     #########      ####  ##
-    not hidden                           =  ===  =="""
+    """All chunks that a simulated step sends between replicas: bytes, time, and how much of it nothing hides. chunks to
+    or from a device    ====== ======  ==== its ops                     #########      ####  ## not hidden
+    =  ===  =="""
 
     def __init__(self, simulation: Simulation) -> None:
         graph = simulation.problem.graph

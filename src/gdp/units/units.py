@@ -24,12 +24,11 @@ from gdp.simulator.problem import Placement, Problem
 
 def forward_units(problem: Problem) -> I64:
     """[N] `Graph.group_index` with ungrouped backward ops joined to other units, numbered from 0 in the order of first
-    ops.
-
-    A backward op joins the unit (a parameter with its update) that takes all its results, directly or through other
-    such ops, unless these results are much smaller than its inputs; else the latest forward op whose result it uses,
-    else the latest backward op that it follows, else a parameter that it uses, each time in its module, one inside or
-    around it. Units only join if they may go to the same devices. A copy that recomputes a forward op counts as it."""
+    ops. A backward op joins the unit (a parameter with its update) that takes all its results, directly or through
+    other such ops, unless these results are much smaller than its inputs; else the latest forward op whose result it
+    uses, else the latest backward op that it follows, else a parameter that it uses, each time in its module, one
+    inside or around it. Units only join if they may go to the same devices. A copy that recomputes a forward op counts
+    as it."""
     graph, arrays = problem.graph, problem.simulator.arrays
     is_copy = graph.is_in_role(RECOMPUTED)
     is_backward = np.array([phase in ("backward", "update") for phase in graph.phases], np.bool_) & ~is_copy
@@ -301,11 +300,9 @@ def group_units(
 ) -> Units:
     """Returns at most about `num_groups` larger units: pairs join in the order of `score` [P] (highest first) where
     each of `placements` has both on one device and the result takes at most `slack` times an equal share of the work.
-
     With two placements the groups are parts of both, and a search over them can combine the two (the combine operator
-    of Sanders and Schulz, "Distributed evolutionary graph partitioning", 2012).
-
-    When that leaves too many groups, the limit is doubled. Units without a common neighbour stay apart."""
+    of Sanders and Schulz, "Distributed evolutionary graph partitioning", 2012). When that leaves too many groups, the
+    limit is doubled. Units without a common neighbour stay apart."""
     together = np.ones(len(pairs.first), np.bool_)
     for placement in placements:
         device_of_unit = placement[units.first_op]

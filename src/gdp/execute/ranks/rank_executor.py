@@ -159,12 +159,9 @@ def _print_line(error: RankError) -> None:
 
 
 class ProcessExecutor(PlanExecutor):
-    """A program placed on the devices of `ranks` [D].
-
-    RankError on all if one fails, dies, is silent, or keeps another waiting for `timeout_seconds`; the executor is
-    closed then.
-
-    window_bytes: of tensors received ahead of their use, except those before an awaited one of the same rank."""
+    """A program placed on the devices of `ranks` [D]. RankError on all if one fails, dies, is silent, or keeps another
+    waiting for `timeout_seconds`; the executor is closed then. window_bytes: of tensors received ahead of their use,
+    except those before an awaited one of the same rank."""
 
     def __init__(
         self,

@@ -3,8 +3,7 @@
     sh megatron.sh pretrain_gpt.py --num-layers 32 ...
 
 Ranks are numbered stage by stage, with `--use-tp-pp-dp-mapping` replica by replica (megatron/core/parallel_state.py);
-those of a group follow each other.
-"""
+those of a group follow each other."""
 
 from gdp.errors import InputError
 from gdp.export import megatron
@@ -96,10 +95,8 @@ def notes(step: CutStep) -> list[str]:
 
 
 def held_by(graph: Graph, layout: Layout) -> list[Held]:
-    """Returns what Megatron-LM holds: float32 gradients in a buffer, in mixed precision beside bf16 weights.
-
-    Where that does not fit, the buffer is in bf16.
-    """
+    """Returns what Megatron-LM holds: float32 gradients in a buffer, in mixed precision beside bf16 weights. Where that
+    does not fit, the buffer is in bf16."""
     precision, each = precision_of(graph), ParameterBytes.of(graph)
     if each is None:
         return [Held()]

@@ -72,12 +72,9 @@ def cut_step(
     held_by: Callable[[Graph, Layout], Sequence[Held]] = lambda graph, layout: (Held(),),
     source: ModelSource | None = None,
 ) -> CutStep:
-    """Returns the step of a plan with a layout, as a tool runs it with (`has_stages`) or without pipelines.
-
-    It holds what is the first of `held_by` with which it fits, or the last.
-
-    InputError, with the remedy, for what the `target` cannot run.
-    """
+    """Returns the step of a plan with a layout, as a tool runs it with (`has_stages`) or without pipelines. It holds
+    what is the first of `held_by` with which it fits, or the last. InputError, with the remedy, for what the `target`
+    cannot run."""
     assert plan.layout is not None, "the caller looks for one"
     layout = Layout.of_document(plan.layout)
     is_group = layout.shards != WHOLE and "batch" not in plan.layout  # it alone, which has the batch of MODEL
@@ -155,10 +152,8 @@ def _check_cards(problem: Problem, devices: I64, target: str) -> None:
 
 
 def _stages(problem: Problem, plan: Plan, num_places: int) -> tuple[I64, tuple[tuple[str, ...], ...]]:
-    """Returns (stage [N] of each op, names [P][] in each stage), from the plan of the first replica.
-
-    Its layers are cut where the plan has most of its time, as for pipelines without replicas.
-    """
+    """Returns (stage [N] of each op, names [P][] in each stage), from the plan of the first replica. Its layers are cut
+    where the plan has most of its time, as for pipelines without replicas."""
     graph, replica = problem.graph, problem.graph.replicas
     is_collective = graph.is_collective
     ops = np.flatnonzero((replica == 0) & ~is_collective)
@@ -230,10 +225,8 @@ class RankOrder:
 
     @classmethod
     def of(cls, problem: Problem, devices: Sequence[int]) -> "RankOrder | None":
-        """Returns the ranks on `devices`, those of a group one behind the other.
-
-        None if the ranks of a host are not neighbours, or hosts have unlike numbers.
-        """
+        """Returns the ranks on `devices`, those of a group one behind the other. None if the ranks of a host are not
+        neighbours, or hosts have unlike numbers."""
         cards, runs, last = cards_of(problem), dict[str, list[int]](), None
         for host, number in (card for device in devices for card in cards[device]):
             if host != last and host in runs:
@@ -319,10 +312,8 @@ def common_notes(step: CutStep) -> list[str]:
 
 
 def recomputed_layers(step: CutStep, target: str) -> set[str]:
-    """Returns the paths of the layers that are recomputed.
-
-    InputError for other modules, which a tool of decoder layers does not recompute.
-    """
+    """Returns the paths of the layers that are recomputed. InputError for other modules, which a tool of decoder layers
+    does not recompute."""
     modules = step.layout.recompute
     if isinstance(modules, str):
         return set(step.layers) if modules in (BLOCKS, SELECTIVE) else set()

@@ -1,7 +1,6 @@
 """`torch-fsdp`: a Python module with the layout in terms of PyTorch's DDP, `fully_shard` and `parallelize_module`.
 
-It is `training_step.py` with the constants of the layout.
-"""
+It is `training_step.py` with the constants of the layout."""
 
 import json
 import re

@@ -3,8 +3,7 @@
     sh torchtitan.sh --module llama3 --config llama3_8b
 
 torchtitan trains decoders of its own, whose layers are called `layers.N`; they are those of the plan. Ranks are
-numbered stage by stage (torchtitan/distributed/parallel_dims.py: the mesh has pp, dp_replicate, dp_shard, tp).
-"""
+numbered stage by stage (torchtitan/distributed/parallel_dims.py: the mesh has pp, dp_replicate, dp_shard, tp)."""
 
 from dataclasses import replace
 

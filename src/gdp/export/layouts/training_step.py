@@ -123,10 +123,8 @@ def share(batch: Tensor) -> Tensor:
 
 
 def backward(model: nn.Module, loss_of: Callable[..., Tensor], *samples: Tensor) -> Tensor:
-    """Sets gradients to those of the mean loss of the whole batch, and returns this loss.
-
-    `loss_of(model, *part)` is the mean loss of a part of the tensors `samples` of this rank.
-    """
+    """Sets gradients to those of the mean loss of the whole batch, and returns this loss. `loss_of(model, *part)` is
+    the mean loss of a part of the tensors `samples` of this rank."""
     count, total = MICROBATCHES[dist.get_rank() // TENSOR], sum(MICROBATCHES)
     loss = torch.zeros((), device=samples[0].device)
     for number, part in enumerate(zip(*(tensor.chunk(count) for tensor in samples), strict=True), 1):

@@ -1,8 +1,7 @@
 """`transformers`: the layout as a `DistributedConfig` of Transformers, whose models know how their layers are cut.
 
 config = DistributedConfig(**json.load(open("distributed.json")))
-model = AutoModelForCausalLM.from_pretrained(MODEL, distributed_config=config)
-"""
+model = AutoModelForCausalLM.from_pretrained(MODEL, distributed_config=config)"""
 
 import json
 

@@ -9,8 +9,7 @@ These changes make the models fit for a capture, by the libraries' own switches 
 - Caches of keys and values are off, masks are left out (all tokens count, each row is one sequence), and no layers or
   parts of a spectrogram are dropped at random.
 - Experts run as grouped matrix products: a loop over the selected experts has no fixed shapes.
-- Checks for finite values, which decide on clamping, are answered with yes.
-"""
+- Checks for finite values, which decide on clamping, are answered with yes."""
 
 import contextlib
 import copy
@@ -79,12 +78,9 @@ _OFF = {
 
 def builder(text: str, *, training: bool = True, precision: str = "") -> Build:
     """Returns a function that builds (module, args, kwargs) of `hf:DIR?SIZES` or `timm:NAME?SIZES`, labelled to train.
-
-    Weights have a type of `precision`: that of the config, if it is one.
-
-    Under `FakeTensorMode` nothing is allocated; else the library draws the parameters. InputError, with the remedy, for
-    a directory without a readable `config.json` and for a config that this version cannot build.
-    """
+    Weights have a type of `precision`: that of the config, if it is one. Under `FakeTensorMode` nothing is allocated;
+    else the library draws the parameters. InputError, with the remedy, for a directory without a readable `config.json`
+    and for a config that this version cannot build."""
     config, sizes = _read(text)
     if text.startswith(TIMM):
         dtype = _dtype(sizes.dtype or "float32", text, precision)
@@ -109,10 +105,8 @@ def builder(text: str, *, training: bool = True, precision: str = "") -> Build:
 
 
 class ServedBuild:
-    """Builds (module, args, kwargs) of a prefill or decode step of `hf:DIR?SIZES`, its batch divided by `parts`.
-
-    With `shards` it is the step of one rank, whose cache has the heads that its weights make.
-    """
+    """Builds (module, args, kwargs) of a prefill or decode step of `hf:DIR?SIZES`, its batch divided by `parts`. With
+    `shards` it is the step of one rank, whose cache has the heads that its weights make."""
 
     def __init__(self, text: str, serving: Serving, parts: int = 1, shards: Shards = WHOLE) -> None:
         self.text, self.is_decode, self.shards = text, serving.phase == "decode", shards

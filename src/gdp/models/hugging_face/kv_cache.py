@@ -279,11 +279,9 @@ class _Probed:
 
 
 def serve(model: Any, inputs: Mapping[str, Any], room: CacheRoom, text: str) -> dict[str, Any]:
-    """Returns `inputs` with a cache of that room; its memory is registered as buffers of the model's modules.
-
-    `inputs` are those of the step, `room` is that of the decoder's own attention. The model's forward pass then runs
-    with attention as serving kernels have it. InputError, with the layer, for a kind of cache that is not modelled.
-    """
+    """Returns `inputs` with a cache of that room; its memory is registered as buffers of the model's modules. `inputs`
+    are those of the step, `room` is that of the decoder's own attention. The model's forward pass then runs with
+    attention as serving kernels have it. InputError, with the layer, for a kind of cache that is not modelled."""
     is_encoder_decoder = bool(model.config.is_encoder_decoder)
     own, cross = _probe(model, inputs, is_encoder_decoder, text)
     layers = [_layer(model, own, index, room, text) for index in range(len(own.cache.layers))]

@@ -13,11 +13,10 @@ class Sizes:
     """Sizes that a config leaves open: `batch`, `sequence` (tokens), `image` (pixels of a side), `frames` of a video,
     `dtype`, `context` (tokens of the cache in prefill and decode), and `prompt` (those that a request to a decoder
     brings; the others are generated); None: default. `weights` is the format of quantised weights, in place of that of
-    the config.
-
-    Defaults: a batch of 8; as many tokens as the model has positions, at most 512; the config's image size, else 800
-    for detection and 224 for other tasks; the config's type, else float32. The cache of a prefill has room for its
-    prompt, that of a decode step for as many tokens as the model has positions, at most 4096 (llama.cpp's default)."""
+    the config. Defaults: a batch of 8; as many tokens as the model has positions, at most 512; the config's image size,
+    else 800 for detection and 224 for other tasks; the config's type, else float32. The cache of a prefill has room for
+    its prompt, that of a decode step for as many tokens as the model has positions, at most 4096 (llama.cpp's
+    default)."""
 
     batch: int = 8
     sequence: int | None = None

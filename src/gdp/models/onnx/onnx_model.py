@@ -152,13 +152,10 @@ class OnnxModel:
 
 
 def read_onnx(path: str | Path, dims: Mapping[str, int] = MappingProxyType({})) -> OnnxModel:
-    """Returns the graph of one inference of the model in `path`; its weights are not read.
-
-    dims: sizes of all symbolic dimensions of the inputs, by name. A dimension without a name is called `input[axis]`.
-
-    InputError, one line, for a file that is damaged, too new for the installed `onnx`, or refers to data outside of its
-    directory, for a node that is not valid, for a symbolic dimension without a size, and for names in `dims` that the
-    model does not have."""
+    """Returns the graph of one inference of the model in `path`; its weights are not read. dims: sizes of all symbolic
+    dimensions of the inputs, by name. A dimension without a name is called `input[axis]`. InputError, one line, for a
+    file that is damaged, too new for the installed `onnx`, or refers to data outside of its directory, for a node that
+    is not valid, for a symbolic dimension without a size, and for names in `dims` that the model does not have."""
     path = Path(path)
     try:
         return _read(path, dims)

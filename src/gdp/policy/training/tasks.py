@@ -218,11 +218,9 @@ def _scaled(amounts: I64, grows: Bool, factor: float) -> I64:
 
 def draw_cluster(rng: np.random.Generator, min_devices: int, max_devices: int) -> Cluster:
     """Draws a cluster of `min_devices` to `max_devices` devices, small ones as often as large ones (log-uniform).
-
-    Kinds, links and their inequality are drawn from ranges a little wider than those of `gdp.cluster.catalogue`.
-
-    Half of all clusters are of one kind; two in five have several hosts. Within a host devices share nothing but their
-    own ports, nothing at all, or one bus."""
+    Kinds, links and their inequality are drawn from ranges a little wider than those of `gdp.cluster.catalogue`. Half
+    of all clusters are of one kind; two in five have several hosts. Within a host devices share nothing but their own
+    ports, nothing at all, or one bus."""
     num_devices = min(int(_log_uniform(rng, (min_devices, max_devices + 1))), max_devices)
     names = rng.choice(sorted(KINDS), size=min(int(rng.geometric(0.5)), DRAWN.most_kinds), replace=False).tolist()
     kinds = {name: _vary(KINDS[name], rng) for name in names}

@@ -65,13 +65,12 @@ def fewest_blocks(
     shares: Sequence[float] = (1.0,),
     clock: Clock | None = None,
 ) -> tuple[str, ...]:
-    """Returns the fewest paths with which no place lacks memory; all of a place that lacks some even then.
-
-    `ranked` [P] are the paths of blocks in each place, and `lacking(paths)` returns the bytes [P] that are missing in
-    each place with these blocks recomputed; 0 or less where it fits. Memory is taken to fall with each block: the
-    number is guessed between two that were tried, as if all blocks saved the same. Where all together lack some, other
-    `shares` of them are tried in turn: links may not take the activations of all blocks in time, and then these wait.
-    Once the clock is up, the answer is the fewest that were tried with success."""
+    """Returns the fewest paths with which no place lacks memory; all of a place that lacks some even then. `ranked` [P]
+    are the paths of blocks in each place, and `lacking(paths)` returns the bytes [P] that are missing in each place
+    with these blocks recomputed; 0 or less where it fits. Memory is taken to fall with each block: the number is
+    guessed between two that were tried, as if all blocks saved the same. Where all together lack some, other `shares`
+    of them are tried in turn: links may not take the activations of all blocks in time, and then these wait. Once the
+    clock is up, the answer is the fewest that were tried with success."""
 
     def first(counts: I64) -> tuple[str, ...]:
         return tuple(path for paths, count in zip(ranked, counts.tolist(), strict=True) for path in paths[:count])

@@ -12,8 +12,7 @@ The first three accumulate gradients over the fewest micro-batches that fit in m
 several, all blocks are recomputed if that is faster. fsdp-tp does so for each size of groups. Where ops are cut, so are
 tokens between them (sequence parallelism), over cards that the fastest links of a host join. All give each replica as
 many micro-batches, on unequal devices too, and leave CPUs beside accelerators idle. R replicas, P stages, D devices, N
-ops of a micro-batch.
-"""
+ops of a micro-batch."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,10 +72,8 @@ def _by_speed(question: BatchQuestion) -> I64:
 
 
 def _simulated(question: BatchQuestion, graph: Graph, layout: Layout, stage: I64, grid: I64) -> Candidate:
-    """Returns the step of `layout` with stage p of replica r on device `grid` [R, P]; see `simulate_layout`.
-
-    Over hosts, the better of one ring over all and of rings inside and between them, as NCCL chooses.
-    """
+    """Returns the step of `layout` with stage p of replica r on device `grid` [R, P]; see `simulate_layout`. Over
+    hosts, the better of one ring over all and of rings inside and between them, as NCCL chooses."""
     cluster = question.cluster
     names = [[cluster.devices[number].name.rpartition(".")[0] for number in column] for column in grid.T.tolist()]
     hosts = [np.unique(column, return_inverse=True)[1] for column in names]
@@ -110,12 +107,10 @@ def simulate_layout(
     in_program_order: bool = False,
     bucket_bytes: int | None = None,
 ) -> tuple[Step, Simulation]:
-    """Returns the step of `layout` with stage p of replica r on device `grid` [R, P], in the 1F1B schedule.
-
-    `graph` is the step of one micro-batch, `stage` [N] its ops' stages, `hosts` [R] as in `Step.of`. Rings avoid slow
-    links. Within a pass ops start in the best of several orders, or `in_program_order` alone. InputError where the
-    layout does not suit the graph.
-    """
+    """Returns the step of `layout` with stage p of replica r on device `grid` [R, P], in the 1F1B schedule. `graph` is
+    the step of one micro-batch, `stage` [N] its ops' stages, `hosts` [R] as in `Step.of`. Rings avoid slow links.
+    Within a pass ops start in the best of several orders, or `in_program_order` alone. InputError where the layout does
+    not suit the graph."""
     rings = rings_over(cluster, grid, layout, hosts)
     step = Step.of(graph, layout, places=stage, bucket_bytes=bucket_bytes, **rings)
     _check_modelled(step)
@@ -137,11 +132,9 @@ def _check_modelled(step: Step) -> None:
 
 
 def _accumulating(question: BatchQuestion, zero: int) -> Solution:
-    """Returns the step with a replica a device and the fewest micro-batches that fit.
-
-    Where those are several, all blocks may be recomputed for fewer of them, if that is faster. Where the batch has no
-    equal part for each device, some devices are left out, the slowest first.
-    """
+    """Returns the step with a replica a device and the fewest micro-batches that fit. Where those are several, all
+    blocks may be recomputed for fewer of them, if that is faster. Where the batch has no equal part for each device,
+    some devices are left out, the slowest first."""
     devices = accelerators(question)
     count = len(devices)
     if count == 1 and zero:
@@ -215,12 +208,10 @@ class _Grid:
 
 
 def megatron(question: BatchQuestion) -> Solution:
-    """Returns the best step over all degrees, grids, micro-batches and both ways to map replicas to devices.
-
-    A grid is simulated with recomputation where it does not fit without: that only adds work. Grids whose busiest
-    device computes for longer than the best step takes are left out. Parts of the batch that were not captured are
-    interpolated, but for the best step's.
-    """
+    """Returns the best step over all degrees, grids, micro-batches and both ways to map replicas to devices. A grid is
+    simulated with recomputation where it does not fit without: that only adds work. Grids whose busiest device computes
+    for longer than the best step takes are left out. Parts of the batch that were not captured are interpolated, but
+    for the best step's."""
     degrees = _degrees(question)[0]
     grids = [grid for shards, asked in degrees.items() for grid in _grids(asked, shards)]
     grids.sort(key=lambda grid: (grid.excess_bytes > 0, grid.likely_ns, grid.excess_bytes))
@@ -310,10 +301,8 @@ def _bounded(
 
 
 def _device_grids(question: BatchQuestion, num_replicas: int, num_stages: int) -> list[I64]:
-    """Returns the grids [R, P] of devices: the stages of a replica side by side, and the replicas of a stage.
-
-    The second is Megatron's order of ranks. They differ only where devices or routes do.
-    """
+    """Returns the grids [R, P] of devices: the stages of a replica side by side, and the replicas of a stage. The
+    second is Megatron's order of ranks. They differ only where devices or routes do."""
     devices = np.array(accelerators(question))
     inner = devices.reshape(num_replicas, num_stages)
     outer = devices.reshape(num_stages, num_replicas).T
@@ -369,11 +358,9 @@ RIVALS: Mapping[str, Callable[[BatchQuestion], Solution]] = MappingProxyType(
 
 def equal_stages(problem: Problem, num_stages: int, *, is_even: bool = True) -> I64 | None:
     """Returns the stage [N] of each op of a step; None where the layers are fewer than, or no multiple of `num_stages`;
-    not `is_even`: stages may differ by a layer.
-
-    Stages are as Megatron cuts them: as many layers each, the embedding with the first, the head with the last. Layers
-    are those of the numbered lists in module paths. Other modules go with the layer in front of them.
-    """
+    not `is_even`: stages may differ by a layer. Stages are as Megatron cuts them: as many layers each, the embedding
+    with the first, the head with the last. Layers are those of the numbered lists in module paths. Other modules go
+    with the layer in front of them."""
     graph = problem.graph
     if num_stages == 1:
         return np.zeros(graph.num_ops, np.int64)
