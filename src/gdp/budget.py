@@ -118,8 +118,7 @@ _LATE_SHARE, _LATE_S = 0.1, 0.5  # that a command may take longer than its budge
 
 
 def search_s(total_s: float, spent_s: float, last_s: float) -> float:
-    """Returns the seconds for a search and advice in a budget of `total_s`, after `spent_s` and before `last_s`. At
-    least half of the budget is for the search."""
+    """Returns the seconds of `total_s` for a search after `spent_s`, before `last_s`: half of it at least."""
     return max(total_s - spent_s - last_s, total_s / 2)
 
 

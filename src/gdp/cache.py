@@ -16,8 +16,7 @@ from gdp.errors import InputError
 
 
 def directory(kind: str) -> Path | None:
-    """Returns the directory of entries of this kind: `$XDG_CACHE_HOME/gdp/KIND`, `~/.cache/gdp/KIND`; None without a
-    home."""
+    """Returns the directory of such entries: `$XDG_CACHE_HOME/gdp/KIND`, `~/.cache/gdp/KIND`; None without a home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "gdp" / kind

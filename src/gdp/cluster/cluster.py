@@ -78,8 +78,7 @@ class Cluster:
 
     @classmethod
     def build(cls, name: str, devices: Sequence[Device], routes: Mapping[tuple[int, int], Route]) -> "Cluster":
-        """Builds the cluster of these devices; `routes` has every ordered pair of numbers. Channels are in order of
-        name."""
+        """Builds the cluster; `routes` has every ordered pair of numbers. Channels are in order of name."""
         num_devices = len(devices)
         channels = tuple(sorted({channel for route in routes.values() for channel in route.channels}))
         numbers = {channel: number for number, channel in enumerate(channels)}
@@ -238,8 +237,7 @@ class Cluster:
         return numbers[0]
 
     def devices_called(self, name: str) -> list[int]:
-        """Returns the number of the device called `name`, else of all devices of this kind; InputError if there is
-        none."""
+        """Returns the numbers of devices called `name`, else of this kind; InputError if there is none."""
         named = [number for number, device in enumerate(self.devices) if name in (device.name, *device.group)]
         numbers = named or [number for number, device in enumerate(self.devices) if device.kind == name]
         if not numbers:

@@ -18,8 +18,7 @@ EAGER, COMPILE, CUDA_GRAPHS = RUNTIMES = "eager", "compile", "cuda-graphs"
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The route from one device to another; routes that share one of their `channels`, which are names, take turns on
-    it."""
+    """The route from one device to another; routes that share one of their `channels` (names) take turns on it."""
 
     latency_ns: int
     bytes_per_second: int

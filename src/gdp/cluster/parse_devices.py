@@ -27,8 +27,7 @@ class _Network:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A device of a preset with its links; `host` is "", "host0." or "pod0.host0." and so on, `index` its number on
-    the host."""
+    """A device of a preset with its links; `host` is "", "host0." or "pod0.host0.", `index` its number there."""
 
     device: Device
     host: str

@@ -191,8 +191,7 @@ def exchange_times(
 def _of_place(
     cluster: Cluster, devices: I64, num_used: int
 ) -> tuple[tuple[int, ...], tuple[Leg, ...], AlikeCards] | None:
-    """Returns the order, the legs and the cards of one place of all replicas; `num_used` cards exchange at once. None
-    where they are not alike."""
+    """Returns order, legs and cards of one place of replicas, `num_used` exchange at once. None if not alike."""
     square, is_other = np.ix_(devices, devices), ~np.eye(len(devices), dtype=np.bool_)
     names, latency_ns, rates = (
         array[square] for array in (cluster.exchanges, cluster.latency_ns, cluster.bytes_per_second)

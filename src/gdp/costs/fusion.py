@@ -45,8 +45,7 @@ class Fusion:
 
 
 def fused(graph: Graph, *, with_siblings: bool = False) -> Fusion:
-    """Returns the kernels that the ops of each pass become; `with_siblings` products that read the same tensor are
-    one."""
+    """Returns the kernels of the ops of each pass; `with_siblings`, products that read the same tensor are one."""
     from scipy.sparse import coo_array  # half a second, which eager steps never need
     from scipy.sparse.csgraph import connected_components
 

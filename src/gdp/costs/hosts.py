@@ -49,8 +49,7 @@ def host_times(graph: Graph, cluster: Cluster, op_time_ns: I64) -> I64:
 
 
 def loads_ns(graph: Graph, cluster: Cluster, *chosen: Bool) -> list[I64]:
-    """Returns what the ops of each [N] that is chosen take [D] on each device, or on its host where that is longer; an
-    op that cannot run takes no time."""
+    """Returns what ops take [D] on each device, or its host where that is longer; 0 where an op cannot run."""
     times_ns, device_class = op_time_classes(graph, cluster)
     first = np.unique(device_class, return_index=True)[1]
     hosts_ns = host_times(graph, only(cluster, first.tolist()), times_ns)

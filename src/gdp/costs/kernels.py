@@ -83,8 +83,7 @@ class Kernels:
 def kernels_of(
     graph: Graph, rule_of: Callable[[PricedOp], tuple[str, Rule]], fusion: "Fusion | None" = None
 ) -> Kernels:
-    """Returns the kernels of all ops; `rule_of` returns the rule of an op with its name. `fusion` tells those of a
-    compiled step."""
+    """Returns the kernels of all ops by `rule_of` an op with its name; `fusion` tells those of a compiled step."""
     columns = [numbered(texts) for texts in (graph.shapes, graph.kinds, graph.dtypes, graph.phases)]
     codes = [code for _, code in columns]
     is_trained = "backward" in columns[3][0]

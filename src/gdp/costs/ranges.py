@@ -108,8 +108,7 @@ def range_on(kind: StepKind, cards: Sequence[str], table: Mapping[str, Any] | No
 
 
 def tie_share(graph: Graph, cluster: Cluster, placement: I64) -> float:
-    """Returns the share by which the step times of two plans of a model may differ and be a tie; 0 where that is not
-    known of all devices in use."""
+    """Returns the share by which step times of two plans may differ in a tie; 0 where a device in use tells none."""
     ties, is_modelled = _table()["ties"], not any(graph.times_ns)
     return float(
         min(

@@ -121,8 +121,7 @@ def _hand_overs(program: Program, simulation: Simulation, measurement: Measureme
 def _wait_times(
     program: Program, simulation: Simulation, measurement: Measurement, record: StepRecord
 ) -> Iterator[tuple[tuple[int, int], int, int]]:
-    """Yields ((source, destination), predicted ns, measured ns) from an op's end to the start of one that waited. Other
-    starts tell nothing of arrivals."""
+    """Yields ((source, destination), predicted ns, measured ns) from an op's end to the start that waited for it."""
     graph, placement = program.graph, simulation.placement.tolist()
     producers, tensors = graph.producers.tolist(), simulation.transfer_tensors
     routed_ns = simulation.transfer_arrival_ns - simulation.op_finish_ns[graph.producers[tensors]]

@@ -52,8 +52,7 @@ def module_of(source: ModelSource) -> "nn.Module":
 
 
 def device_map(module: "nn.Module", problem: Problem, mode: str, share: float = 1.0) -> dict[str, int | str] | None:
-    """Asks accelerate for the map of `module` within the problem's memory limits, of which GPUs give a `share`. None if
-    it has no answer."""
+    """Asks accelerate for a map of `module` in the limits, of which GPUs give a `share`. None: it has no answer."""
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 

@@ -101,8 +101,7 @@ def _is_training(problem: Problem) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class ExportUnits(Units):
-    """The units of a target in a graph: each op is in one unit, and so is each group. Their problem allows the devices
-    of the target alone."""
+    """The units of a target, each an op or whole groups. Their problem allows the target's devices alone."""
 
     members: tuple[tuple[str, ...], ...]  # [U] paths of modules, names of layers or ops
     is_chain: bool = False  # in the order of execution; a device takes one contiguous run of them, a stage

@@ -23,8 +23,7 @@ NAME = "hf-device-map"
 
 
 def read_units(problem: Problem) -> ExportUnits:
-    """Makes the units of `module_units` on the GPUs, or on the first CPU where there are no GPUs. InputError for
-    micro-batches."""
+    """Makes the units of `module_units` on the GPUs, else on the first CPU. InputError for micro-batches."""
     check_one_batch(problem, NAME)
     cpus = is_cpu(problem)
     return module_units(problem, devices=np.arange(problem.num_devices) == 0 if cpus.all() else ~cpus)

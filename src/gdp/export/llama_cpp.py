@@ -67,8 +67,7 @@ class LlamaCpp:
         )
 
     def read_units(self, problem: Problem) -> ExportUnits:
-        """Makes the units of a graph with the module names of a decoder in Transformers. InputError for other names, a
-        training step and micro-batches."""
+        """Makes the units of a Transformers decoder. InputError for other names, training and micro-batches."""
         check_inference(problem, NAME)
         check_one_batch(problem, NAME)
         layers = find_layers(problem)

@@ -194,8 +194,7 @@ class _UnitFinder:
         }
 
     def _uses_source_outside(self, op: int) -> bool:
-        """Returns whether `op` reads a source of another module. A module that uses a tied weight has it in its own
-        state, too, and needs an entry."""
+        """Returns whether `op` reads a source of another module, such as a tied weight: it needs an entry."""
         owners = (self.graph.modules[producer] for producer in self.inputs_of[op] if self.is_source[producer])
         return any(owner and not is_inside(owner, self.graph.modules[op]) for owner in owners)
 

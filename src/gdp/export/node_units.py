@@ -13,8 +13,7 @@ from gdp.simulator.problem import Problem
 
 
 def node_units(problem: Problem, target: str) -> ExportUnits:
-    """Makes a unit of each node, named after it. InputError for a graph that is no ONNX file's, a training step, and
-    micro-batches."""
+    """Makes a unit of each node. InputError for a graph of no ONNX file, a training step, and micro-batches."""
     graph = problem.graph
     check_nodes(graph, target)
     check_inference(problem, target)

@@ -115,8 +115,7 @@ class Graph:
         raise InputError(f"graph is a {kind}; a Graph is expected, as gdp.load and gdp.capture make")
 
     def to_columns(self) -> dict[str, Any]:
-        """Returns every field as plain values, for a file that only gdp reads: smaller and quicker than a `gdp-graph`
-        file."""
+        """Returns every field as plain values, for a file that only gdp reads: small and quick to read."""
         columns = {item.name: getattr(self, item.name) for item in fields(self)}
         columns["times_ns"] = [dict(times) for times in self.times_ns] if any(self.times_ns) else []
         return columns

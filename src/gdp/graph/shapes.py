@@ -97,8 +97,7 @@ def parsed_calls(text: str) -> tuple[ShapedCall, ...]:
 
 
 def interpolated_shapes(one: str, one_samples: int, other: str, other_samples: int, samples: int) -> str:
-    """Returns the text at `samples`, from those at two numbers of samples: sizes are linear; "" if they are not alike.
-    Fractions are rounded up."""
+    """Returns the text at `samples` on the line through two others, rounded up; "" if they are not alike."""
     if one == other:
         return one
     here, there = _INTEGER.findall(one), _INTEGER.findall(other)

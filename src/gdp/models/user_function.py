@@ -178,8 +178,7 @@ def _flush() -> None:
 
 @contextlib.contextmanager
 def _importable_in(directory: Path | None) -> Iterator[None]:
-    """Puts a directory first on the search path for modules, and comes back to the current one: our paths start there.
-    None: the current one."""
+    """Imports from `directory` first, by default the current one, to which it comes back."""
     here = str(directory or os.getcwd())
     sys.path.insert(0, here)
     try:

@@ -261,8 +261,7 @@ class Blocks:
 
 
 def longest_held_blocks(graph: Graph) -> list[tuple[str, int]]:
-    """Returns the paths of layers, as their activations are held the longest, and an op of each. Empty for a graph
-    without layers."""
+    """Returns the paths of layers, whose activations are held the longest first, and an op of each; empty without."""
     blocks = _layers(graph)
     if blocks is None:
         return []

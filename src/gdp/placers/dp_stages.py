@@ -28,8 +28,7 @@ from gdp.units.units import Units
 
 
 def dp_stages(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
-    """The best of such stages on 1 to D devices along several chains, backward ops by themselves or with forward
-    ops."""
+    """The best such stages on 1 to D devices along several chains, backward ops alone or with forward ops."""
     chains: list[tuple[Units, Chain]] = []
     subsets = device_subsets(problem, smallest=1)
 

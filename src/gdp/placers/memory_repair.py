@@ -86,8 +86,7 @@ def _moves(groups: Units, units: Units, pairs: Pairs, start: Placement) -> Itera
 
 
 def _give_away(groups: _Groups, device: int, missing: int, held: I64, room: I64) -> bool:
-    """Moves groups off `device` until `missing` bytes are freed; returns False if none could move. `held` [G, D] is
-    that of `held_bytes`."""
+    """Moves groups off `device` until `missing` bytes are free; False if none could. `held` [G, D]: `held_bytes`."""
     here = np.flatnonzero((groups.device == device) & held.any(axis=1))
     room = np.maximum(room, 0)
     has_moved = False

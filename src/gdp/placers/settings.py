@@ -77,8 +77,7 @@ class ListSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetisSettings:
-    """Partitions by METIS, which complains on standard output and leaves parts empty if a part has few vertices or one
-    vertex most of the weight."""
+    """Partitions by METIS, quietly; it leaves parts empty where one vertex has most of the weight."""
 
     total_weight: int = 10**9  # of all vertices: METIS adds weights up in int64
     imbalances: tuple[int, ...] = (30, 100, 300, 1000)  # ufactor: a part may be heavier by so many 1/1000; untuned

@@ -46,8 +46,7 @@ class Checkpoint:
 
 
 def new_policy(name: str, *, seed: int = 0, **changes: Any) -> SchedulerPolicy:
-    """Returns policy `name` in its default configuration but for `changes`, with initial parameters that depend on
-    `seed` alone."""
+    """Returns policy `name` in its default configuration but for `changes`, its parameters drawn by `seed` alone."""
     policy_class, config_class = POLICIES[name]
     policy: SchedulerPolicy = seeded(lambda: policy_class(config_class(**changes)), seed)
     return policy

@@ -21,8 +21,7 @@ def shipped() -> str:
 
 
 def read_policy(path: str | Path | None = None) -> Constructor:
-    """Returns the constructor of the policy in the file `path`; None: the one that comes with gdp. Raises InputError
-    for a bad file."""
+    """Returns the constructor of the policy in `path` (None: gdp's own). Raises InputError for a bad file."""
     path = shipped() if path is None else path
     with CHECKPOINT.opened(path, "numpy") as (header, file):
         tensors = _plain_tensors(header, file)

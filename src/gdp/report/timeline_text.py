@@ -45,8 +45,7 @@ def timeline_text(simulation: Simulation, width: int) -> Iterator[Text]:
 
 
 def busy_shares(simulation: Simulation, num_columns: int, counted: npt.NDArray[np.bool_] | None = None) -> F64:
-    """Returns [D, columns] the share of each slice of the step in which a device computes. With `counted` [N], only
-    these ops count."""
+    """Returns [D, columns] the share of each slice in which a device computes; of `counted` [N] ops alone."""
     step_ns = max(simulation.step_time_ns, 1)
     edges = np.linspace(0, step_ns, num_columns + 1)
     chosen = (ops if counted is None else ops[counted[ops]] for ops in simulation.order)

@@ -101,9 +101,7 @@ class Parts:
 
     @classmethod
     def of_graph(cls, graph: Graph) -> "Parts":
-        """Returns the micro-batches of `graph`, a training step whose names tell them: `x@1` of op `x`, and so on.
-
-        InputError where there are none."""
+        """Returns the micro-batches of a training step whose names tell them (`x@1` of `x`). InputError without."""
         if {"backward", "update"}.isdisjoint(graph.phases):
             raise InputError(f"--parallel: {graph.name!r} is a forward pass; --batches N serves it on several devices")
         one = one_microbatch(graph)

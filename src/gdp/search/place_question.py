@@ -202,8 +202,7 @@ class PlaceQuestion:
         return tuple(sorted(sizes, key=lambda size: (abs(log2(size / likely)), -size)))
 
     def reading_s(self, shards: Shards) -> float:
-        """Returns about the seconds that it takes to capture the local program of a rank, and a part of its batch; 0
-        where it was before."""
+        """Returns the seconds to capture a rank's local program, and a part of its batch; 0 where it was before."""
         assert self.source is not None, "it has degrees"
         source = self.source.sharded(shards)
         is_read = source.is_kept(1) or (self.parts is not None and self.parts.has_read(source.reading.shards))

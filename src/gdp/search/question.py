@@ -98,8 +98,7 @@ class SearchTerms:
 
 @dataclass(frozen=True, eq=False)
 class Question(SearchTerms):
-    """A problem whose ops are to be placed. N ops. It judges placements, of the problem as given or of its
-    reduction."""
+    """A problem whose N ops are to be placed. It judges placements, of the problem as given or reduced."""
 
     problem: Problem
     reduction: Reduction  # of `problem`, to the same steps in fewer ops

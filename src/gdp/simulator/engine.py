@@ -165,8 +165,7 @@ def is_sent(arrays, placement, tensor, device):
 
 @inlined
 def request_transfer(arrays, schedule, channel_free_ns, transfer, tensor, source, device, now):
-    """Writes the times of `transfer`, which sends `tensor` from `source` to `device` once all channels of the route are
-    free, and returns its arrival."""
+    """Writes the times of `transfer` once all channels of its route are free, and returns its arrival."""
     route = source * np.uint64(len(arrays.latency_ns)) + device
     first_channel, end_channel = arrays.route_offsets[route], arrays.route_offsets[route + np.uint64(1)]
     start = now

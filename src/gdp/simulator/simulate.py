@@ -327,8 +327,7 @@ def run_batch(arrays, op_times_ns, placements, dispatch, stop_ns, floor_ns, work
 
 
 def _replaying(dispatch: Dispatch, order: Sequence[npt.ArrayLike], devices: Devices) -> Dispatch:
-    """Returns `dispatch` with `order` to replay: lists of ops [D]. InputError for one that does not list each op once,
-    on its device."""
+    """Returns `dispatch` with `order` [D][] to replay. InputError unless each op is once there, on its device."""
     num_devices = len(dispatch.order_offsets) - 1
     lists = [np.asarray(ops, np.int64) for ops in order]
     if len(lists) != num_devices:

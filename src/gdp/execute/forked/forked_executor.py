@@ -242,8 +242,7 @@ class ForkedExecutor(PlanExecutor):
     def _ask(
         self, requests: Mapping[int, tuple[Any, ...]], content: Mapping[int, Mapping[Any, Tensor]] | None = None
     ) -> dict[int, tuple[Any, dict[Any, Tensor]]]:
-        """Returns the answers of processes: an object and tensors by key. ExecutionError, and all processes are ended,
-        if one fails or ends."""
+        """Returns the answers of processes: an object and tensors by key. ExecutionError, and all end, if one fails."""
         answers: dict[int, tuple[Any, dict[Any, Tensor]]] = {}
         number = -1
         with self._ending("asking"):  # an interrupt, too: an answer would be taken for that of the next request

@@ -200,8 +200,7 @@ class StepProgram(Program):
 
 
 def step_program(program: Program, step: Step) -> StepProgram:
-    """Returns the program of `step`, a step of micro-batches with `program`. InputError for a layout that is placed,
-    but not executed."""
+    """Returns the program of `step`, of micro-batches with `program`. InputError for a layout that is not executed."""
     layout = step.layout
     part = program
     if layout.recompute != NONE:

@@ -158,8 +158,7 @@ class Messages:
 
 
 class RankTransport:
-    """The transport of a rank's worker, whose step is `script`. `window_bytes` is the size of tensors received ahead of
-    their use."""
+    """The transport of a rank's worker with its `script`; `window_bytes` is received ahead of use."""
 
     def __init__(
         self,

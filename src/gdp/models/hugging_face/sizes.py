@@ -48,8 +48,7 @@ class Sizes:
 
 
 def parse(text: str) -> tuple[str, Sizes]:
-    """Returns (DIR, sizes) of `hf:DIR?batch=8&sequence=512`, or (NAME, sizes) of `timm:NAME?batch=64`. InputError for
-    an unknown size or value."""
+    """Returns (DIR or NAME, sizes) of `hf:DIR?batch=8&sequence=512` or `timm:NAME?...`. InputError for a bad size."""
     directory, mark, query = text.removeprefix(HUGGING_FACE).removeprefix(TIMM).partition("?")
     if not directory and text.startswith(TIMM):
         raise InputError(f"{text!r}: names no model; timm:NAME is expected, such as timm:resnet50?batch=64")

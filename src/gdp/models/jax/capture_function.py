@@ -37,8 +37,7 @@ class JaxProgram:
 def assemble(
     name: str, records: Sequence[JaxOp], results: Sequence[JaxValue], updates: Mapping[JaxValue, JaxValue]
 ) -> tuple[Graph, JaxProgram, list[JaxOp]]:
-    """Returns the graph, its program and its ops as recorded. `updates` maps the new value of a parameter to the one
-    that it replaces."""
+    """Returns graph, program and ops as recorded. `updates` maps a parameter's new value to the one it replaces."""
     live = _live(records, results)
     _mark_updates(live, {value.source for value in results})
     kept = {value.source for value in results if value.source is not None}

@@ -381,8 +381,7 @@ class GraphScope:
 
 
 def _sorted(graph: GraphProto, own: set[str], values: Mapping[str, TensorInfo]) -> list[NodeProto]:
-    """Returns the nodes in a topological order, that of the file if possible. `values` has the names around the graph
-    too."""
+    """Returns the nodes in a topological order, the file's if possible; `values` has the names around the graph too."""
     maker: dict[str, int] = {}
     for number, node in enumerate(graph.node):
         for name in node.output:

@@ -130,8 +130,7 @@ _LARGE = 16 * SMALL  # bytes; a tensor of SMALL elements has fewer
 
 
 def _without_content(view: memoryview, path: tuple[int, ...]) -> list[bytes | memoryview]:
-    """Returns a message in parts, without large contents of the tensors at the end of `path`. Raises _DamagedError for
-    a damaged message."""
+    """Returns a message in parts, without large contents of tensors at `path`. Raises _DamagedError."""
     parts: list[bytes | memoryview] = []
     start = copied = 0
     while start < len(view):
@@ -204,8 +203,7 @@ def subgraphs(holder: Any) -> list[GraphProto]:
 
 
 def _keep_small(tensor: TensorProto, directory: Path) -> bool:
-    """Drops the content of a large tensor; reads that of a small integer tensor in a file beside the model. Returns
-    whether content was read."""
+    """Drops the content of a large tensor; reads a small integer one beside the model. True if it was read."""
     if any(dim < 0 for dim in tensor.dims):
         raise InputError(f"tensor {tensor.name!r} has shape {list(tensor.dims)}; the file is damaged, export it again")
     is_small = math.prod(tensor.dims) <= SMALL
@@ -224,8 +222,7 @@ def _keep_small(tensor: TensorProto, directory: Path) -> bool:
 
 
 def _external(tensor: TensorProto, directory: Path, is_wanted: bool) -> bytes:
-    """Returns the content of a tensor in another file if it is wanted and there, else b""; InputError for a bad
-    location."""
+    """Returns the content of a tensor in another file, b"" if not wanted or there; InputError for a bad location."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
     remedy = "have the data in files beside the model"

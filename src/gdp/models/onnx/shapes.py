@@ -227,8 +227,7 @@ _FOLDED = listed("onnx", "folded")
 def fold(
     node: NodeProto, call: OnnxCall, outputs: Sequence[TensorInfo | None], opsets: Mapping[str, int]
 ) -> list[Content]:
-    """Returns the outputs of a node with known inputs; [] if they cannot or should not be computed. `outputs` as
-    inferred: nothing large is computed."""
+    """Returns the computed outputs of a node, as inferred in `outputs`; [] where not known, or large."""
     if call.kind not in _FOLDED or not call.has(0) or sum(x.numel for x in outputs if x is not None) > SMALL:
         return []
     if call.kind in ("Shape", "Size"):

@@ -151,8 +151,7 @@ def _layers(
 
 @contextlib.contextmanager
 def as_if_on_a_card(*, has_card: bool = False) -> Iterator["OnCpu"]:
-    """Makes code that asks for a card use the CPU, under fake tensors or with real ones, and casts as on a card.
-    `has_card`: the code has named one before."""
+    """Makes code that asks for a card use the CPU, and cast as on a card; `has_card`: it has named one before."""
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     outer = next((mode for mode in stack if isinstance(mode, OnCpu)), None)
     if outer is not None:

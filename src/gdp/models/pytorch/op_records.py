@@ -92,8 +92,7 @@ def dtype_name(tensors: Iterable[Tensor]) -> str:
 
 
 def product_dtype(operand: Tensor) -> str:
-    """Returns the type in which products with this operand run: of complex numbers, that of their parts. Both 8 bit
-    integers have the rate of int8."""
+    """Returns the type of products with this operand: of complex ones their parts', int8 for both 8 bit integers."""
     dtype = operand.dtype.to_real() if operand.is_complex() else operand.dtype
     return "int8" if dtype is torch.uint8 else str(dtype).removeprefix("torch.")
 

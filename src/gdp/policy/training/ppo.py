@@ -117,8 +117,7 @@ def relative_rewards(
 
 
 def advantages(rewards: F64, config: PPOConfig, baseline: float | None = None, group: I64 | None = None) -> F64:
-    """Returns rewards [S] less `baseline` (None: the mean of their group), divided by their deviation from it if
-    `config.normalize`."""
+    """Returns rewards [S] less `baseline` (None: their group's mean), by their deviation if `config.normalize`."""
     if baseline is None and group is not None:
         mean = np.bincount(group, rewards)[group] / np.bincount(group)[group]
     else:

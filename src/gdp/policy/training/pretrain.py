@@ -115,8 +115,7 @@ def _flat(value: object, name: str = "") -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
-    """Rates and numbers of a training run: with the same policy and tasks, the same configuration gives the same
-    parameters."""
+    """Rates and numbers of a training run: equal ones with equal policy and tasks give equal parameters."""
 
     seed: int = 0
     updates: int = 500

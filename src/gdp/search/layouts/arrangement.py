@@ -125,8 +125,7 @@ def _counts(num_devices: int, most_places: int) -> list[int]:
 
 
 def _alone(machine: DeviceSpeeds, device: int, batch_size: int, is_fixed: bool) -> Iterator[Arrangement]:
-    """Yields what lets a step fit on one device: micro-batches, and recomputed blocks. More of either join these where
-    they do not fit."""
+    """Yields what lets a step fit on one device: micro-batches and recomputed blocks, more of them as needed."""
     whole = Arrangement(Layout(), ((device,),))
     if is_fixed:
         if batch_size > 1:

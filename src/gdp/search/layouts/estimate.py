@@ -186,8 +186,7 @@ class Estimator:
         return not set(self.all_cpus) <= set(arrangement.all_devices)
 
     def cpus(self, arrangement: Arrangement) -> tuple[int, ...] | None:
-        """Returns the CPU [R] with the quickest links to each replica, for its activations; None: they stay. InputError
-        where there is none."""
+        """Returns the CPU [R] nearest to each replica for activations; None: they stay. InputError without one."""
         is_asked = arrangement.layout.offload != NONE
         if not is_asked and not self.parts.rough(arrangement.layout.num_parts).is_in_role(HOST_COPY).any():
             return None

@@ -219,8 +219,7 @@ def draw_at_once(
 
 @dataclass(eq=False)
 class Refiner:
-    """Refines placements of `problem`: a part of the units chooses devices again, in several styles. Each call regroups
-    the problem into different units."""
+    """Refines placements of `problem`: a part of its units, regrouped in each call, chooses devices again."""
 
     problem: Problem
     constructor: Constructor

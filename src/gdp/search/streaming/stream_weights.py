@@ -62,8 +62,7 @@ class _Chain:
         return cls(cuts - 1, held[cuts], np.cumsum(times, axis=0)[cuts].T, moved[cuts])
 
     def ends(self, sequence: tuple[int, ...], rest: int, room_bytes: F64) -> list[int]:
-        """Returns the cut at which each stage of `sequence` ends; `rest` is the number of the stage between the full
-        ones."""
+        """Returns the cut at which each stage of `sequence` ends; `rest` is the number of the one between full ones."""
         last = len(self.positions) - 1
         ends = [last] * len(sequence)
         begin = 0
