@@ -58,8 +58,7 @@ there is, and 10 GB for 10 us, which is less than the latency."""
 
 @dataclass(frozen=True, slots=True)
 class LinkKind:
-    """A kind of link, per device and direction. `is_switched`: all routes of a device share its port; else each pair of
-    linked devices has its own wires."""
+    """A kind of link, per device and direction. `is_switched`: all routes of a device share its port."""
 
     name: str
     bytes_per_second: int
@@ -164,34 +163,35 @@ def _exchange(row: Mapping[str, Any]) -> ExchangeFigures:
 
 
 def _kind(name: str, row: Mapping[str, Any]) -> DeviceKind:
-    is_cpu, gib = row["port"] == SOCKET, row["gib"]
-    if is_cpu or "usable_gib" in row:
+    card, memory = row["card"], row["memory"]
+    is_cpu, gib = card["port"] == SOCKET, memory["gib"]
+    if is_cpu or "usable_gib" in memory:
         usable_bytes = gib * GIB
-    elif "apple" in row:
+    elif "apple" in row["tera"]:
         usable_bytes = int(gib * APPLE_SHARE * GIB)
     else:
-        usable_bytes = int((row.get("total_gib", gib * TOTAL_SHARE) - CONTEXT_GIB) * 1024) * MIB
-    flops = MappingProxyType({dtype: round(value * TERA) for dtype, value in _tera_rates(row).items()})
+        usable_bytes = int((memory.get("total_gib", gib * TOTAL_SHARE) - CONTEXT_GIB) * 1024) * MIB
+    flops = MappingProxyType({dtype: round(value * TERA) for dtype, value in _tera_rates(row["tera"]).items()})
     launch_ns, own = CPU_LAUNCH_NS if is_cpu else GPU_LAUNCH_NS, () if is_cpu else figures_of_kind(name)
-    links = row["port"], row.get("nvlink", ""), gib, row.get("driver", "")
-    costs = row.get("watts"), row.get("dollars_per_hour")
-    return DeviceKind(usable_bytes, flops, round(row["memory_gb"] * GB), launch_ns, *links, *costs, *own)
+    links = card["port"], card.get("nvlink", ""), gib, card.get("driver", "")
+    costs = card.get("watts"), card.get("dollars_per_hour")
+    return DeviceKind(usable_bytes, flops, round(memory["gb_per_s"] * GB), launch_ns, *links, *costs, *own)
 
 
-def _tera_rates(row: Mapping[str, Any]) -> Mapping[str, float]:
+def _tera_rates(tera: Mapping[str, Any]) -> Mapping[str, float]:
     """Returns the rates of a kind by dtype, which may follow from its float32 rate. The ratios of GeForce cards are
     those of the RTX 3090, 4090 and 5090 in NVIDIA's white papers (GA102, Ada, RTX Blackwell; each in appendix A):
     float64 1/64, TF32 1, float16 and bfloat16 2, int8 8, and since Ada float8 4, accumulated in float32. Apple's chips
     run 16 bit types at the float32 rate."""
-    if "rates_of" in row:
-        return _tera_rates(_TABLES["kinds"][row["rates_of"]])
-    if "apple" in row:
-        return dict.fromkeys(("float32", "float16", "bfloat16"), row["apple"])
-    rates = dict(row.get("tera", {}))
-    if "geforce" in row:
+    if "as" in tera:
+        return _tera_rates(_TABLES["kinds"][tera["as"]]["tera"])
+    if "apple" in tera:
+        return dict.fromkeys(("float32", "float16", "bfloat16"), tera["apple"])
+    rates = dict(tera)
+    if "geforce" in tera:
         ratios = {"float64": 1 / 64, "float32": 1, "tf32": 1, "float16": 2, "bfloat16": 2, "int8": 8}
-        ratios |= {"float8": 4} if row.get("has_float8") else {}
-        rates = {dtype: ratio * row["geforce"] for dtype, ratio in ratios.items()}
+        ratios |= {"float8": 4} if tera.get("has_float8") else {}
+        rates = {dtype: ratio * tera["geforce"] for dtype, ratio in ratios.items()}
     if "float8" in rates:
         rates |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), rates.pop("float8"))
     return rates
@@ -199,5 +199,5 @@ def _tera_rates(row: Mapping[str, Any]) -> Mapping[str, float]:
 
 LINKS: Mapping[str, LinkKind] = MappingProxyType({name: _link(name, row) for name, row in _TABLES["links"].items()})
 EXCHANGES = MappingProxyType({name: _exchange(row) for name, row in _TABLES["exchanges"].items()})
-MACHINES = MappingProxyType({name: MachineKind(**row) for name, row in _TABLES["machines"].items()})
+MACHINES = MappingProxyType({name: MachineKind(*row) for name, row in _TABLES["machines"].items()})
 KINDS: Mapping[str, DeviceKind] = MappingProxyType({name: _kind(name, row) for name, row in _TABLES["kinds"].items()})
