@@ -20,9 +20,9 @@ from gdp.errors import InputError, suggest
 FORMAT, VERSION = "gdp-cluster", 1
 
 
-def read_document(path: str | Path) -> object:
+def read_document(path: str | Path, expected_format: str = FORMAT) -> object:
     """Returns the document in `path`: JSON if its name ends in .json or .json.gz, else YAML."""
-    return files.read_json(path) if _is_json(path) else read_yaml(path, FORMAT)
+    return files.read_json(path) if _is_json(path) else read_yaml(path, expected_format)
 
 
 def write_document(path: str | Path, document: Mapping[str, Any]) -> None:

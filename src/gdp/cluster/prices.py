@@ -8,10 +8,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from gdp import files
 from gdp.cluster.catalogue import KINDS
 from gdp.cluster.cluster import Cluster
-from gdp.cluster.cluster_file import read_yaml
+from gdp.cluster.cluster_file import read_document
 from gdp.cluster.device import Device
 from gdp.errors import InputError, prefixed, suggest
 
@@ -47,7 +46,7 @@ class Prices:
     @classmethod
     def load(cls, path: str | Path) -> "Prices":
         """Reads a file of kinds: YAML, or JSON if its name ends in .json. InputError names file and place."""
-        document = files.read_json(path) if str(path).endswith((".json", ".json.gz")) else read_yaml(path, "prices")
+        document = read_document(path, "prices")
         with prefixed(path):
             if not isinstance(document, dict) or not document:
                 raise InputError("no kinds of devices; KIND: {dollars_per_hour: 1.5, watts: 300} is expected")

@@ -15,8 +15,9 @@ import numpy as np
 
 from gdp.errors import InputError
 from gdp.export.export_target import grouped_ops, is_cpu
-from gdp.export.modules import STATE_KINDS, enclosing
+from gdp.export.modules import STATE_KINDS
 from gdp.graph.builder import GraphBuilder
+from gdp.graph.layers import enclosing
 from gdp.models.source import ModelSource
 from gdp.models.stored_weights import stored_weights
 from gdp.search.candidate import Figures

@@ -12,7 +12,8 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.export.export_target import check_modules, grouped_ops
-from gdp.export.modules import enclosing, is_forward, is_inside, is_source
+from gdp.export.modules import is_forward, is_inside, is_source
+from gdp.graph.layers import enclosing
 from gdp.placers.base import inherit
 from gdp.simulator.problem import Problem
 

@@ -23,6 +23,7 @@ import numpy as np
 from gdp.arrays import I64, Bool
 from gdp.export.export_target import ExportUnits, check_modules, find, join
 from gdp.graph import Graph
+from gdp.graph.layers import enclosing
 from gdp.placers.base import inherit
 from gdp.simulator.problem import Problem
 
@@ -42,12 +43,6 @@ def module_units(problem: Problem, *, devices: Bool | None = None) -> ExportUnit
     finder = _UnitFinder(problem)
     labels = finder.run()
     return ExportUnits.build(problem, labels, finder.names, joined=finder.parent, devices=devices)
-
-
-def enclosing(path: str) -> Iterable[str]:
-    """Returns `a`, `a.b`, `a.b.c` of `a.b.c`."""
-    parts = path.split(".") if path else []
-    return (".".join(parts[:end]) for end in range(1, len(parts) + 1))
 
 
 def is_inside(module: str, path: str) -> bool:

@@ -126,28 +126,11 @@ def _is_phase(value: object) -> bool:
 
 _DOCUMENT_FIELDS = {"format": files.is_string, "version": files.is_size, "name": files.is_string}
 _DOCUMENT_FIELDS |= {"ops": files.is_list, "tensors": files.is_list}
-OP_FIELDS = {
-    "name": files.is_string,
-    "kind": files.is_string,
-    "flops": files.is_size,
-    "bytes_accessed": files.is_size,
-    "dtype": files.is_string,
-    "resident_bytes": files.is_size,
-    "phase": _is_phase,
-    "module": files.is_string,
-    "group": files.is_index,
-    "time_ns": is_times,
-    "origin": files.is_index,
-    "microbatch": files.is_size,
-    "replica": files.is_size,
-    "role": files.is_string,
-    "kernels": files.is_size,
-    "host_ns": files.is_size,
-    "host_waits": files.is_flag,
-    "shapes": files.is_string,
-}
-TENSOR_FIELDS = {"producer": files.is_size, "consumers": files.is_number_list, "bytes": files.is_size}
-TENSOR_FIELDS |= {"resident": files.is_flag, "keep": files.is_flag, "view_of": files.is_index}
+_CHECK_OF_TYPE = {str: files.is_string, int: files.is_size, bool: files.is_flag}
+OP_FIELDS = {item.name: _CHECK_OF_TYPE.get(item.type, is_times) for item in fields(Op)}
+OP_FIELDS |= {"phase": _is_phase, "group": files.is_index, "origin": files.is_index}
+TENSOR_FIELDS = {item.name: _CHECK_OF_TYPE.get(item.type, files.is_number_list) for item in fields(Tensor)}
+TENSOR_FIELDS["view_of"] = files.is_index
 OP_DEFAULTS = _defaults(Op) | {"time_ns": {}}
 TENSOR_DEFAULTS = _defaults(Tensor)
 _COLUMN_CHECKS: Mapping[Callable[[object], bool], Callable[[list[Any]], bool]] = {

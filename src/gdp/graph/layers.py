@@ -38,7 +38,7 @@ class LayerPaths:
         layer_of = _numbered_parts(first)
         holding = {""}
         for list_path, _ in layer_of.values():
-            holding.update(_enclosing(list_path))
+            holding.update(enclosing(list_path))
         if not layer_of:
             holding = _holding_all(first)
         part_of: dict[str, str] = {}
@@ -49,7 +49,7 @@ class LayerPaths:
                 part_of[module] = f"{list_path}.{number}".lstrip(".")
                 list_of[part_of[module]] = list_path or "layers"
             else:
-                part_of[module] = next((path for path in _enclosing(module) if path not in holding), "")
+                part_of[module] = next((path for path in enclosing(module) if path not in holding), "")
         entered: dict[tuple[str, str], int] = {}  # of a list, which stays together, or of a part in none
         for module, part in part_of.items():
             key = (list_of[part], "") if part in list_of else ("", part)
@@ -91,15 +91,15 @@ def _numbered_parts(modules: Iterable[str]) -> dict[str, tuple[str, int]]:
     return {module: parts[0] for module, parts in found.items() if parts and len(sizes[parts[0][0]]) > 1}
 
 
-def _enclosing(path: str) -> list[str]:
-    """Returns the paths that lead to `path`, outermost first, `path` last."""
-    parts = path.split(".")
+def enclosing(path: str) -> list[str]:
+    """Returns `a`, `a.b`, `a.b.c` of `a.b.c`; nothing of ""."""
+    parts = path.split(".") if path else []
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 def _holding_all(modules: Iterable[str]) -> set[str]:
     """Returns the root and the modules that hold all others."""
-    holding, paths = {""}, [_enclosing(module) for module in modules if module]
+    holding, paths = {""}, [enclosing(module) for module in modules if module]
     for prefixes in zip(*paths, strict=False):
         if len(set(prefixes)) > 1:
             break

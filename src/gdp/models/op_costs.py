@@ -23,7 +23,7 @@ import numpy as np
 
 from gdp import files
 from gdp.arrays import I64
-from gdp.cluster.cluster_file import read_yaml
+from gdp.cluster.cluster_file import read_document
 from gdp.cluster.quantities import parse_number, parse_time
 from gdp.errors import InputError, prefixed, suggest
 from gdp.graph import Graph
@@ -88,7 +88,7 @@ class OpCosts:
     @classmethod
     def load(cls, path: str | Path) -> "OpCosts":
         """Reads a `gdp-op-costs` file: JSON if its name ends in .json, else YAML. InputError names file and place."""
-        document = files.read_json(path) if str(path).endswith((".json", ".json.gz")) else read_yaml(path, FORMAT)
+        document = read_document(path, FORMAT)
         with prefixed(path):
             return cls.from_document(document, str(path))
 

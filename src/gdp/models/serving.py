@@ -11,24 +11,17 @@ from gdp.errors import InputError, suggest
 PHASES = ("step", "prefill", "decode")
 
 # Blocks of llama.cpp hold 32 elements with their scales: ggml/src/ggml-common.h, `block_q8_0` and its kin
-ELEMENT_BYTES: Mapping[str, Fraction] = {
-    "float32": Fraction(4),
-    "f32": Fraction(4),
-    "bfloat16": Fraction(2),
-    "bf16": Fraction(2),
-    "float16": Fraction(2),
-    "f16": Fraction(2),
-    "fp8": Fraction(1),
-    "fp8_e4m3": Fraction(1),
-    "fp8_e5m2": Fraction(1),
-    "int8": Fraction(1),
-    "q8_0": Fraction(34, 32),
-    "q5_1": Fraction(24, 32),
-    "q5_0": Fraction(22, 32),
-    "q4_1": Fraction(20, 32),
-    "q4_0": Fraction(18, 32),
-    "iq4_nl": Fraction(18, 32),
-}  # bytes of an element of a cache, by type
+_TYPES_OF_BITS = {
+    32: "float32 f32",
+    16: "bfloat16 bf16 float16 f16",
+    8: "fp8 fp8_e4m3 fp8_e5m2 int8",
+    8.5: "q8_0",
+    6: "q5_1",
+    5.5: "q5_0",
+    5: "q4_1",
+    4.5: "q4_0 iq4_nl",
+}  # of an element of a cache
+ELEMENT_BYTES = {name: Fraction(bits) / 8 for bits, names in _TYPES_OF_BITS.items() for name in names.split()}
 
 _MOST_BYTES = 8  # of an element: float64
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from gdp import files
 from gdp.cluster import Cluster
-from gdp.cluster.cluster_file import read_yaml
+from gdp.cluster.cluster_file import read_document
 from gdp.errors import InputError, prefixed, suggest
 from gdp.graph import Graph
 from gdp.models.source import ModelSource
@@ -68,7 +68,7 @@ def read_steps(path: Path, devices: str | None = None) -> list[MeasuredStep]:
         reader = csv.DictReader(files.read_bytes(path).decode("utf-8", "replace").splitlines())
         rows: object = [{key: text.strip() for key, text in row.items() if key and text} for row in reader]
     else:
-        rows = files.read_json(path) if path.name.endswith((".json", ".json.gz")) else read_yaml(path, "list of rows")
+        rows = read_document(path, "list of rows")
     if not isinstance(rows, list) or not rows:
         raise InputError(f"{path}: has no rows; a table with the columns model, ms and devices is expected")
     clusters: dict[str, Cluster] = {}

@@ -3,12 +3,12 @@ device for every op teaches nothing in short budgets (docs/method/policy.md). Op
 edges, as the search groups them, with noise: each drawing sees another grouping. Features of a problem as a whole, free
 of scale, tell the style scorer problems apart. N ops, D devices, B equal slices of the critical path, M features."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from gdp.arrays import F32, I64
+from gdp.graph.fingerprint import numbered
 from gdp.policy.settings import GROUPING, SCORER
 from gdp.simulator.longest_paths import longest_paths
 from gdp.simulator.problem import Placement, Problem
@@ -52,7 +52,7 @@ class UnitSource:
             freedom=np.unique(problem.allowed, axis=0, return_inverse=True)[1].reshape(-1),
             alive_share=_alive_share(problem),
             equal_before=exchangeable_before(exchange_classes(problem)),
-            module=_numbered(problem.graph.modules),
+            module=numbered(problem.graph.modules)[1],
             op_slice=np.minimum(middle * NUM_SLICES, NUM_SLICES - 1).astype(np.int64),
             latency_ns=0.0 if is_alone else float(problem.cluster.latency_ns[between].mean()),
             ns_per_byte=0.0 if is_alone else 1e9 / float(problem.cluster.bytes_per_second[between].mean()),
@@ -79,12 +79,6 @@ class UnitSource:
         number = np.empty(groups.num_units, np.int64)
         number[np.argsort(first_ns, kind="stable")] = np.arange(groups.num_units)
         return Units(self.problem, number[groups.index])
-
-
-def _numbered(names: Sequence[str]) -> I64:
-    """Returns [N], equal numbers for equal names."""
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return np.fromiter((numbers[name] for name in names), np.int64, len(names))
 
 
 def _alive_share(problem: Problem) -> float:

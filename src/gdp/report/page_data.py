@@ -13,6 +13,7 @@ import numpy.typing as npt
 import orjson
 
 from gdp.arrays import I64
+from gdp.graph.fingerprint import numbered
 from gdp.graph.layers import LayerPaths
 from gdp.models.serving import ServedStep
 from gdp.planning.advice import Advice
@@ -262,9 +263,8 @@ def _shortened(limits: Limits) -> Limits:
 
 
 def _numbered(names: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """Returns (distinct names in the order of their first occurrence, [N] the number of each name)."""
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return [writable(name) for name in numbers], np.array([numbers[name] for name in names], np.int64)
+    distinct, numbers = numbered(names)
+    return list(map(writable, distinct)), numbers
 
 
 def _offsets(counts: Sequence[int]) -> npt.NDArray[np.int64]:

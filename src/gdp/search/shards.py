@@ -9,12 +9,8 @@ A question whose bound is above the best step found is not asked, nor one behind
 as degrees grow, cards idle less and exchange more. To capture the local programs of the first two degrees comes before
 the clock begins, those of others are of the budget. Groups are looked at where copies of the model do not use all cards
 well: in a forward pass, with fewer samples than cards, where a copy and its optimizer state are too large for a card,
-and where nothing else fits.
+and where nothing else fits. Tokens are cut (`context`) where `token_exchanges` promises less to exchange."""
 
-Tokens are cut (`context`) where they make less to exchange: activations among fewer ranks each, but gradients of more
-weights, and keys and values. All of it is known in bytes of the local program without, and so is the memory."""
-
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import gcd, inf
@@ -24,20 +20,14 @@ from types import MappingProxyType
 
 from gdp.budget import Clock
 from gdp.cluster.groups import divisors
-from gdp.costs.attention import ATTENTION
-from gdp.costs.collectives import ALL_GATHER, ALL_REDUCE, COLLECTIVE, AlikeCards
-from gdp.costs.table import class_of
 from gdp.errors import InputError
-from gdp.graph import Graph
-from gdp.graph.accumulation import ELEMENT_BYTES
-from gdp.graph.parameter_bytes import gradients_of_updates
-from gdp.graph.shapes import parsed_calls
 from gdp.models.shards import WHOLE, Shards
 from gdp.notebook import milliseconds
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import in_flight
 from gdp.search.place_question import PlaceQuestion
 from gdp.search.question import Solution
+from gdp.search.token_exchanges import time_with_tokens_cut_ns
 from gdp.simulator.constraints import memory_limits
 
 Solve = Callable[..., Solution]  # of a question, a clock and, to go on from, the answer that is known
@@ -197,39 +187,20 @@ class _Contest:
 
     def _estimated_ns(self, shards: Shards) -> float:
         """Returns about what a step takes with tokens cut: as long as that of as many ranks which cut ops alone, but
-        for exchanges; as that of fewer ranks on more cards, where ops have no more parts. inf where neither is known,
-        and where memory does not suffice."""
+        for exchanges, else as that of fewer ranks. inf where neither is known, and where memory does not suffice."""
         question, size = self.question, shards.num_ranks
         alone = [each for each in self.found if (each.tensor, each.context) == (size, 1)]
         base = min(alone, key=lambda each: _rank(self.found[each]), default=Shards(shards.tensor))
         if base not in self.found or _rank(self.found[base])[0] or not (alone or Shards(size) in self.uncut):
             return inf
-        graph, plan, cluster = self.opened[base].graph, self.found[base].plan, question.cluster.grouped(size)
+        plan, cluster = self.found[base].plan, question.cluster.grouped(size)
         assert plan is not None, "it fits"
         is_group = [bool(device.group) for device in cluster.devices]
-        num_groups = sum(is_group) * size // base.tensor
         held = int(question.graph.resident_bytes.sum()) / (shards.tensor * sum(is_group))  # with ZeRO
         if held > memory_limits(cluster, question.constraints.on_groups(cluster))[is_group].max():
             return inf
-        num_used, scale = min(self.source.batch_size or 1, num_groups), base.tensor / shards.tensor
-        group = cluster.devices[is_group.index(True)]
-        gradients = graph.tensor_bytes[gradients_of_updates(graph)].tolist()
-        sums = [(ALL_REDUCE, int(each * scale)) for each in gradients]
-        keys = [(ALL_GATHER, int(each * scale)) for each in _key_bytes(graph)] * 3  # and again, and their gradients
-        among = AlikeCards.of_group(group, shards.context)
-        added_ns = _total_ns(among, sums) + _total_ns(among, keys) / num_used
-        if not alone:
-            return plan.step_time_ns / min(shards.context, num_groups / num_used) + added_ns
-        calls = [
-            (kind.removeprefix(f"{COLLECTIVE}."), num_bytes)
-            for kind, num_bytes in zip(graph.kinds, graph.bytes_accessed.tolist(), strict=True)
-            if class_of(kind) == COLLECTIVE
-        ]
-        spared_ns = _total_ns(AlikeCards.of_group(group), calls)
-        if shards.tensor > 1:
-            fewer = AlikeCards.of_group(group, shards.tensor)
-            spared_ns -= _total_ns(fewer, [(kind, num_bytes // shards.context) for kind, num_bytes in calls])
-        return plan.step_time_ns - spared_ns / num_used + added_ns
+        graph, num_samples = self.opened[base].graph, self.source.batch_size or 1
+        return time_with_tokens_cut_ns(graph, plan.step_time_ns, base, shards, cluster, num_samples)
 
     def _answer(self, best: Solution) -> Solution:
         others = [each for solution in self.found.values() if solution is not best for each in solution.looked_at]
@@ -253,20 +224,6 @@ class _Contest:
             search = replace(plan.search, seconds=self.clock.seconds, simulations=self.clock.simulations)
             best = best._replace(plan=replace(plan, search=search))
         return best._replace(looked_at=(*best.looked_at, *others), bound_ns=bound_ns, notes=notes)
-
-
-def _key_bytes(graph: Graph) -> list[int]:
-    """Returns the bytes of keys, and those of values, of each attention of a forward pass."""
-    return [
-        ELEMENT_BYTES.get(array.dtype, 4) * array.num_elements
-        for kind, phase, shapes in zip(graph.kinds, graph.phases, graph.shapes, strict=True)
-        if kind in ATTENTION and phase == "forward" and shapes
-        for array in parsed_calls(shapes)[0].arrays[1:3]
-    ]
-
-
-def _total_ns(cards: AlikeCards, exchanges: Iterable[tuple[str, int]]) -> int:
-    return sum(count * cards.time_ns(*each) for each, count in Counter(exchanges).items())
 
 
 def stamped(solution: Solution, shards: Shards) -> Solution:
