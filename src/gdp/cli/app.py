@@ -12,11 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
-from gdp.cli.capture import capture
 from gdp.cli.compare import compare
-from gdp.cli.costs import costs
 from gdp.cli.devices import devices_app
 from gdp.cli.export import export
+from gdp.cli.models import capture, costs, workloads
 from gdp.cli.options import GroupedCommand
 from gdp.cli.place import place
 from gdp.cli.report import report
@@ -26,7 +25,6 @@ from gdp.cli.simulate import simulate
 from gdp.cli.times import times_app
 from gdp.cli.train import train
 from gdp.cli.tune import tune
-from gdp.cli.workloads import workloads
 from gdp.errors import InputError
 from gdp.stop import CutShortError
 
