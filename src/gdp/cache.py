@@ -1,6 +1,5 @@
-"""The user's cache of captured graphs and plans. It may be deleted at any time. The name of an entry has a hash of all
-that its content depends on, so an entry is never wrong, only unused. An entry that cannot be written or read costs
-time, no more."""
+"""The user's cache of captured graphs and plans. It may be deleted at any time. Names have a hash of all that the
+content depends on, so no entry is wrong. One that cannot be written or read costs time, no more."""
 
 import contextlib
 import hashlib

@@ -36,8 +36,7 @@ _OTHERWISE = ("transpose", "gather", "element_gather", "softmax")  # classes of 
 def layout_bound(steps: Mapping[int, Graph], cluster: Cluster) -> int:
     """Returns a time in ns that no layout on `cluster` can beat. `steps[K]` is the step of 1/K of the batch. The work
     of the whole batch is K times its forward and backward work, and one update. The bound is the smallest over all K,
-    since small parts may run other kernels. Measured times of ops say nothing about parts of them: with any, the bound
-    is 0."""
+    since small parts may run other kernels. Measured times say nothing about parts of ops: with any, it is 0."""
     if any(any(graph.times_ns) for graph in steps.values()):
         return 0
     has_groups, bounds = bool(cluster.group_sizes()), []

@@ -402,10 +402,9 @@ def _interval_bound(times: I64, multiplicity: I64, heads: I64, tails: I64) -> in
 
 
 def device_weights(times: I64, multiplicity: I64, scale: int) -> I64:
-    """[C] integer weights, at most `scale` in all over the devices, that nearly maximise the work of `times` [N, C]. J.
-    E. Kelley, "The cutting-plane method for solving convex programs", SIAM Journal 8(4), 1960: each round adds the
-    linear function that is exact at the last weights, and takes the weights that maximise the least of these
-    functions."""
+    """[C] integer weights, at most `scale` in all over the devices, that nearly maximise the work of `times`. J. E.
+    Kelley, "The cutting-plane method for solving convex programs", SIAM Journal 8(4), 1960: each round adds the linear
+    function that is exact at the last weights, and takes the weights that maximise the least of these functions."""
     num_classes = len(multiplicity)
     if num_classes == 1:
         return np.ones(1, np.int64)

@@ -1,5 +1,4 @@
-"""From a request to `gdp place` to its answer: found, with how far the search is, or kept from before, then written and
-shown."""
+"""From a request to `gdp place` to its answer: found, live, or kept from before, then written and shown."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,6 +1,5 @@
-"""Achieved rates of devices, as shares of their data sheets by class of kernel: the names that a device may tell. A
-device without any runs at the rates of its sheet, and an op of its own is one kernel. See docs/machine-model.md,
-section 2."""
+"""Achieved rates of devices, as shares of their data sheets by class of kernel. A device without any runs at the rates
+of its sheet, and an op of its own is one kernel. See docs/machine-model.md, section 2."""
 
 import tomllib
 from collections.abc import Mapping

@@ -1,7 +1,6 @@
 """The built-in kinds of devices, the links between them, and machines: `catalogue.toml` has the figures and sources. A
-type without a rate runs at the float32 rate: integers other than int8, booleans, complex numbers, and types that the
-card emulates. Memory of GPUs is what a program can use: the total that CUDA reports less CONTEXT_GIB for the program's
-own context."""
+type without a rate runs at the float32 rate: integers but int8, booleans, complex numbers, and emulated types. Memory
+of GPUs is what a program can use: the total that CUDA reports less CONTEXT_GIB for the program's own context."""
 
 import math
 import tomllib
@@ -115,8 +114,7 @@ class MachineKind:
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """The figures that devices of a kind share; `port` names the link of its slot (a CPU: of its socket), `nvlink` may
-    be ""."""
+    """The figures that devices of a kind share; `port` names the link of its slot (a CPU's socket)."""
 
     memory_bytes: int  # that a program can use
     flops_per_second: Mapping[str, int]

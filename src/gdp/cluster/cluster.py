@@ -103,8 +103,7 @@ class Cluster:
         """Returns the cluster that `text` names: a preset such as `4xp100-pcie-16g`, a `gdp-cluster` file, or `local`.
 
         It is a path if that file exists or the name ends in .yaml, .yml, .json or .gz; docs/devices.md has the grammar.
-        `local` is this machine as it is now, see `gdp.cluster.detect`. Behind a colon, the runtime may follow:
-        `4xa100-sxm-80g:compile`."""
+        `local` is this machine as it is now. Behind a colon, the runtime may follow: `4xa100-sxm-80g:compile`."""
         devices, runtime = split_runtime(text.strip())
         if devices.endswith((".yaml", ".yml", ".json", ".gz")) or os.path.isfile(devices):
             cluster = cls.load(devices)

@@ -1,5 +1,4 @@
-"""`gdp-cluster` documents, in YAML or JSON: from a document to devices and routes. docs/machine-model.md, section 6, is
-the definition."""
+"""`gdp-cluster` documents, in YAML or JSON, as devices and routes, by docs/machine-model.md, section 6."""
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence

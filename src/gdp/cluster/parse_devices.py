@@ -122,8 +122,7 @@ def _on_host(local: str, text: str, network: _Network, pod: str, number: int, up
 
 
 def _spelled(text: str) -> str:
-    """Returns `2xdgx-a100` as hosts with network cards, and `2x8xa100-sxm-80g` as the first machine with these cards;
-    other text as it is."""
+    """Returns `2xdgx-a100` as hosts with network cards, `2x8xa100-sxm-80g` as the first machine with these cards."""
     name = text.strip()
     if (match := _MACHINES.fullmatch(name)) is not None:
         return f"{match[1]}x({MACHINES[match[2]].local})@{MACHINES[match[2]].network}"

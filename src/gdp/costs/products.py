@@ -73,8 +73,7 @@ def recurrent(op: PricedOp) -> list[Kernel]:
 
 def product_size(call: ShapedCall, flops: int) -> tuple[int, int, int, int]:
     """Returns parts, m, n and k of a product: those of its result, and the k that its FLOPs tell in any packing.
-    Operands of three dimensions are of parts: matrices of a batch, or experts, whose rows are taken to be equally
-    many."""
+    Operands of three dimensions are of parts: matrices of a batch, or experts with equally many rows."""
     result = call.results[0].size if call.results else ()
     m, n = (*result, 1, 1)[:2] if len(result) < 2 else result[-2:]
     rows = math.prod(result[:-2]) * m

@@ -72,8 +72,7 @@ def eager_parts(
     are the inputs of each part: the loss is the mean of theirs, gradients are added up in their order, outputs of part
     p are called `NAME@p` if there are several, and buffers are those after the first `num_first` parts. It computes on
     one thread, since more of them may add up in another order. The results equal those of `program` unless random
-    numbers are drawn, for which PyTorch has other seeds. `model` is left as it was. ExecutionError if the model
-    fails."""
+    numbers are drawn, for which PyTorch has other seeds. ExecutionError if the model fails."""
     is_training, num_threads = program.loss is not None, torch.get_num_threads()
     torch.set_num_threads(1)
     losses: list[Tensor] = []

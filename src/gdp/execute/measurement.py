@@ -86,8 +86,7 @@ def measure_programs(
     stop: threading.Event | None = None,
 ) -> dict[str, Measurement]:
     """Measures `steps` steps of each program in turn, by name. Each program has its own copy of the parameters. Garbage
-    is collected between steps, not within them. When `stop` is set, the steps done are returned, after one at least.
-    ExecutionError if an op fails."""
+    is collected between steps. `stop` ends it after a step at least. ExecutionError if an op fails."""
     measurements = {name: Measurement(placed.order, placed.program.graph.num_ops) for name, placed in programs.items()}
     with ExitStack() as stack:
         executors: dict[str, PlanExecutor] = {}

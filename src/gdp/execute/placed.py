@@ -105,8 +105,7 @@ class Placed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step on these inputs, a whole batch.
 
-        InputError if the plan is not of this step; ExecutionError if an op fails, or if the loss is not finite and
-        `stop_at_nan`."""
+        InputError if the plan is not of this step; ExecutionError if an op fails, or by `stop_at_nan`."""
         state = self._open()
         if isinstance(state, Unstarted):
             state = self._state = self._started(state, args, kwargs)
@@ -159,9 +158,8 @@ class Placed:
     def save(self, path: str | Path) -> None:
         """Writes a safetensors file to go on from, by `placed(..., resume=path)`; it is whole or not written at all.
 
-        It has parameters, buffers, the optimizer's state, the number of steps and the seed. Under torchrun the first
-        rank writes it, and the others return when it is there. InputError if it cannot be written, ExecutionError after
-        a step that failed."""
+        It has parameters, buffers, optimizer state, number of steps and seed. Under torchrun the first rank writes it,
+        the others return when it is there. InputError if it is not written, ExecutionError after a step that failed."""
         state = self._open()
         tensors, optimizer = state.tensors(everywhere=False), state.optimizer(everywhere=False)
 

@@ -248,8 +248,7 @@ def held_tensors(record: StepRecord) -> dict[int, Tensor]:
 class PlanExecutor(ABC):
     """A program placed on `targets` [D] that run its ops in `order` [D]; a context manager. `load` gives it parameters
     and buffers, `step` runs one step on them. After an ExecutionError it is closed. `workers`, by device, are those of
-    this process, which keep parameters, buffers and optimizer state. On ranks all make the same calls, with the same
-    arguments."""
+    this process, which keep the state. On ranks all make the same calls, with the same arguments."""
 
     is_first = True  # of the processes that make the same calls: it gets results
 

@@ -248,8 +248,7 @@ def check_results(
 ) -> tuple[Equality, str]:
     """Compares the results of a step of `order`, and names the reference that they are compared with. It is PyTorch's
     own step on one core, part by part of the batch where the step is cut, or, where random numbers are drawn, the same
-    program on one core. Kernels that add in another order, and gradients that replicas sum in another order, may differ
-    by the noise of rounding."""
+    program on one core. Kernels and replicas that add in another order may differ by the noise of rounding."""
     program, devices = executable.program, [*targets, Target("host", CPU)]
     alone = drawing_alike(program, order, targets)
     is_alike = add_alike(targets) and program.adds_in_order

@@ -98,8 +98,7 @@ def _stored_dtypes(module: "nn.Module") -> dict[str, Any]:
 def placement_of(problem: Problem, entries: DeviceMap) -> Placement | None:
     """[N] Returns the devices on which ops run under a device map. A module runs on the device of its entry or of the
     entry around it; if that is the CPU, on the first GPU of the map. An op of a module without an entry runs where its
-    latest input was made. None if the map needs a CPU that is not there, or trains weights that are not where they are
-    used."""
+    latest input was made. None if the map needs a CPU that is not there, or trains weights away from their use."""
     graph = problem.graph
     cpus = is_cpu(problem)
     gpus = np.flatnonzero(~cpus).tolist()

@@ -29,9 +29,8 @@ FEED_FORWARD = "(ffn_|post_ffw_|exp_probs_b|channel_mix_)"  # tensors of a layer
 
 
 def gguf_tensors(parameters: Sequence[str]) -> dict[str, str]:
-    """Returns the GGUF tensor of each parameter, without `.weight`: `blk.3.attn_q`, `output_norm`. A parameter that is
-    no tensor in GGUF is left out. InputError for parameters that no architecture of llama.cpp has, and if `gguf` is not
-    installed."""
+    """Returns the GGUF tensor of each parameter, without `.weight`: `blk.3.attn_q`, `output_norm`. Other parameters are
+    left out. InputError for parameters that no architecture of llama.cpp has, and if `gguf` is not installed."""
     table = _NameTable()
     patterns = {path: _pattern(path) for path in parameters if not _METADATA.search(path)}
     options = {pattern: table.find(pattern) for pattern in patterns.values()}

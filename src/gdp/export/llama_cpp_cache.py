@@ -46,8 +46,7 @@ class Cache:
 
 def find_cache(graph: Graph, tensors: Mapping[str, str], tokens: int | None) -> Cache:
     """Reads the cache for `tokens` (default: DEFAULT_TOKENS) from the ops of `graph`. `tensors` are the GGUF tensors by
-    parameter. InputError if `tokens` are asked for and the graph has a cache already, or one whose size cannot be
-    read."""
+    parameter. InputError if `tokens` are asked for and the graph has a cache, or one of unknown size."""
     op_bytes = np.zeros(graph.num_ops, np.int64)
     if is_cache(graph).any():
         if tokens is not None:

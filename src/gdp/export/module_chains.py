@@ -28,9 +28,8 @@ class Layers:
 
 
 def begins(problem: Problem) -> tuple[I64, list[str]]:
-    """Returns (position of each op [N], module that begins at each position [P]) of a chain of modules. The chain may
-    be cut where any module begins that has parameters and is called once. The first position begins with no module
-    ("")."""
+    """Returns (position of each op [N], module that begins at each position [P]) of a chain of modules. It may be cut
+    where a module begins that has parameters and is called once. The first position begins with no module ("")."""
     graph = problem.graph
     check_modules(graph, "modules")
     executed = _executed(problem)

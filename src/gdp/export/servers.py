@@ -80,8 +80,7 @@ class Server:
         return [re.sub(r"\bN\b", str(num_cards), text).replace(" ", ": " if self.is_yaml else " ", 1) for text in texts]
 
     def _servers(self, problem: Problem, units: ExportUnits, devices: I64) -> list[dict[int, Bool]]:
-        """Returns the units [U] by device of each replica, in the order of ranks. InputError where two replicas share a
-        device."""
+        """Returns each replica's units [U] by device, in the order of ranks. InputError where two share a device."""
         replica = problem.graph.replicas[units.first_op]
         servers = [
             {

@@ -21,9 +21,8 @@ _BATCH = 64  # moves simulated at once
 
 
 def nearest_stages(weight: F64, order: I64 | None = None) -> I64:
-    """[U] Returns the stages that agree most with `weight` [U, D], the share of each unit on each device. Dynamic
-    programming over (unit, device). Devices come in the given order, or in that of the mean position of their
-    shares."""
+    """[U] The stages that agree most with `weight` [U, D], the share of each unit on each device. Dynamic programming
+    over (unit, device). Devices come in the given order, or in that of the mean position of their shares."""
     num_units = len(weight)
     if order is None:
         order = _order_by_position(weight)

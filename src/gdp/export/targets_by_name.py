@@ -41,9 +41,8 @@ def find_target(name: str, *, context: int | None = None, split_layers: bool = F
 
 
 def serving_target(problem: Problem) -> ExportTarget | None:
-    """Returns the tool for servers that can express the best plans of a decoder; None where none can run it. vLLM
-    computes on GPUs alone, and cuts layers over groups of them; llama.cpp may leave feed-forward parts, experts above
-    all, to a CPU."""
+    """Returns the tool for servers that can express the best plans of a decoder; None where none can run it. vLLM cuts
+    layers over groups of GPUs; llama.cpp may leave feed-forward parts, experts above all, to a CPU."""
     is_on_groups = any(device.group for device in problem.cluster.devices)
     in_parts, whole = (llama_cpp.LlamaCpp(split_layers=are_split).target() for are_split in (True, False))
     vllm = servers.TARGETS[0]

@@ -180,9 +180,8 @@ class UniqueNames:
 def topological_order(
     makers: Sequence[Collection[int]], is_late: Callable[[int], bool] = lambda number: False
 ) -> list[int]:
-    """Returns the numbers 0 to N - 1 in an order in which each comes behind its `makers` [N], distinct numbers. Of
-    those that may come next, the least one does; ones that are `is_late` wait for all others. Numbers on a cycle, and
-    behind one, are left out."""
+    """Returns the numbers 0 to N - 1 in an order in which each comes behind its `makers` [N], distinct numbers. The
+    least that may come next does; ones that are `is_late` wait. Numbers on or behind a cycle are left out."""
     followers: list[list[int]] = [[] for _ in makers]
     for number, sources in enumerate(makers):
         for source in sources:

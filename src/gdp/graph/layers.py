@@ -32,8 +32,7 @@ class LayerPaths:
     @classmethod
     def of(cls, graph: Graph) -> "LayerPaths":
         """Returns the layers of `graph`. A layer is the outermost numbered part of a path (`blocks.3`), if its list has
-        more than one. Any other module belongs to the outermost module that holds no layer. Without lists the parts are
-        the outermost modules."""
+        more than one. Others belong to the outermost one that holds no layer. Without lists these are the parts."""
         first = _first_ops(graph)
         layer_of = _numbered_parts(first)
         holding = {""}

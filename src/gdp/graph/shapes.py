@@ -3,8 +3,7 @@
     aten.mm bfloat16[4,8] bfloat16[8,2]{1,8} > bfloat16[4,2]; aten.add_ bfloat16[4,2] 1 > bfloat16[4,2]
 
 A call has its kind, its arguments in order and, behind `>`, its results. Tensors have a type, sizes and, where they are
-not contiguous, strides in elements. Other arguments are integers, `(1,2)` lists of them, `-` for none and `~` for
-anything else."""
+not contiguous, strides in elements. Others are integers, `(1,2)` lists of them, `-` for none and `~` for all else."""
 
 import math
 import re

@@ -39,8 +39,7 @@ def note_time_steps(model: nn.Module, steps: list[int]) -> None:
 
 def splitter(answer: Example | JaxFunction, num_parts: int, text: str, dim: int = 0) -> Callable[[Any], Any]:
     """Returns a function that cuts the first of `num_parts` out of each input that has the batch as dimension `dim`. An
-    input of one dimension, such as lengths, may have it alone. InputError, with the MODEL `text`, for one that is not
-    split."""
+    input of one dimension may have it alone. InputError, with the MODEL `text`, for one that is not split."""
     if isinstance(answer, JaxFunction):
         raise UnevenBatchError(
             f"--microbatches: {text} is a JAX function, which is not split; gdp capture the step of one "

@@ -1,6 +1,5 @@
 """MeasuredTimes: measured times of ops, by device kind, library and signature, in an SQLite file. `gdp run --times
-FILE` and `gdp times import` fill it, `gdp place --times FILE` reads it. Transactions are atomic, and several processes
-may use a file at once."""
+FILE` and `gdp times import` fill it, `gdp place --times FILE` reads it. Several processes may use a file at once."""
 
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,6 @@
 """START HERE: MODEL as one object, with its whole step, the steps of parts of its batch, and its module.
 
-MODEL is a built-in workload, a `gdp-graph` or ONNX file, a Transformers directory, a model of timm, a user's function
-or `Workload`."""
+MODEL is a built-in workload, a graph or ONNX file, a Transformers directory, a timm model, a user's function."""
 
 import contextlib
 import os
@@ -76,8 +75,7 @@ class ModelSource:
         return source
 
     def whole(self) -> Model:
-        """Returns the step of the whole batch, split into the micro-batches of the reading. A file is the step of one
-        micro-batch."""
+        """Returns the step of the whole batch, in the micro-batches of the reading. A file is the step of one."""
         if self.unequal is not None:
             return self.unequal.model
         count = self.reading.microbatches

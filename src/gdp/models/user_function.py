@@ -1,5 +1,4 @@
-"""User's functions, `package.module:function`: the models that they return, their errors in one line, and a redirection
-of their output."""
+"""User's functions, `package.module:function`: their models, their errors in one line, and where their output goes."""
 
 import contextlib
 import ctypes

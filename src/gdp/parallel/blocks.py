@@ -20,8 +20,7 @@ _IGNORES_OLD_CONTENT = "batch_norm"  # in training: it updates running statistic
 
 def block_paths(graph: Graph, modules: str | Sequence[str]) -> list[str]:
     """Returns the paths of the blocks that `modules` names: BLOCKS, the layers of `LayerPaths`, or paths of modules. A
-    path inside another one is left out. InputError, with near names, for a path that no forward op is below, and for a
-    model without layers."""
+    path inside another one is left out. InputError for a path without forward ops, and for a model without layers."""
     ops = zip(graph.modules, graph.phases, graph.kinds, strict=True)
     computing = {module for module, phase, kind in ops if phase == "forward" and kind not in _SOURCES}
     known = dict.fromkeys(prefix for module in sorted(computing) for prefix in _prefixes(module))
@@ -270,9 +269,8 @@ def longest_held_blocks(graph: Graph) -> list[tuple[str, int]]:
 
 def cheapest_blocks(graph: Graph, op_time_ns: I64) -> list[tuple[str, int]]:
     """Returns the paths of layers whose recomputation saves memory, and an op of each. Those that save most for each ns
-    come first; `op_time_ns` [N] is the time of each op of the step `graph`, on any one device. Layers of equal merit
-    are taken from the beginning of the model: they are recomputed when the others' activations are gone. Empty for a
-    graph without layers."""
+    come first; `op_time_ns` [N] is the time of each op of the step `graph`, on any one device. Of equal ones, the first
+    of the model are taken: they are recomputed when the others' activations are gone."""
     blocks = _layers(graph)
     if blocks is None:
         return []

@@ -1,5 +1,4 @@
-"""State that replicas have in common: parameters, optimizer state, and the updates that write them. N ops and T tensors
-of one replica, R replicas."""
+"""State that replicas have in common: parameters, optimizer state, and their updates. N ops, T tensors, R replicas."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -86,8 +85,7 @@ class HeldState:
     def add_updates(self, builder: GraphBuilder, graph: Graph, count: int, groups: I64) -> I64:
         """Adds the updates of a replica, with an R-th of their work each, R being `count`; returns their numbers.
         Optimizers treat parameters as flat arrays, as FSDP's and DeepSpeed's do: an R-th is rounded up for each op.
-        What they need of whole parameters, such as norms, would be summed over replicas; those few bytes are left
-        out."""
+        Sums over replicas of what they need of whole parameters, such as norms, are left out: few bytes."""
         ops = np.flatnonzero(self.is_update)
         return builder.copy_ops(
             graph,

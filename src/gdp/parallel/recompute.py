@@ -42,8 +42,7 @@ class Recomputation:
     @classmethod
     def of(cls, blocks: Blocks, places: I64 | None = None) -> "Recomputation":
         """Returns the step in which all `blocks` are recomputed; the same graph if that saves nothing. `places` [N] are
-        equal for ops that are sure to share a device, by default for all: copies do not wait for gradients of weights
-        in other places."""
+        equal for ops that are sure to share a device, by default for all: copies await no gradients of others."""
         copies = np.flatnonzero(blocks.is_repeated)
         if not len(copies):
             graph = blocks.graph

@@ -71,8 +71,7 @@ class ReplicaStep:
         """Returns a micro-batch `graph` of one of `count` replicas that share all parameters: zero=3. `places` [N] are
         equal for ops that are sure to share a device, by default for all of them. A parameter is gathered where its
         chunk is. Blocks are those of `LayerPaths`; a parameter outside of them, or used by another block than its own,
-        is gathered alone. `at_once`: gathered parameters are tensors of the last op of a gather. InputError where there
-        are no gradients."""
+        is gathered alone. `at_once`: gathered parameters are of the gather's last op. InputError without gradients."""
         places = np.zeros(graph.num_ops, np.int64) if places is None else places
         blocks = _blocks(graph)
         gradients = gradients_of(graph, HeldState.of(graph).is_late)

@@ -139,8 +139,7 @@ def _placement(key: bytes) -> Placement:
 
 def inherit(problem: Problem, labels: npt.ArrayLike) -> I64:
     """[N] `labels` with each -1 replaced: a source takes its consumers' lowest label, another op that of the producer
-    of its largest input (the highest, if several are), and what is still left that of a consumer; 0 if nothing is
-    labelled."""
+    of its largest input (the highest, if several are), and the rest that of a consumer; 0 if nothing is labelled."""
     filled = np.array(labels, np.int64)
     _inherit(problem.simulator.arrays, filled)
     return np.maximum(filled, 0)

@@ -284,8 +284,7 @@ def _awaited_child(arrays, schedule, queues, device, op, start_ns):
 @kernel
 def in_order(arrays, schedule, op_of_rank, gaps, state, count):
     """Places `count` further ops in the order of `op_of_rank` (topological), each where it ends first, in the first gap
-    long enough. Returns True once all are placed. `state` [NUM_STATE] is 0 at the beginning; between calls it has the
-    number of ops that were placed."""
+    long enough. Returns True once all are placed. `state` [NUM_STATE], 0 at first, has the number of ops placed."""
     op_time_ns, unit, floating = schedule.op_time_ns, schedule.unit, schedule.floating
     unit_device, finish_ns, free_ns = schedule.unit_device, schedule.finish_ns, schedule.free_ns
     starts, ends, counts = gaps

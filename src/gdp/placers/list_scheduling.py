@@ -4,8 +4,7 @@ fits.
 m-TOPO, m-ETF and m-SCT: B. Jeon et al., "Baechi: Fast Device Placement of Machine Learning Graphs", SoCC 2020, which
 adds memory limits to known schedulers. HEFT: H. Topcuoglu, S. Hariri, M.-Y. Wu, IEEE TPDS 13(3), 2002. Each is tried on
 all devices and on fewer, with backward ops free or following their forward ops (as in Baechi), with estimates as
-published (no contention, no foresight) and with better ones; the best placement by simulation is kept. N ops, P pairs
-of ops."""
+published (no contention, no foresight) and better ones; the best by simulation is kept. N ops, P pairs of ops."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -103,8 +102,7 @@ def favourite_children(problem: Problem) -> I64:
 
 def _relaxation(problem: Problem, sources: I64, targets: I64, transfer_ns: I64) -> F64 | None:
     """[P] how much each pair is apart, 0 to 1, in a shortest schedule on unlimited devices; None if it was not found.
-    Variables: x[P] (1: a transfer is made), start[N], end of the step. Each op keeps at most one child and one
-    parent."""
+    Variables: x[P] (1: a transfer is made), start[N], end of the step. Ops keep at most one child and parent."""
     from scipy.optimize import linprog  # half a second
     from scipy.sparse import block_array, coo_array, diags_array, eye_array
 

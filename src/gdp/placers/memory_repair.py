@@ -22,8 +22,7 @@ def excess_bytes(problem: Problem, peak_memory_bytes: I64) -> I64:
 
 def fit_memory(problem: Problem, placement: Placement, clock: Clock | None = None) -> Placement:
     """Changes `placement` [N] until it fits in memory, within a bounded number of simulations; returns the nearest.
-    Once the clock is up, it is the nearest so far. Groups and allowed devices stay obeyed. A placement that fits is
-    returned as it is."""
+    Once the clock is up, the nearest so far. Groups and allowed devices are obeyed."""
     best = np.asarray(placement, np.int64)
     step_time_ns, peaks = evaluate(problem, best)
     best_key = int(excess_bytes(problem, peaks)), step_time_ns

@@ -1,7 +1,6 @@
 """METIS: multilevel graph partitioning (G. Karypis, V. Kumar, SIAM Journal on Scientific Computing 20, 1998), by
 PyMetis. Units are vertices, op times their weights, the times to transfer tensors the weights of edges. PyMetis takes
-one weight a vertex, so memory enters as a share of that weight, and by repair. U units, P pairs of units that share
-tensors."""
+one weight a vertex, so memory is a share of that weight, and by repair. U units, P pairs that share tensors."""
 
 import contextlib
 import ctypes

@@ -224,8 +224,7 @@ class PlanSource:
 def simulation_of(plan: Plan, graph: GraphSource | None = None, cluster: Cluster | str | None = None) -> Simulation:
     """Returns the replay of the plan: every start, finish and transfer.
 
-    A plan from a file is read with its graph and devices; see `PlanSource`. `graph` and `cluster` are others to be
-    taken in their place."""
+    A plan from a file is read with its graph and devices; `graph` and `cluster` are others in their place."""
     if not isinstance(plan, Plan):
         raise InputError(f"plan is a {type(plan).__name__}; a gdp.Plan is expected, as gdp.Plan.load(path) returns")
     if plan.problem is not None and graph is None and cluster is None:

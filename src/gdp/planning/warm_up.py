@@ -36,10 +36,9 @@ def warm_up(
     num_devices: int = 0,
     on_kernel: OnKernel | None = None,
 ) -> None:
-    """Compiles the kernels that `placers` run on `problem`, or loads them from the cache. Without placers these are the
-    kernels of the simulator and of the lower bound. `on_kernel` is called as each kernel has been compiled, and never
-    where all come from the cache. Some kernels have a form of their own for many devices: those of `problem`, or
-    `num_devices`."""
+    """Compiles the kernels that `placers` run on `problem`, or loads them. Without placers these are the kernels of the
+    simulator and of the lower bound. `on_kernel` is called as each kernel has been compiled, and never where all come
+    from the cache. Some kernels have a form of their own for many devices: those of `problem`, or `num_devices`."""
     is_many = max(num_devices, 0 if problem is None else problem.num_devices) > WORD_DEVICES
     is_exact = "exact" in placers or (len(placers) > 0 and problem is not None and is_small(problem))
     is_learned = any(SOLVERS[name].is_learned for name in placers if name in SOLVERS)

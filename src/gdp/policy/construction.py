@@ -125,8 +125,7 @@ class Constructor:
 
 def _fixed(instance: UnitInstance, num_samples: int, rng: np.random.Generator) -> I64:
     """Returns the device of each unit that stays, -1 for a unit that chooses, [S, U]. All units choose, or, to refine
-    an incumbent, a part, drawn for each sample: single units, a stretch of the step, or a unit with its nearest
-    ones."""
+    an incumbent, a drawn part: single units, a stretch of the step, or a unit with its nearest ones."""
     from scipy.sparse import csr_array  # a quarter of a second, which most commands never need
 
     incumbent, near = instance.incumbent, instance.arrays.near

@@ -17,8 +17,7 @@ roll-outs record the features, from which log-probabilities of their choices are
 A learned list scheduler over device features is also the idea of DOPPLER (arXiv 2505.23131), there for single ops of
 one graph.
 
-S samples, N ops of the problem, C choices that make up one placement, P passes, U units, D devices, K features of a
-unit on a device."""
+S samples, N ops, C choices of one placement, P passes, U units, D devices, K features of a unit on a device."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator

@@ -1,5 +1,4 @@
-"""Tells the copies of ops apart that a step is made of: replicas, micro-batches, recomputed ops, exchanges. N ops, D
-devices, R replicas."""
+"""Tells apart the copies of ops in a step: replicas, micro-batches, recomputed ops, exchanges. N ops, D devices."""
 
 from collections import defaultdict
 from collections.abc import Sequence

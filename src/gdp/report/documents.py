@@ -71,8 +71,7 @@ def place_document(
     amounts: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Returns the answer of `gdp place --json`. `path` is None if no plan was written; `remedies` are changes with
-    which a plan would fit; `held_bytes` are held for the whole step, before it is cut; `amounts` are the samples and
-    tokens of a step."""
+    which a plan would fit; `held_bytes` are those of the uncut step; `amounts` are its samples and tokens."""
     assert plan.search is not None
     noisy, graph = plan.search.under_noise, simulation.problem.graph
     return {

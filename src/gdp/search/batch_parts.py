@@ -58,8 +58,7 @@ class Parts:
     def of(cls, value: "Parts | Graph | ModelSource | str", batch_dim: int | None = None) -> "Parts":
         """Returns `value`, or the parts of a MODEL or of a graph in micro-batches; see `of_source` and `of_graph`.
 
-        `batch_dim` is the dimension of the inputs of a MODEL that is the batch; None: the first, unless two sizes of it
-        say otherwise."""
+        `batch_dim` is the dimension of inputs that is the batch; None: the first, unless two sizes say otherwise."""
         if isinstance(value, str):
             return cls.of_source(ModelSource(value, Reading(batch_dim=batch_dim)))
         if batch_dim is not None:

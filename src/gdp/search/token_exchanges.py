@@ -19,8 +19,7 @@ def time_with_tokens_cut_ns(
     graph: Graph, step_time_ns: int, base: Shards, shards: Shards, cluster: Cluster, num_samples: int
 ) -> float:
     """Returns about what a step of `shards` takes on the groups of `cluster`, where the local program `graph` of `base`
-    takes `step_time_ns`: the same but for exchanges if `base` has as many ranks, which cut ops alone; a part of it
-    where it has fewer."""
+    takes `step_time_ns`: the same but for exchanges if `base` has as many ranks, else a part."""
     group = next(device for device in cluster.devices if device.group)
     num_groups = sum(bool(device.group) for device in cluster.devices) * shards.num_ranks // base.tensor
     num_used, scale = min(num_samples, num_groups), base.tensor / shards.tensor

@@ -1,5 +1,4 @@
-"""Levels of ops under a placement: longest paths that count op times on their devices and the transfers between them. N
-ops, E edges."""
+"""Levels of ops under a placement: longest paths of op times on their devices and transfers. N ops, E edges."""
 
 import numpy as np
 

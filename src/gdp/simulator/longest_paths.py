@@ -1,5 +1,4 @@
-"""Longest paths over flat edges (b-levels, tails, heads), and priorities as ranks. Ops are in topological order. N ops,
-E edges."""
+"""Longest paths over flat edges (b-levels, tails, heads), priorities as ranks. N ops in topological order, E edges."""
 
 import numpy as np
 import numpy.typing as npt

@@ -1,5 +1,4 @@
-"""Plan: an answer, and how it was found; `gdp-plan` files. docs/machine-model.md, sections 3 and 6, is the definition.
-N ops, D devices."""
+"""Plans: answers, and how they were found; `gdp-plan` files (docs/machine-model.md, 3 and 6). N ops, D devices."""
 
 import os
 from collections.abc import Mapping

@@ -33,8 +33,7 @@ class Problem:
     """The question to a placer. Make one with `Problem.build`; arrays are read-only.
 
     `allowed` says where an op may go: where it can run, as pins and forbidden kinds ask, and where all ops of its group
-    may go. `order` is what ready ops are started by unless a caller says otherwise: the b-level, or an order of
-    micro-batches."""
+    may go. `order` is what ready ops are started by, by default: the b-level, or an order of micro-batches."""
 
     graph: Graph
     cluster: Cluster

@@ -148,8 +148,7 @@ def simulate(
 
     `op_time_ns` [N, D] replaces the problem's times (of devices that can run an op; priorities stay).
 
-    Raises InputError for a placement on a device that cannot run the op, and for an order that deadlocks or does not
-    list each device's ops once."""
+    InputError for a placement where an op cannot run, and for an order that deadlocks or does not list each op once."""
     began = time.perf_counter()
     devices = problem.check_placement(placement)
     num_devices = problem.num_devices

@@ -6,9 +6,8 @@ Two stages of 2 and 3 ns, two batches in flight: batch 2 enters at 5, where batc
     d1   . . 0 0 0 1 1 1 2 2 2 3 3 3 4 4 4 5 5 5        time per batch 3 ns, latency 6 ns
 
 Each place in flight of a replica takes `ROUNDS` batches in turn. The first half fills the replica, the second half is
-measured: the time per batch is what a place takes for a batch, over the places. It is never less than what the
-replica's busiest device computes for a batch, or its host takes. Replicas do not wait for one another, so their rates
-add up."""
+measured: the time per batch is what a place takes for a batch, over the places. It is never less than what the busiest
+device computes for a batch, or its host takes. Replicas do not wait for one another, so their rates add up."""
 
 import math
 from dataclasses import dataclass

@@ -1,6 +1,5 @@
 """The GPUs of this machine and the links between them, from the driver's management library (NVML). Every query may
-fail, if a card, a driver or a container does not know the answer. The answer is then None. NVML numbers cards by their
-PCI address."""
+fail, where a card, a driver or a container knows no answer: it is None. NVML numbers cards by their PCI address."""
 
 import os
 from collections.abc import Mapping, Sequence

@@ -363,8 +363,7 @@ def start(child: BaseProcess) -> None:
 
 def await_other_threads() -> None:
     """Waits until no other thread of this process runs, including threads that Python takes for ended. MKL frees a
-    thread's memory as the thread ends, under a lock without an owner: a child forked just then would wait for it for
-    ever."""
+    thread's memory as the thread ends, under a lock without an owner: a child forked then would wait for ever."""
     until = time.monotonic() + _LONGEST_S
     while _others_run() and time.monotonic() < until:
         time.sleep(_LOOK_S)

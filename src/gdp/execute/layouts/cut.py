@@ -130,8 +130,7 @@ class RingPlaces:
 
     def taken(self, replica: int, turn: int, *, is_sum: bool, is_inside: bool) -> range:
         """Returns the chunks of the bucket, counted through, that a replica takes at a hop of a ring. `turn` counts the
-        hops of sums, or of copies, of the replica; `is_inside`: the ring is one inside a host, where there are rings
-        over hosts as well."""
+        hops of sums, or of copies, of the replica; `is_inside`: the ring is inside a host, beside rings over hosts."""
         is_inner = is_inside or self.num_outer == 1
         place, count = (self.inner, self.num_inner) if is_inner else (self.outer, self.num_outer)
         chunk = (place[replica] - turn - is_sum) % count  # a sum begins where the chunk is, a copy one place behind

@@ -41,9 +41,8 @@ _LOSS_GRADIENT = "aten.ones_like"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepProgram(Program):
-    """The program of a cut step; values are those of `part`, the program of one micro-batch. Inputs are those of the
-    whole batch. `results` has the mean loss, the outputs of part p under `NAME@p`, gradients of the mean loss, and the
-    state of the first replica."""
+    """The program of a cut step; values are those of `part`, the program of one micro-batch. `results` has the mean
+    loss, the outputs of part p under `NAME@p`, gradients of the mean loss, and the state of the first replica."""
 
     part: Program
     part_of: Sequence[int]  # [M] the part of the batch of each op; shared ops have the first of their replica
@@ -288,8 +287,7 @@ def _copied_source(source: StepSource, assembly: Assembly, op: int) -> StepSourc
 
 def with_share_of_loss(program: Program, num_parts: int) -> Program:
     """Returns the program of one of `num_parts` micro-batches, whose gradients are those of a share of the mean loss.
-    As `(loss / num_parts).backward()`: the gradient of the loss is 1 / `num_parts`. InputError where it is not
-    found."""
+    The gradient of the loss is 1 / `num_parts`. InputError where it is not found."""
     if num_parts == 1 or program.loss is None:
         return program
     kinds, phases = program.graph.kinds, program.graph.phases
@@ -311,8 +309,7 @@ def with_share_of_loss(program: Program, num_parts: int) -> Program:
 
 def with_copies(program: Program, step: Recomputation) -> Program:
     """Returns the program of the graph of `step`, a recomputation of the graph of `program`. Copies make the calls of
-    their originals once more, draw the same random numbers, and write no buffers: batch normalisation is given no
-    running statistics."""
+    their originals once more, draw the same random numbers, and write no buffers, such as running statistics."""
     is_copy = step.graph.is_in_role(RECOMPUTED).tolist()
     number = {op: new for new, op in enumerate(step.op_origin.tolist()) if not is_copy[new]}
     program = _renumbered(program, step.graph, number, step.tensor_origin)

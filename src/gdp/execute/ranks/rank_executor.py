@@ -3,9 +3,8 @@ script of device r; `messages.py` moves the tensors. The end of one rank ends al
 that another is gone, writes the cause into the store, where all find it. A process that dies is noticed by its closed
 connections; one that hangs, or a host that is lost, by its missing heartbeats.
 
-A `RankRunner` is this process's part in a training that torchrun started, with the messages at its end. An error that
-ends the script on one rank ends it on all, and one rank prints it in one line. An error that is none of gdp's has its
-traceback before that line."""
+A `RankRunner` is this process's part in a training that torchrun started, with the messages at its end. An error on one
+rank ends the script on all, and one rank prints it in one line, behind the traceback of one that is none of gdp's."""
 
 import atexit
 import contextlib

@@ -169,8 +169,7 @@ class Ranks:
                 raise InputError(f"device {name!r}: {what}")
 
     def act_once(self, act: Callable[[], None]) -> None:
-        """Acts on the first rank, while the others wait; an InputError of the act is raised on all. With an executor
-        use `ProcessExecutor.act_once`."""
+        """Acts on the first rank, while the others wait; an InputError of the act is raised on all."""
         text, *_ = self.share(message_of(act) if self.is_first else "")
         if text:
             self._await_readers()

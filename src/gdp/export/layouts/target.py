@@ -73,8 +73,7 @@ def cut_step(
     source: ModelSource | None = None,
 ) -> CutStep:
     """Returns the step of a plan with a layout, as a tool runs it with (`has_stages`) or without pipelines. It holds
-    what is the first of `held_by` with which it fits, or the last. InputError, with the remedy, for what the `target`
-    cannot run."""
+    the first of `held_by` with which it fits, or the last. InputError for what the `target` cannot run."""
     assert plan.layout is not None, "the caller looks for one"
     layout = Layout.of_document(plan.layout)
     is_group = layout.shards != WHOLE and "batch" not in plan.layout  # it alone, which has the batch of MODEL
@@ -312,8 +311,7 @@ def common_notes(step: CutStep) -> list[str]:
 
 
 def recomputed_layers(step: CutStep, target: str) -> set[str]:
-    """Returns the paths of the layers that are recomputed. InputError for other modules, which a tool of decoder layers
-    does not recompute."""
+    """Returns the paths of the layers that are recomputed. InputError for other modules."""
     modules = step.layout.recompute
     if isinstance(modules, str):
         return set(step.layers) if modules in (BLOCKS, SELECTIVE) else set()

@@ -48,8 +48,7 @@ def with_forward(model: Any, forward: Callable[..., Any]) -> Any:
 @contextlib.contextmanager
 def _capturing() -> Iterator[None]:
     """Enters the changes that `capturable` names, and stops Transformers from looking at the content of inputs. Under
-    fake tensors it would find several sequences in a row, give every attention a mask of all pairs, and count image
-    tokens."""
+    fake tensors it would find several sequences in a row, mask all pairs, and count image tokens."""
     no_packing = _replaced("transformers.masking_utils", "find_packed_sequence_indices", lambda *args, **kwargs: None)
     with _Capturable(), quiet(), no_packing, patch.dict(os.environ, {_NO_CHECKS: "1"}), routed_experts():
         yield

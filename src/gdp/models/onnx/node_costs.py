@@ -198,8 +198,7 @@ def _attention_with_projection(call: OnnxCall, past_place: int = 4) -> int:
 
 
 def _multi_head_attention(call: OnnxCall) -> int:
-    """query [b, l, width] (or packed [b, l, heads, 3, w]), key [b, l', width] or [b, heads, l', w] or packed, value.
-    The past key is input 6."""
+    """query [b, l, width] (packed: [b, l, heads, 3, w]), key [b, l', width] or [b, heads, l', w], .. past key (6)."""
     query, heads = call.input(0).shape, int(call.attributes["num_heads"])
     past = call.input(6).shape[2] if call.has(6) else 0
     if len(query) == 5:

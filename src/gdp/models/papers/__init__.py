@@ -1,8 +1,7 @@
 """The built-in workloads: the fourteen of the GDP papers on their numbers of devices. The papers give neither batch
 sizes nor hidden sizes. With the batch sizes here the expert's plan fits in 16 GiB P100s, while one P100 holds neither
 gnmt-8 nor any Transformer-XL, AmoebaNet or WaveNet. With 80 steps the graph of gnmt-8 has more than 50,000 ops, the
-size that the GDP paper claims. A family's file is imported when one of its workloads is built: until then PyTorch is
-not needed."""
+size that the GDP paper claims. A family's file, and PyTorch, is imported when one of its workloads is built."""
 
 from gdp.models.papers import families
 from gdp.models.papers.families import VARIANTS

@@ -126,8 +126,7 @@ class _Tensors:
         return rows
 
     def _parts(self, value: int, layouts: Iterable[StridedLayout | None]) -> list[StridedLayout | None]:
-        """Returns the tensors that an op needs for these views of a value: the whole, or parts that are smaller
-        together."""
+        """Returns the tensors that an op needs for these views of a value: the whole, or parts if these are smaller."""
         record = self.values[value]
         parts: dict[StridedLayout | None, int] = {}  # in the order read, so that equal captures number tensors equally
         for layout in layouts:

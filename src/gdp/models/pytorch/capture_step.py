@@ -202,8 +202,7 @@ def capture_fn(
 ) -> Capture:
     """Records one step of the model that `build()` returns: (module, args) or (module, args, kwargs); see `capture`.
 
-    `build` runs under `FakeTensorMode`: it allocates nothing, not even initial parameters, and cannot read tensors'
-    content."""
+    `build` runs under `FakeTensorMode`: it allocates nothing, and cannot read tensors' content."""
     if not callable(build):
         raise InputError(f"build is a {type(build).__name__}; a function that returns (module, args) is expected")
     name = getattr(build, "__name__", type(build).__name__) if name is None else name

@@ -10,8 +10,7 @@ A step is captured on the CPU. So while it runs, these operators take the way of
 - `log_sigmoid` keeps nothing but its input for the backward pass.
 
 They are the operators with a kernel for CUDA and none for CPUs in `native_functions.yaml`, as far as a model can reach
-them; `fused_attention.py` has attention. CPUs compute them by the functions below, in captured steps and in the
-model's own."""
+them; `fused_attention.py` has attention. CPUs compute them by the functions below."""
 
 import contextlib
 import math

@@ -73,8 +73,7 @@ class Program:
         """Executes `op` and returns its tensors by number. inputs: the tensors that it consumes, by number; a part may
         be a view of its base or a contiguous copy. private: its device's optimizer state, by value; filled when first
         needed, then updated in place. device: the device for tensors created from nothing; default: their device at
-        capture, the CPU. seed: added to the seeds of random numbers; adding `num_draws` for every step gives each step
-        its own."""
+        capture, the CPU. seed: added to those of random numbers; `num_draws` more for every step gives each its own."""
         return self.routine(op, device).run(dict(inputs), private, seed)
 
     def routine(self, op: int, device: torch.device | None = None) -> OpRoutine:
@@ -254,8 +253,7 @@ class Program:
         order: Iterable[int] | None = None,
     ) -> Replay:
         """Runs one step on copies of `state` and the inputs, ops in `order` (default: as numbered); `state` is
-        unchanged. Each op gets only the tensors that it consumes in the graph. InputError if a name or a shape does not
-        fit."""
+        unchanged. Each op gets only the tensors that it consumes. InputError if a name or a shape does not fit."""
         held = self.bind(state, args, kwargs or {})
         private: dict[int, Tensor] = {}
         for op in range(self.graph.num_ops) if order is None else order:

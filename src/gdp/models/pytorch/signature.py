@@ -2,8 +2,7 @@
 
     aten.mm.default(float32[64, 512], float32[512, 2048] strides 1, 512)
 
-It has shapes, strides, types and the other arguments of each call; not the content of tensors, their names or the
-seeds."""
+It has shapes, strides, types and other arguments of each call; no content of tensors, names or seeds."""
 
 from typing import Any
 

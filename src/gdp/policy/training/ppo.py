@@ -108,9 +108,8 @@ def relative_rewards(
     step_time_ns: I64, peak_memory_bytes: I64, memory_limit_bytes: I64, reference_ns: int, infeasible_penalty: float
 ) -> F64:
     """Returns minus the square root of the step time relative to a reference, [S]: steps of all lengths weigh alike.
-    Where memory is exceeded the reward is less by the penalty, and once more for each doubling of 1 + the excess. The
-    excess is that of the peaks [S, D] over the limits [D], relative to the limits, summed over devices: less is always
-    better."""
+    Beyond memory the reward is less by the penalty, and once more for each doubling of 1 + the excess. The excess is
+    that of the peaks [S, D] over the limits [D], relative to the limits, summed over devices: less is always better."""
     excess = (np.maximum(peak_memory_bytes - memory_limit_bytes, 0) / np.maximum(memory_limit_bytes, 1)).sum(axis=1)
     penalty = np.where(excess > 0, infeasible_penalty * (1 + np.log2(1 + excess)), 0.0)
     return np.asarray(-np.sqrt(step_time_ns / max(reference_ns, 1)) - penalty, np.float64)

@@ -57,8 +57,7 @@ class DeviceSpeeds:
 
 def arrangements(machine: DeviceSpeeds, batch_size: int, *, is_fixed: bool = False) -> list[Arrangement]:
     """Returns what the devices and a batch of `batch_size` samples allow, without ZeRO and recomputation. The whole
-    step in one replica without micro-batches, which is op placement, is none of them. `is_fixed`: each sample is a
-    micro-batch."""
+    step in one replica without micro-batches is none: op placement. `is_fixed`: each sample is a micro-batch."""
     usable = machine.usable
     found: dict[Arrangement, None] = {}
     if len(usable) == 1 or not machine.alike(usable):

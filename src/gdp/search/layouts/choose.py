@@ -42,8 +42,7 @@ OP_PLACEMENT, DATA_PARALLEL = "op placement", "data parallel"  # baselines
 def choose_layout(question: BatchQuestion, clock: Clock) -> Solution:
     """Returns the best plan over layouts of the batch, or that of the layout that is asked for, and what was looked at.
     Op placement of the whole step is one of the layouts; the answer is the best that was tried, or a simpler one in a
-    tie with it (see `simplest`), and fits if any of them does. InputError for a layout that the batch or the devices do
-    not allow."""
+    tie with it (see `simplest`), and fits if any of them does. InputError for a layout that batch or devices forbid."""
     layout, parts = question.layout, question.parts
     for num_parts in {1, 1 if layout is None else layout.num_parts}:
         parts.exact(num_parts)

@@ -176,8 +176,7 @@ class Screening:
 
     def _advance(self, known: Candidate, *, is_needed: bool = True, is_captured: bool = False) -> None:
         """Takes an arrangement one step on: from arithmetic to an estimate, from an estimate to a simulation, of the
-        step as captured if it shall be so. What there is no time for is put aside, unless there is no candidate yet and
-        one `is_needed`."""
+        step as captured if it shall be so. Without time it is put aside, unless a first candidate `is_needed`."""
         search, way = self.search, known.way
         is_needed = is_needed and not self.simulated
         if not is_needed and not (search.has_time(way) if known.has_places else search.estimator.has_time(way)):

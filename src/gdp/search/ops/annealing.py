@@ -78,8 +78,7 @@ def is_too_wide(problem: Problem) -> bool:
 @inner
 def _critical_path(arrays, op_time_ns, schedule, state):
     """Fills `state.path` with the ops of a critical path of the completed run in `schedule`, last first; returns their
-    number. What an op waited for last is one step back: the producer of the input that came last, or the op before it
-    on its device."""
+    number. A step back is what an op waited for: the producer of its last input, or the op before it on its device."""
     placement, _, _, path, previous, arrival_ns = state
     num_devices = arrival_ns.shape[1]
     finish_ns = schedule.finish_ns

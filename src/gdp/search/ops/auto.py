@@ -47,8 +47,7 @@ SLOW = ("dp-stages", "m-etf", "m-sct", "metis")  # those that it runs if there i
 @dataclass(frozen=True, eq=False)
 class OneReplica:
     """A problem's first replica on its share of the devices, and the way back. N ops of the whole, n of a replica. A
-    simulation of one of 8 replicas takes an eighth of the time. What moves between replicas is left out: an exchange
-    ends when it begins."""
+    simulation of one of 8 replicas takes an eighth of the time. Exchanges between replicas end when they begin."""
 
     whole: Problem
     problem: Problem
@@ -57,8 +56,7 @@ class OneReplica:
 
     @classmethod
     def of(cls, problem: Problem) -> "OneReplica | None":
-        """Returns the first replica on the first devices. None without others, where they are not alike, and where an
-        op may not be there."""
+        """Returns the first replica on the first devices; None if others are not alike, or an op may not be there."""
         replica = problem.graph.replicas
         size = problem.num_devices // (int(replica.max()) + 1)
         excerpt = Excerpt.of_replica(problem.graph) if 0 < size <= WORD_DEVICES else None

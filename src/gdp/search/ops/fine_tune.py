@@ -3,8 +3,7 @@
     zero-shot answer --> update --> rounds that refine or vary --> update --> ...
 
 All placements are simulated; the best one that fits is the answer. Fine-tuning begins with a zero-shot answer
-(`zero_shot.py`), which has a part of the budget. The rounds between updates ask the policy as it is by then; they are
-search, not training."""
+(`zero_shot.py`), which has a part of the budget. Rounds between updates ask the policy as it is by then."""
 
 from dataclasses import dataclass, field
 from functools import partial

@@ -4,8 +4,7 @@
     vary      styles near to those that did best                 |  a number of simulations by the problem's size
     refine    units of the best placement choose again           |
 
-The simulator scores what the policy draws; the best placement that fits is the answer. N ops of the problem given (best
-a reduced one), S samples."""
+The best draw of the policy that fits, by simulation, is the answer. N ops of the (reduced) problem, S samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,6 @@
 """Starts for weight streaming: which devices compute, which one holds the weights that are sent, and who does how much.
 A linear programme (`best_shares`) ranks sets of devices by the time that it expects. An op that has no room where it is
-wanted goes to any device, or, as if there were no others, to one of the set or its host: both are tried. N ops, D
-devices."""
+wanted goes to any device, or, as if there were no others, to one of the set or its host: both are tried."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -55,8 +54,7 @@ def best_shares(
                       w x streamed parts / rate <= T                   for each channel out of the host
                       w x kept parts <= memory                         for each device; the host keeps what it sends
 
-    It leaves out latencies, buffers and what runs at once: simulations decide. Without `streams` all weights are kept
-    where they are used."""
+    It leaves out latencies, buffers and what runs at once. Without `streams` weights are kept where they are used."""
     from scipy.optimize import linprog  # half a second, which steps that stream nothing never need
 
     count, weight = len(devices), max(demand.weight_bytes, 1)
@@ -194,8 +192,7 @@ def _layouts(alone: Simulation, main: int, host: int, may: Bool, settings: Strea
 
 def _shares(layout: StreamLayout, main: int) -> list[StreamShares]:
     """Returns shares for the most promising sets of devices, the best one first, and for the device `main` alone. After
-    the best set come those that are best without one of its devices, and so on: the programme never expects more of a
-    part of a set."""
+    the best set come the best without one of its devices, and so on: it never expects more of a part of a set."""
     problem, host = layout.problem, layout.host
     cluster, demand = problem.cluster, _demand(layout, main)
     is_usual = layout.may[:, main]
