@@ -30,7 +30,7 @@ from gdp.arrays import Bool
 from gdp.errors import InputError
 from gdp.execute.layouts.sharded_program import ShardedProgram
 from gdp.execute.layouts.step_program import StepProgram, gradient_spans, micro_batch_of
-from gdp.execute.layouts.updates import UpdateOfPiece, refs
+from gdp.execute.layouts.updates import FUSED, UpdateOfPiece, refs
 from gdp.execute.plan_executor import PlanExecutor
 from gdp.graph import Graph
 from gdp.graph.builder import GraphBuilder
@@ -42,8 +42,6 @@ from gdp.models.pytorch.strides import StridedLayout
 aten = torch.ops.aten
 _EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
 _NORM = "aten.linalg_vector_norm"
-FUSED = frozenset({aten._fused_adam_.default, aten._fused_adamw_.default, aten._fused_sgd_.default})
-"""Kernels of updates that do nothing if they are told of an overflow."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,29 +14,12 @@ NONE, BLOCKS, AUTO = "none", "blocks", "auto"  # what is recomputed; AUTO: as ma
 SELECTIVE = "selective"  # all blocks, but for attention and every second product
 _SHARDS = ("tensor", "sequence", "expert", "context", "overlap")
 _KEYS = ("data", *_SHARDS, "stages", "microbatches", "zero", "recompute", "offload")
-_BESIDE = (
-    "batch",
-    "places",
-    "ring",
-    "hosts",
-    "exchanges",
-    "whole",
-    "groups",
-    "shares",
-)  # what plan files have besides the layout
-_MEANT = {  # what users of other tools write; the docs have the table
-    "dp": "data",
-    "ddp": "data",
-    "pp": "stages",
-    "tp": "tensor",
-    "sp": "sequence",
-    "ep": "expert",
-    "cp": "context",
-    "ac": "recompute",
-    "checkpointing": "recompute",
-    "ga": "microbatches",
-    "gradient_accumulation": "microbatches",
-}
+# what plan files have besides the layout
+_BESIDE = ("batch", "places", "ring", "hosts", "exchanges", "whole", "groups", "shares")
+# what users of other tools write; the docs have the table
+_MEANT = {"dp": "data", "ddp": "data", "pp": "stages", "tp": "tensor", "sp": "sequence", "ep": "expert"}
+_MEANT |= {"cp": "context", "ac": "recompute", "checkpointing": "recompute"}
+_MEANT |= {"ga": "microbatches", "gradient_accumulation": "microbatches"}
 _FLAGS = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
 _SEQUENCE = _FLAGS | {AUTO: None}
 _HELP = "such as data=4,tensor=2,microbatches=8,zero=1,recompute=auto,stages=2"

@@ -18,18 +18,8 @@ from gdp.models.serving import Serving
 from gdp.simulator.constraints import Constraints
 
 READING = (
-    "microbatches",
-    "inference",
-    "optimizer",
-    "precision",
-    "dtype",
-    "phase",
-    "kv_cache",
-    "dim",
-    "op_costs",
-    "batch_dim",
-    "batch",
-    "lora",
+    *("microbatches", "inference", "optimizer", "precision", "dtype", "phase", "kv_cache", "dim", "op_costs"),
+    *("batch_dim", "batch", "lora"),
 )  # the options that say how MODEL is read
 LIMITS = ("pin", "forbid", "max_memory", "reserve")  # those that limit placements
 

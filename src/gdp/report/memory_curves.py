@@ -75,18 +75,12 @@ def alive_at(allocations: Allocations, device: int, time_ns: int) -> I64:
     return rows[np.argsort(-allocations.sizes_bytes[rows], kind="stable")]
 
 
-PARAMETERS, CACHE, STATE, GRADIENTS, GATHERED, KEPT, AGAIN, CHUNKS, OTHER = (
-    "parameters",
-    "cache",
-    "optimizer state",
-    "gradients",
-    "gathered parameters",
-    "activations",
-    "recomputed activations",
-    "chunks of exchanges",
-    "other",
+PARTS = (
+    *("parameters", "cache", "optimizer state", "gradients", "gathered parameters"),
+    *("activations", "recomputed activations", "chunks of exchanges", "other"),
 )
-PARTS = (PARAMETERS, CACHE, STATE, GRADIENTS, GATHERED, KEPT, AGAIN, CHUNKS, OTHER)
+PARAMETERS, CACHE, STATE, GRADIENTS, GATHERED = PARTS[:5]
+KEPT, AGAIN, CHUNKS, OTHER = PARTS[5:]
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,18 +24,8 @@ from gdp.report.tables import short
 from gdp.simulator.plan import Plan
 
 SCRIPTS = (
-    "core",
-    "palette",
-    "replicas",
-    "timeline-rows",
-    "timeline",
-    "memory",
-    "charts",
-    "modules",
-    "layers",
-    "graph",
-    "path",
-    "main",
+    *("core", "palette", "replicas", "timeline-rows", "timeline", "memory", "charts", "modules", "layers", "graph"),
+    *("path", "main"),
 )  # parts of the page's own script, `report-*.js`, in the order in which they are put together
 
 

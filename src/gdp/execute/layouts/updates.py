@@ -20,16 +20,9 @@ from gdp.models.pytorch.strides import StridedLayout, is_dense
 aten = torch.ops.aten
 Content = tuple[int, StridedLayout | None]  # a value, and the part of it that a tensor has
 
-_ALONE = frozenset(
-    {
-        aten._fused_adam_.default,
-        aten._fused_adamw_.default,
-        aten._fused_sgd_.default,
-        aten.add_.Tensor,
-        aten._to_copy.default,
-        aten.copy_.default,
-    }
-)  # kernels of updates that treat each element alone
+FUSED = frozenset({aten._fused_adam_.default, aten._fused_adamw_.default, aten._fused_sgd_.default})
+"""Kernels of updates that do nothing if they are told of an overflow."""
+_ALONE = FUSED | {aten.add_.Tensor, aten._to_copy.default, aten.copy_.default}  # that treat each element alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,18 +44,8 @@ BITS: dict[str, Fraction] = {
     "Q6_K": Fraction(210 * 8, 256),
 }  # bits of a weight, scales and least values included
 
-MIXTURES: dict[str, str] = {
-    "q2_k": "Q2_K",
-    "q3_k_m": "Q3_K",
-    "q4_0": "Q4_0",
-    "q4_k_s": "Q4_K",
-    "q4_k_m": "Q4_K",
-    "q5_0": "Q5_0",
-    "q5_k_s": "Q5_K",
-    "q5_k_m": "Q5_K",
-    "q6_k": "Q6_K",
-    "q8_0": "Q8_0",
-}  # the type of most tensors of a mixture, by name
+_MIXED = ("q2_k", "q3_k_m", "q4_0", "q4_k_s", "q4_k_m", "q5_0", "q5_k_s", "q5_k_m", "q6_k", "q8_0")
+MIXTURES = {name: name[:4].upper() for name in _MIXED}  # the type of most tensors of a mixture, by name
 
 _NARROW = {"Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """The types of tensors with rows that are no multiple of 256, the weights of a block of the types with K."""

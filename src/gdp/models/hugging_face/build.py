@@ -51,17 +51,8 @@ if TYPE_CHECKING:
 
 # keys of a config that choose downloaded or missing kernels, weights or code; and dtypes, which builds take separately
 _CHOICES = (
-    "attn_implementation",
-    "_attn_implementation",
-    "experts_implementation",
-    "_experts_implementation",
-    "kernel_config",
-    "use_kernels",
-    "torch_dtype",
-    "dtype",
-    "auto_map",
-    QUANTISATION,
-    GGUF_FILE,
+    *("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
+    *("kernel_config", "use_kernels", "torch_dtype", "dtype", "auto_map", QUANTISATION, GGUF_FILE),
 )
 # names of model classes
 _DIFFUSERS_MODEL = re.compile(r"(?!.*(Pipeline|Scheduler|Output|Mixin))\w*(Transformer|UNet|Autoencoder|DiT|Model)\w*")
