@@ -60,6 +60,15 @@ def by_first(ids: I64) -> I64:
     return position[inverse]
 
 
+def connected(first: I64, second: I64, count: int) -> I64:
+    """Returns the number [count] of the connected part that each vertex is in, of edges from `first` to `second`."""
+    from scipy.sparse import coo_array  # half a second, which most commands never need
+    from scipy.sparse.csgraph import connected_components
+
+    edges = coo_array((np.ones(len(first), np.bool_), (first, second)), shape=(count, count))
+    return np.asarray(connected_components(edges, directed=False)[1], np.int64)
+
+
 def zeros(record: type[_Record], **sizes: int) -> _Record:
     """Returns the named tuple `record` of zeros, with arrays of the types and shapes that its annotations give.
     `Annotated[Any, "int64 [N, D + 1]"]` is an array of N rows and D + 1 columns, where `sizes` has N and D. A field

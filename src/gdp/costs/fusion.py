@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gdp.arrays import F64, I64, Bool
+from gdp.arrays import F64, I64, Bool, connected
 from gdp.cluster.achieved import OF_FLOPS
 from gdp.costs.collectives import COLLECTIVE
 from gdp.costs.products import PRODUCTS, product_size
@@ -46,9 +46,6 @@ class Fusion:
 
 def fused(graph: Graph, *, with_siblings: bool = False) -> Fusion:
     """Returns the kernels of the ops of each pass; `with_siblings`, products that read the same tensor are one."""
-    from scipy.sparse import coo_array  # half a second, which eager steps never need
-    from scipy.sparse.csgraph import connected_components
-
     kinds, code = numbered(graph.kinds)
     is_fused = np.array([_is_fusible(kind) for kind in kinds], np.bool_)[code]
     is_fused &= (graph.flops > 0) | (graph.bytes_accessed > 0)
@@ -62,8 +59,7 @@ def fused(graph: Graph, *, with_siblings: bool = False) -> Fusion:
     place[3:] = place[3:, _computed_at(graph, is_inline, is_fused, place[:3])]
     joins = is_fused[makers] & is_fused[readers] & holds
     joins &= (place[:, makers] == place[:, readers]).all(axis=0)
-    pairs = coo_array((joins[joins], (makers[joins], readers[joins])), (graph.num_ops, graph.num_ops))
-    region = connected_components(pairs, directed=False)[1].astype(np.int64)
+    region = connected(makers[joins], readers[joins], graph.num_ops)
     last = np.zeros(graph.num_ops, np.int64)
     last[region] = np.arange(graph.num_ops)
     part = _siblings(graph, place) if with_siblings else np.ones(graph.num_ops)

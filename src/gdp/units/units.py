@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import F64, I64, Bool, by_first, narrow, wide
+from gdp.arrays import F64, I64, Bool, by_first, connected, narrow, wide
 from gdp.compiled import inner, kernel
 from gdp.graph.copies import RECOMPUTED
 from gdp.simulator.problem import Placement, Problem
@@ -285,11 +285,7 @@ def _connected(pairs: Pairs, num_units: int) -> Pairs:
     """Returns the pairs, and the lightest possible ones from each connected part of the graph to the next. Counters of
     batch normalisation, say, are hundreds of parts of two ops. Were they never to join, a grouping would have to spend
     its number of groups on them and put all the rest into one."""
-    from scipy.sparse import coo_array  # half a second, which most commands never need
-    from scipy.sparse.csgraph import connected_components
-
-    matrix = coo_array((np.ones(len(pairs.first)), (pairs.first, pairs.second)), shape=(num_units, num_units))
-    _, part = connected_components(matrix, directed=False)
+    part = connected(pairs.first, pairs.second, num_units)
     begins = np.sort(np.unique(part, return_index=True)[1])
     times_ns = np.concatenate((pairs.transfer_ns, np.ones(len(begins) - 1, np.int64)))
     return Pairs(np.concatenate((pairs.first, begins[:-1])), np.concatenate((pairs.second, begins[1:])), times_ns)

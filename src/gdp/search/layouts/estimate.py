@@ -10,7 +10,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from gdp.arrays import I64
+from gdp.arrays import I64, connected
 from gdp.budget import Clock, Effort, has_time
 from gdp.cluster import Cluster
 from gdp.costs.hosts import loads_ns
@@ -279,7 +279,4 @@ def _hosts(cluster: Cluster) -> I64 | None:
     apart = rates[rates > 0]
     if not len(apart) or apart.max() < 1.25 * apart.min():  # links of one host are quicker
         return None
-    from scipy.sparse.csgraph import connected_components  # half a second, which devices that are alike never need
-
-    is_near = (rates > np.sqrt(float(apart.min()) * float(apart.max()))) | np.eye(len(rates), dtype=np.bool_)
-    return np.asarray(connected_components(is_near, directed=False)[1], np.int64)
+    return connected(*np.nonzero(rates > np.sqrt(float(apart.min()) * float(apart.max()))), len(rates))

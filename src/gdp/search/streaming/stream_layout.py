@@ -17,7 +17,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from gdp.arrays import F64, I64, Bool, running_sums
+from gdp.arrays import F64, I64, Bool, connected, running_sums
 from gdp.search.settings import StreamingSettings
 from gdp.simulator.constraints import intersect_groups
 from gdp.simulator.problem import Placement, Problem
@@ -52,9 +52,6 @@ def fallbacks(problem: Problem, host: int, may: Bool) -> Placement:
     """Returns [N] where an op goes that has no room where it is wanted, of the devices that may run anything. Such ops
     that follow each other go to one device, that with the least sum of op times and of transfers among them; where an
     op has no room there, its fastest device has it. What is not allowed everywhere goes to `host`, if it may."""
-    from scipy.sparse import coo_array  # half a second, which most commands never need
-    from scipy.sparse.csgraph import connected_components
-
     graph, rates = problem.graph, problem.cluster.bytes_per_second
     is_anywhere, every = problem.allowed.all(axis=1), np.arange(graph.num_ops)
     fastest = np.argmin(np.where(may, problem.op_time_ns, np.iinfo(np.int64).max), axis=1)
@@ -65,15 +62,14 @@ def fallbacks(problem: Problem, host: int, may: Bool) -> Placement:
     is_inner = is_displaced[sources] & is_displaced[targets]
     sources, targets = sources[is_inner], targets[is_inner]
     size = graph.tensor_bytes[graph.edge_tensors][is_inner].astype(np.float64)
-    edges = coo_array((np.ones(len(sources), np.bool_), (sources, targets)), shape=(graph.num_ops, graph.num_ops))
-    count, chain = connected_components(edges, directed=False)
+    chain = connected(sources, targets, graph.num_ops)
     choices = np.where(may & is_displaced[:, None], np.arange(problem.num_devices), fastest[:, None])  # [N, D]
-    spent_ns = np.empty((len(used), count))
+    spent_ns = np.empty((len(used), int(chain.max()) + 1))
     for number, placement in enumerate(choices.T[used]):
         here, there = placement[sources], placement[targets]
         moved_ns = np.where(here != there, size * 1e9 / np.maximum(rates[here, there], 1), 0.0)
-        spent_ns[number] = np.bincount(chain, problem.op_time_ns[every, placement], count)
-        spent_ns[number] += np.bincount(chain[sources], moved_ns, count)
+        spent_ns[number] = np.bincount(chain, problem.op_time_ns[every, placement])
+        spent_ns[number] += np.bincount(chain[sources], moved_ns, spent_ns.shape[1])
     best = choices[every, used[np.argmin(spent_ns, axis=0)[chain]]]
     best = np.where(~is_anywhere & problem.allowed[:, host], host, best)
     _, first = np.unique(graph.group_index, return_index=True)
