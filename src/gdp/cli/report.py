@@ -8,7 +8,7 @@ import typer
 
 from gdp.cli import options
 from gdp.cli.shared import OK, check_writable, print_json, print_text, warm_up
-from gdp.errors import InputError
+from gdp.errors import InputError, prefixed
 
 if TYPE_CHECKING:
     from gdp.report.page_data import PageData
@@ -60,10 +60,8 @@ def report(
     warm_up(())
     from gdp.simulator.simulate import replay
 
-    try:
+    with prefixed(plan):
         simulation = replay(problem, read)
-    except InputError as error:
-        raise InputError(f"{plan}: {error}") from None
     with live(f"writing {', '.join(map(str, written.values()))}"):
         from gdp.report.page_data import PageData
 

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from gdp.cli.inputs import read_graph
 from gdp.cli.shared import log, refuse_beside
 from gdp.cluster import Cluster
 from gdp.costs.op_times import unused_names
-from gdp.errors import InputError
+from gdp.errors import InputError, prefixed
 from gdp.export.export_target import ExportTarget
 from gdp.export.exportable_plan import answer_for
 from gdp.export.targets_by_name import server_units, serving_target
@@ -172,13 +172,9 @@ class PlaceRequest:
         }
         return plan_cache.entry(graph, self.cluster, self.constraints, options)
 
-    @contextlib.contextmanager
-    def named(self) -> Iterator[None]:
+    def named(self) -> contextlib.AbstractContextManager[None]:
         """Puts the model and the devices in front of the message of an error."""
-        try:
-            yield
-        except InputError as error:
-            raise InputError(f"{self.model} on {self.devices}: {error}") from None
+        return prefixed(f"{self.model} on {self.devices}")
 
     def say_notes(self, graph: Graph, cluster: Cluster) -> None:
         """Logs what may not be as the user expects."""

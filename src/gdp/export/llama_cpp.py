@@ -15,7 +15,7 @@ from itertools import groupby
 import numpy as np
 
 from gdp.arrays import I64
-from gdp.errors import InputError
+from gdp.errors import InputError, prefixed
 from gdp.export.export_target import (
     ExportTarget,
     ExportUnits,
@@ -187,10 +187,8 @@ def whole_layers(units: ExportUnits) -> list[int]:
 
 def _tensors(graph: Graph) -> dict[str, str]:
     parameters = [name for name, kind in zip(graph.op_names, graph.kinds, strict=True) if kind == "parameter"]
-    try:
+    with prefixed(f"graph {graph.name!r}"):
         return gguf_tensors(parameters)
-    except InputError as error:
-        raise InputError(f"graph {graph.name!r}: {error}") from None
 
 
 def _unit_names(graph: Graph, layers: Layers, *, split_layers: bool) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gdp.errors import InputError, suggest
+from gdp.errors import InputError, prefixed, suggest
 from gdp.graph.microbatches import check_count
 from gdp.models.shards import WHOLE, Shards, in_shares
 
@@ -159,7 +159,7 @@ class Layout:
             raise InputError(f"--parallel: sequence is {sequence!r}; on, off or auto (on in training) is expected")
         if (overlap := values.get("overlap", "off").lower()) not in _FLAGS:
             raise InputError(f"--parallel: overlap is {overlap!r}; on or off is expected")
-        try:
+        with prefixed("--parallel"):
             counts = tuple(_number("microbatches", item) for item in values.get("microbatches", "1").split(":"))
             tensor, parts = in_shares(*(_number("tensor", item) for item in values.get("tensor", "1").split(":")))
             expert, context = (_integer(values, key, 1) for key in ("expert", "context"))
@@ -174,8 +174,6 @@ class Layout:
             even, zero = counts if len(counts) == data else counts * data, _integer(values, "zero", 0)
             stages = _integer(values, "stages", 0) if "stages" in values else None
             return cls(even, zero, recompute, stages, offload, shards)
-        except InputError as error:
-            raise InputError(f"--parallel: {error}") from None
 
     def __str__(self) -> str:
         """Returns the layout as `--parallel` takes it: `data=4,microbatches=2,zero=1`; `none` for the whole step."""

@@ -9,7 +9,7 @@ from typing import Any
 from gdp.cluster import Cluster
 from gdp.cluster.device import CUDA_GRAPHS, RUNTIMES, split_runtime
 from gdp.cluster.quantities import parse_fraction, parse_size
-from gdp.errors import InputError, suggest
+from gdp.errors import InputError, prefixed, suggest
 from gdp.graph.microbatches import check_count
 from gdp.models.lora import Lora
 from gdp.models.model import Reading, check_dtype, check_precision
@@ -70,7 +70,8 @@ def _rule(text: str, option: str, example: str, find: Callable[[str], object], c
         raise InputError(
             f"{option} is {text!r}; REGEX=DEVICE is expected, such as '{example}={cluster.devices[0].name}'"
         )
-    _check_device(device, f"{option} {text}", find)
+    with prefixed(f"{option} {text}"):
+        find(device)
     try:
         re.compile(pattern)
     except re.error as error:
@@ -102,18 +103,12 @@ def _max_memory(texts: Sequence[str], cluster: Cluster) -> dict[str, int]:
             raise InputError(
                 f"--max-memory is {text!r}; DEVICE=SIZE is expected, such as {cluster.devices[0].name}=12GiB"
             )
-        _check_device(device, f"--max-memory {text}", cluster.device_number)
+        with prefixed(f"--max-memory {text}"):
+            cluster.device_number(device)
         if device in limits:
             raise InputError(f"--max-memory {text}: {device} has a limit already; give each device one")
         limits[device] = parse_size(size, f"--max-memory {device}")
     return limits
-
-
-def _check_device(name: str, option: str, find: Callable[[str], object]) -> None:
-    try:
-        find(name)
-    except InputError as error:
-        raise InputError(f"{option}: {error}") from None
 
 
 def run_by(devices: str, runtime: str | None, serving: Serving) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from gdp.arrays import I64, Bool, narrow, wide
 from gdp.cluster import Cluster
 from gdp.cluster.quantities import parse_fraction, parse_size
-from gdp.errors import InputError, suggest
+from gdp.errors import InputError, prefixed, suggest
 from gdp.graph import Graph
 from gdp.graph.copies import HOST_COPY
 
@@ -225,10 +225,8 @@ def _read_forbid(graph: Graph, cluster: Cluster, forbid: Sequence[tuple[str, str
     rules: list[_Rule] = []
     for pattern, device in forbid:
         text = f"forbid {pattern}={device}"
-        try:
+        with prefixed(text):
             numbers = cluster.devices_called(device)
-        except InputError as error:
-            raise InputError(f"{text}: {error}") from None
         search = _compile(pattern, text).search
         matched = {kind for kind in set(graph.kinds) if search(kind)}
         if not matched:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from gdp.costs.overlap import overlapped
-from gdp.errors import InputError
+from gdp.errors import InputError, prefixed
 from gdp.graph import Graph
 from gdp.models.lora import Lora
 from gdp.models.model import FLOAT32, MIXED, PRECISIONS, PURE_BF16, check_optimizer, check_precision
@@ -441,20 +441,13 @@ def _record_own(
 def rule_choice(options: StepOptions, model: nn.Module, name: str) -> RuleChoice:
     """Returns the rule of each parameter of `model`; InputError for an optimizer that is not known."""
     optimizer = options.optimizer
-    if isinstance(optimizer, torch.optim.Optimizer):
-        if options.precision == MIXED:
-            raise InputError(
-                f"{name}: master weights need the name of an optimizer; give one of {', '.join(OPTIMIZERS)}"
-            )
-        try:
+    with prefixed(name):
+        if isinstance(optimizer, torch.optim.Optimizer):
+            if options.precision == MIXED:
+                raise InputError(f"master weights need the name of an optimizer; give one of {', '.join(OPTIMIZERS)}")
             rules = rules_of(optimizer, {id(parameter): path for path, parameter in model.named_parameters()})
-        except InputError as error:
-            raise InputError(f"{name}: {error}") from None
-        return lambda path, _parameter: rules.get(path)
-    try:
+            return lambda path, _parameter: rules.get(path)
         check_optimizer(str(optimizer))
-    except InputError as error:
-        raise InputError(f"{name}: {error}") from None
     return named_rule(str(optimizer), master_weights=options.precision == MIXED)
 
 

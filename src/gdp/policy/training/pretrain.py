@@ -72,7 +72,7 @@ class TrainingState:
         """Restores state and parameters from a checkpoint file of a run of `num_updates` with the same `arguments`.
         Raises InputError for other arguments, naming them, and for a file without a state to go on from."""
         checkpoint = read_checkpoint(path)
-        try:
+        with prefixed(path):
             before = {"policy": checkpoint.policy, "config": checkpoint.config}
             now = {"policy": self.policy.name, "config": config_document(self.policy)}
             check_same({**before, **checkpoint.manifest.get("arguments", {})}, {**now, **arguments})
@@ -89,8 +89,6 @@ class TrainingState:
                 self._tensors["cpu_seconds"].fill_(3600 * hours)
             else:
                 raise InputError("holds no state of training to resume; train on from it with --from")
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
 
 
 def check_same(arguments_before: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
