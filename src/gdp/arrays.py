@@ -60,7 +60,7 @@ def by_first(ids: I64) -> I64:
     return position[inverse]
 
 
-def connected(first: I64, second: I64, count: int) -> I64:
+def connected(first: Content, second: Content, count: int) -> I64:
     """Returns the number [count] of the connected part that each vertex is in, of edges from `first` to `second`."""
     from scipy.sparse import coo_array  # half a second, which most commands never need
     from scipy.sparse.csgraph import connected_components

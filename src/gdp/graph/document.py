@@ -126,7 +126,7 @@ def _is_phase(value: object) -> bool:
 
 _DOCUMENT_FIELDS = {"format": files.is_string, "version": files.is_size, "name": files.is_string}
 _DOCUMENT_FIELDS |= {"ops": files.is_list, "tensors": files.is_list}
-_CHECK_OF_TYPE = {str: files.is_string, int: files.is_size, bool: files.is_flag}
+_CHECK_OF_TYPE: Mapping[Any, Callable[[object], bool]] = {str: files.is_string, int: files.is_size, bool: files.is_flag}
 OP_FIELDS = {item.name: _CHECK_OF_TYPE.get(item.type, is_times) for item in fields(Op)}
 OP_FIELDS |= {"phase": _is_phase, "group": files.is_index, "origin": files.is_index}
 TENSOR_FIELDS = {item.name: _CHECK_OF_TYPE.get(item.type, files.is_number_list) for item in fields(Tensor)}

@@ -279,4 +279,5 @@ def _hosts(cluster: Cluster) -> I64 | None:
     apart = rates[rates > 0]
     if not len(apart) or apart.max() < 1.25 * apart.min():  # links of one host are quicker
         return None
-    return connected(*np.nonzero(rates > np.sqrt(float(apart.min()) * float(apart.max()))), len(rates))
+    first, second = np.nonzero(rates > np.sqrt(float(apart.min()) * float(apart.max())))
+    return connected(first, second, len(rates))
