@@ -80,14 +80,14 @@ family = {table["family"]:.3f} # more, on other families: half of `unknown`, in 
 unknown = {table["unknown"]:.3f} # more, on cards of no family: as products of the families reach of their sheets
 
 # The median error of the ratio of two layouts of one model on one machine; of CPUs of `execution-against`
-ties = {{ card = {table["ties"]["card"]:.3f}, cpu = {table["ties"]["cpu"]:.3f} }}
+[ties]
+card = {table["ties"]["card"]:.3f}
+cpu = {table["ties"]["cpu"]:.3f}
 
 # Kinds of steps without rows: all rows, with twice the spread
-other = {{ factors = {table["other"]["factors"]} }}
-
-cells = [
-{cells}]
-"""
+[other]
+factors = {table["other"]["factors"]}
+{cells}"""
 
 
 def coverage(steps: Steps, table: Table | None = None) -> dict[str, dict[str, Any]]:
