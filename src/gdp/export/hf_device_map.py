@@ -15,7 +15,8 @@ from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.export.accelerate_maps import fetching_late, placement_of
 from gdp.export.export_target import ExportTarget, ExportUnits, check_one_batch, gpu_numbers, is_cpu
-from gdp.export.modules import STATE_KINDS, enclosing, first_input, is_inside, module_units
+from gdp.export.modules import STATE_KINDS, first_input, is_inside, module_units
+from gdp.graph.layers import enclosing
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
 

@@ -28,8 +28,8 @@ from gdp.export.export_target import (
 from gdp.export.gguf_names import FEED_FORWARD, gguf_tensors, is_feed_forward
 from gdp.export.llama_cpp_cache import Cache, find_cache
 from gdp.export.module_chains import Layers, find_layers
-from gdp.export.modules import enclosing
 from gdp.graph import Graph
+from gdp.graph.layers import enclosing
 from gdp.placers.base import inherit
 from gdp.simulator.problem import Problem
 
