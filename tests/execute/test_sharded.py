@@ -22,6 +22,7 @@ from tests.models.test_shards import NAMES
 SIX = ("blocks", "llama", "gpt2", "bert", "vit", "t5")
 MORE = ("llama", "gpt2", "bigcode", "phi3-gqa", "gemma")  # whose keys have fewer heads than ranks, fused and not
 ROUNDING = 1e-5  # relative: sums in another order
+BFLOAT16 = 0.1  # the same, of products of experts: 0.08 is the largest on an AMD EPYC, 0.03 on an Intel Xeon
 
 
 def check_ranks(name: str, shards: Shards, rounding: float = ROUNDING) -> None:
@@ -81,12 +82,12 @@ def test_all_models_agree(name: str, tensor: int, sequence: bool) -> None:
 )
 def test_parts_of_experts_agree(tensor: int, sequence: bool) -> None:
     """As above, of ranks with half of the experts and as many rows each; of four, with half of their columns too."""
-    check_ranks("routed", Shards(tensor, sequence, expert=2), rounding=0.03)  # in bfloat16, the type of their products
+    check_ranks("routed", Shards(tensor, sequence, expert=2), rounding=BFLOAT16)
 
 
 def test_ranks_with_samples_and_experts_of_their_own_agree() -> None:
     """As above, of two ranks that have one of two samples each, and half of the experts."""
-    check_ranks("routed", Shards(expert=2), rounding=0.03)
+    check_ranks("routed", Shards(expert=2), rounding=BFLOAT16)
 
 
 def test_gradient_of_a_key_bias_is_rounding() -> None:

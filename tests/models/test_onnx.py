@@ -339,7 +339,7 @@ def test_the_graph_of_a_small_model(read: Callable[..., OnnxModel]) -> None:
         Op("table", "parameter", resident_bytes=1600, phase="forward", module="embed"),
         Op("w", "parameter", resident_bytes=240, phase="forward", module="layers.0"),
         Op("/embed/Gather", "Gather", 0, 48 + 2 * 96, phase="forward", module="embed"),  # ids, rows read and written
-        Op("/layers.0/MatMul", "MatMul", 240, 96 + 240 + 40, phase="forward", module="layers.0", shapes=shapes),
+        Op("/layers.0/MatMul", "MatMul", 240, 96 + 240 + 40, "tf32", phase="forward", module="layers.0", shapes=shapes),
         Op("/layers.0/MatMul_0", "Slice", 0, 2 * 48 + 16, phase="forward", module="layers.0"),
     ]
     tensors = [graph.tensor(number) for number in range(graph.num_tensors)]

@@ -345,7 +345,7 @@ def test_8_bit_weights_beside_floats(tmp_path: Path) -> None:
     proto = proto_of(nodes, {"x": ones(3, 40)}, {"w": u8(40, 50), **SCALE})
     graph = read(proto, tmp_path / "m.onnx").graph
     assert list(graph.kinds[-2:]) == ["DequantizeLinear", "MatMul"]
-    assert graph.dtypes[-1] == "float32"
+    assert graph.dtypes[-1] == "tf32"
 
 
 @pytest.mark.parametrize("kind", ["FusedMatMulActivation", "LinearAttention", "SparseAttention", "Rfft", "NotThere"])
