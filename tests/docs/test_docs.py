@@ -31,7 +31,7 @@ LONG = {"exports.md", "tutorial.md"} | {
 }
 LAST_COMMIT = re.compile(r"commit [0-9a-f]{7} is the last")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*(?=[\s`=\]'\",):;|/]|\.\s|$)")
-OF_OTHER_TOOLS = {  # options of torchrun, vLLM, llama.cpp, Megatron-LM, torchtitan and pip
+OF_OTHER_TOOLS = {  # options of torchrun, vLLM, llama.cpp, Megatron-LM, torchtitan, pip and scripts of tests/
     "--nproc-per-node",
     "--standalone",
     "--pipeline-parallel-size",
@@ -60,6 +60,7 @@ OF_OTHER_TOOLS = {  # options of torchrun, vLLM, llama.cpp, Megatron-LM, torchti
     "--batch-size",
     "--input-len",
     "--output-len",
+    "--cases",
 }
 
 
