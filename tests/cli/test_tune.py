@@ -171,11 +171,11 @@ def test_bad_options(words: tuple[str, ...], says: str, capsys: pytest.CaptureFi
 
 
 def test_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where no plan runs, the exit status is 3 and the line has the reason of the first. After five that failed alike
+    """Where no plan runs, the exit status is 1 and the line has the reason of the first. After five that failed alike
     no other is tried; a run that goes on says so at once."""
     words = ["tune", MODEL, "--measure", "echo >> seen; echo no card >&2; exit 4", *QUICK]
     for more in (), ("--resume",):
-        assert main([*words, *more]) == 3
+        assert main([*words, *more]) == 1
         told = capsys.readouterr().err
         assert "exit status 4: no card" in told
         assert "name another --out" in told

@@ -71,6 +71,14 @@ class Block(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
+class Scaled(Block):
+    """The same with sums of a product and of a bias, each times a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.up(x).relu().flatten(0, 1)
+        return x + torch.addmm(self.down.bias, rows, self.down.weight.t(), alpha=2.0, beta=0.5).view_as(x)
+
+
 class Modulated(nn.Module):
     """A block of a diffusion transformer: norms are scaled and shifted by a linear layer of a condition."""
 
@@ -186,6 +194,7 @@ _MODELS: dict[str, Any] = {
     "reentrant": lambda: _checkpointed(use_reentrant=True),
     "encoder": lambda: Stack(nn.TransformerEncoder(_layer(), 2)),
     "blocks": lambda: Stack(Block(), Block()),
+    "scaled": lambda: Stack(Scaled(), Scaled()),
     "diffusion": lambda: Stack(Modulated(), Modulated()),
 }
 

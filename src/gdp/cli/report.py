@@ -1,4 +1,4 @@
-"""Writes a plan as a page, a trace, a figure: `gdp report`."""
+"""Writes a plan as a page or a figure: `gdp report`."""
 
 import os
 from pathlib import Path

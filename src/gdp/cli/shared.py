@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from gdp.simulator.problem import Problem
 
-OK, BAD_INPUT, NOTHING_FITS, INTERRUPTED = 0, 2, 3, 130  # exit statuses
+OK, FAILED, BAD_INPUT, NOTHING_FITS, INTERRUPTED = 0, 1, 2, 3, 130  # exit statuses
 FOUND_BEFORE = "gdp: note: found before, with the same graph, devices and options; --no-cache searches anew"
 
 _ASCII = str.maketrans("─…▁▂▃▄▅▆▇█", "-~.:-=+*#@")  # of tables, shortened names and timelines

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gdp.cli import options
+from gdp.cli import options, shared
 from gdp.cli.shared import INTERRUPTED, NOTHING_FITS, OK, check_writable, fail, log, print_json, print_text, show
 from gdp.errors import InputError
 
@@ -204,6 +204,7 @@ def _answered(tuning: "Tuning", cluster: "Cluster", *, json: bool, interrupted: 
     """Prints the answer, and writes what was learned about the machine; returns the exit status."""
     from gdp.report import listings
     from gdp.report.tables import format_ms
+    from gdp.tune.measuring import OUT_OF_MEMORY
 
     best, plan, machine = tuning.answer, tuning.directory / "plan.json", tuning.directory / "machine.yaml"
     fit = tuning.machine(cluster)
@@ -252,5 +253,6 @@ def _answered(tuning: "Tuning", cluster: "Cluster", *, json: bool, interrupted: 
         return INTERRUPTED
     if best is None:
         reason = f"; the first: {lines[0].status}: {lines[0].reason}" if lines else ""
-        return fail(f"error: no plan ran: {tuning.ended}{reason}", NOTHING_FITS)
+        lack_memory = {line.status for line in lines} == {OUT_OF_MEMORY}
+        return fail(f"error: no plan ran: {tuning.ended}{reason}", NOTHING_FITS if lack_memory else shared.FAILED)
     return OK

@@ -47,7 +47,7 @@ def _product(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -
     )
     is_sum = letter not in product.result
     if not _agree(product.letters, operands, letter, lead) or (
-        is_sum and (lead.counts or lead.num_parts < run.num_ranks)
+        is_sum and (lead.counts or lead.num_parts < run.num_ranks or product.is_scaled)
     ):
         cut_operands = [run.refused(tensor, f"is multiplied by {name} with another cut") for tensor in operands]
         return product.call(func, cut_operands)
