@@ -156,7 +156,7 @@ def _config(kind: str, **options: Any) -> Any:
 
 
 _MODELS: dict[str, Any] = {
-    "llama": lambda: tf.LlamaForCausalLM(_config("Llama", **_DECODER)),
+    "llama": lambda **options: tf.LlamaForCausalLM(_config("Llama", **_DECODER | options)),
     "tied": lambda: tf.LlamaForCausalLM(_config("Llama", **_DECODER, tie_word_embeddings=True)),
     "qwen3": lambda: tf.Qwen3ForCausalLM(_config("Qwen3", **_DECODER, head_dim=16)),
     "phi3": lambda: tf.Phi3ForCausalLM(_config("Phi3", **_DECODER | {"num_key_value_heads": HEADS})),
@@ -199,10 +199,10 @@ _MODELS: dict[str, Any] = {
 }
 
 
-def case(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Returns a model and its inputs, the same each time."""
+def case(name: str, **options: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Returns a model and its inputs, the same each time; with other `options` of a config."""
     torch.manual_seed(0)
-    model = _MODELS[name]()
+    model = _MODELS[name](**options)
     if isinstance(model, Stack):
         return model, {"x": torch.randn(BATCH, TOKENS, WIDTH), "labels": torch.tensor([1, 2])}
     if name == "vit":

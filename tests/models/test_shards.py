@@ -15,6 +15,7 @@ from gdp.graph.shapes import parsed_calls
 from gdp.models.lora import Lora
 from gdp.models.model import Model, Reading
 from gdp.models.pytorch.capture_step import StepOptions, capture_step
+from gdp.models.pytorch.shards import plan
 from gdp.models.pytorch.shards.experts import expert_weights
 from gdp.models.pytorch.shards.plan import pattern_of
 from gdp.models.shards import Shards
@@ -198,6 +199,22 @@ def test_weights_are_shared(tensor: int) -> None:
     parameters = [int(g.resident_bytes[[kind == "parameter" for kind in g.kinds]].sum()) for g in (whole, local)]
     repeated = keys // 2 - keys // 4 if tensor == 4 else 0
     assert parameters[1] == (parameters[0] - norms) // tensor + norms + repeated
+
+
+@pytest.mark.parametrize(("vocabulary", "num_parts"), [(16_384, 2), (8_192, 1)])
+def test_vocabularies_are_cut_whatever_their_share(
+    vocabulary: int, num_parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Embedding and head are cut where they are the least part of a large model, as its tools do; small ones stay."""
+    monkeypatch.setattr(plan, "_SMALL", 1.0)  # of all parameters
+    model, inputs = case("llama", vocab_size=vocabulary)
+    source = ModelSource.of_example((model, (), inputs))
+    whole, local = (each.part(1).graph for each in (source, source.sharded(Shards(2))))
+    parameters = [int(g.resident_bytes[[kind == "parameter" for kind in g.kinds]].sum()) for g in (whole, local)]
+    norms, tables = 3 * 4 * 5 * WIDTH, 3 * 2 * 4 * vocabulary * WIDTH  # with Adam's state
+    assert parameters[1] == (parameters[0] - norms - tables) // 2 + norms + tables // num_parts
+    logits = 4 * BATCH * TOKENS * vocabulary
+    assert bool(exchanges(local, logits // 2)) == (num_parts == 1)  # nor are logits gathered
 
 
 @pytest.mark.parametrize(("name", "heads"), [("bigcode", 1), ("phi3-gqa", 2)])

@@ -37,6 +37,7 @@ from gdp.models.pytorch.shards.local_run import LocalRun
 from gdp.models.pytorch.shards.products import Product
 
 _SMALL = 0.01  # of all parameters: weights whose products are repeated rather than gathered
+_VOCABULARY = 16_384  # rows of a table or head from which tools cut it, whatever its part of a model is. Untuned
 _MOST_PASSES = 32
 _WIDENED = 2  # times as many columns as rows, from which the operand is gathered instead of the result summed up
 _FILLED = 64  # rows of a rank from which a size that is no multiple is filled up: at most 1.6 % more
@@ -128,8 +129,11 @@ class CutPlan:
         return found
 
     def is_small(self, paths: frozenset[str]) -> bool:
-        """Returns whether weights have a small part of all parameters."""
-        patterns = {pattern_of(path_of(path)) for path in paths}
+        """Returns whether weights have a small part of all parameters, and none is that of a vocabulary."""
+        own = {path: self.weights[path] for path in map(path_of, paths) if path in self.weights}
+        if any(max(weight.shape) >= _VOCABULARY for weight in own.values()):
+            return False
+        patterns = set(map(pattern_of, own))
         return sum(self._numels.get(pattern, 0) for pattern in patterns) < _SMALL * self.num_parameters
 
     def extend(self, layers: AlikeLayers) -> None:
