@@ -44,7 +44,10 @@ def check_ranks(name: str, shards: Shards, rounding: float = ROUNDING) -> None:
 
 @pytest.mark.parametrize(
     ("name", "tensor", "sequence"),
-    [*((name, 2, True) for name in (*SIX, "bloom", "given-mlp")), *((name, 4, False) for name in (*MORE, "scaled"))],
+    [
+        *((name, 2, True) for name in (*SIX, "bloom", "given-mlp", "heads")),
+        *((name, 4, False) for name in (*MORE, "scaled")),
+    ],
 )
 def test_ranks_agree_with_whole_model(name: str, tensor: int, sequence: bool) -> None:
     """Ranks with a part of the weights each get the loss, outputs and gradients of the whole model together."""

@@ -90,6 +90,8 @@ def test_degrees_of_training_tools() -> None:
     both = [for_tool(tool, "data=2,tensor=2,zero=1").content for tool in ("megatron", "torchtitan")]
     assert "--tensor-model-parallel-size 2 " in both[0]
     assert "--sequence-parallel " in both[0]
+    assert "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" in both[0]
+    assert "CONNECTIONS" not in for_tool("megatron", "data=4").content + both[1]
     assert all("CUDA_VISIBLE_DEVICES=0,1,2,3\n" in text for text in both)
     words = shlex.split(for_tool("torchtitan", "data=2,tensor=2,sequence=off").content.partition('"$@"')[2])
     assert words[words.index("--parallelism.tensor_parallel_degree") + 1] == "2"
@@ -143,6 +145,10 @@ def test_ranks_with_samples_and_experts_of_their_own() -> None:
         assert {name: own[own.index(name) + 1] for name in values} == {name: str(each) for name, each in values.items()}
     with pytest.raises(InputError, match="torch-fsdp: has no expert shards; export to torchtitan or megatron"):
         for_tool("torch-fsdp", "data=2,expert=2", of=source)
+    with pytest.raises(InputError, match="no ranks that share an expert; place with expert=4, or export to megatron"):
+        assert for_tool("torchtitan", "tensor=4,expert=2", of=source).content
+    with pytest.raises(InputError, match="with tokens cut alone; place with sequence=on"):
+        assert for_tool("megatron", "tensor=2,sequence=off", of=source).content
 
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "intermediate_size": 24}

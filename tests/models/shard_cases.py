@@ -79,6 +79,21 @@ class Scaled(Block):
         return x + torch.addmm(self.down.bias, rows, self.down.weight.t(), alpha=2.0, beta=0.5).view_as(x)
 
 
+class Heads(nn.Module):
+    """Attention by sums over letters, its weights of heads and columns; two heads of keys are repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = (WIDTH, HEADS, 16), (WIDTH, HEADS // 2, 16), (WIDTH, HEADS // 2, 16), (HEADS, 16, WIDTH)
+        self.query, self.key, self.value, self.out = (nn.Parameter(torch.randn(shape) / 8) for shape in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, *pair = (torch.einsum("btd,dhk->bthk", x, each) for each in (self.query, self.key, self.value))
+        key, value = (each.repeat(1, 1, 2, 1) for each in pair)
+        shares = torch.einsum("bthk,bshk->bhts", query, key).softmax(-1)
+        return x + torch.einsum("bthk,hkd->btd", torch.einsum("bhts,bshk->bthk", shares, value), self.out)
+
+
 class Modulated(nn.Module):
     """A block of a diffusion transformer: norms are scaled and shifted by a linear layer of a condition."""
 
@@ -195,6 +210,7 @@ _MODELS: dict[str, Any] = {
     "encoder": lambda: Stack(nn.TransformerEncoder(_layer(), 2)),
     "blocks": lambda: Stack(Block(), Block()),
     "scaled": lambda: Stack(Scaled(), Scaled()),
+    "heads": lambda: Stack(Heads(), Block()),
     "diffusion": lambda: Stack(Modulated(), Modulated()),
 }
 

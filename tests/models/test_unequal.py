@@ -63,6 +63,7 @@ def test_shares_are_in_lowest_terms() -> None:
         ((5, 1, 1), 8, (6, 1, 1)),  # 5.7, 1.14 and 1.14: the first lacks most
         ((3, 2), 4, (2, 2)),  # 2.4 and 1.6
         ((100, 1), 4, (3, 1)),  # each has one at least
+        ((10, 1, 1), 4, (2, 1, 1)),  # though 3.33 is more than half of the way to 4
         ((1, 2, 1), 1792, (448, 896, 448)),
     ],
 )

@@ -51,7 +51,8 @@ def shared_out(shares: Sequence[int], units: int) -> tuple[int, ...]:
     while (left := units - sum(counts)) != 0:
         lacks = [units * share / sum(shares) - count for share, count in zip(shares, counts, strict=True)]
         step = 1 if left > 0 else -1
-        counts[max(range(len(counts)), key=lambda place: (step * lacks[place], counts[place]))] += step
+        places = [place for place, count in enumerate(counts) if count + step > 0]
+        counts[max(places, key=lambda place: (step * lacks[place], counts[place]))] += step
     return tuple(counts)
 
 

@@ -33,13 +33,25 @@ def write(step: CutStep) -> str:
     by_replica = RankOrder.of(step.problem, by_stage) is None
     ranks = ranks_of(step, NAME, by_replica=by_replica)
     usage = f"Megatron-LM (megatron-core 0.16): sh {TARGET.file_name} pretrain_gpt.py OPTIONS"
-    return ranks.script([title_of(step), usage], options(step) + (["--use-tp-pp-dp-mapping"] if by_replica else []))
+    mapping = ["--use-tp-pp-dp-mapping"] if by_replica else []
+    return ranks.script([title_of(step), usage], options(step) + mapping, environment=_environment(step.layout))
+
+
+def _environment(layout: Layout) -> list[str]:
+    """Returns what Megatron-LM refuses to cut ops or tokens without, on cards before Blackwell (its arguments.py)."""
+    is_cut = layout.shards.tensor > 1 or layout.shards.context > 1
+    return ["CUDA_DEVICE_MAX_CONNECTIONS=1"] if is_cut and layout.zero < 2 else []
 
 
 def options(step: CutStep) -> list[str]:
     """Returns the options of the layout, without those of the model."""
     check_even(step, NAME)
     layout = step.layout
+    is_mixture = any("grouped_mm" in kind for kind in step.problem.graph.kinds)
+    if is_mixture and layout.shards.tensor > 1 and not layout.shards.sequence:
+        raise InputError(
+            f"{NAME}: trains experts beside tensor parallelism with tokens cut alone; place with sequence=on"
+        )
     found = [
         f"--tensor-model-parallel-size {layout.shards.tensor}",
         f"--pipeline-model-parallel-size {step.num_stages}",

@@ -248,8 +248,11 @@ class RankOrder:
             return f"torchrun --standalone {each}"
         return f"torchrun --nnodes {len(self.gpus)} --node-rank {host} --master-addr {first} {each}"
 
-    def script(self, titles: Sequence[str], options: Sequence[str], program: str = "") -> str:
-        """Returns a shell script that starts its arguments, with `options` behind them, on all ranks of a host."""
+    def script(
+        self, titles: Sequence[str], options: Sequence[str], program: str = "", environment: Sequence[str] = ()
+    ) -> str:
+        """Returns a shell script that starts its arguments, with `options` behind them, on all ranks of a host;
+        `environment` has lines such as `NAME=1`."""
         if len(self.gpus) == 1:
             visible = [f"export CUDA_VISIBLE_DEVICES={self.visible[0]}"]
         else:
@@ -261,6 +264,7 @@ class RankOrder:
                 "esac",
             ]
         command = " ".join(["exec", self.torchrun(), *([program] if program else []), '"$@"'])
+        visible += [f"export {variable}" for variable in environment]
         lines = [*(f"# {title}" for title in titles), *visible, " \\\n  ".join([command, *options])]
         return "\n".join(lines) + "\n"
 

@@ -42,6 +42,9 @@ def options(step: CutStep) -> list[str]:
     """Returns the options, the subcommand for recomputation last."""
     check_even(step, NAME)
     layout, count, is_cut = step.layout, step.microbatches[0], step.num_stages > 1
+    if 1 < layout.shards.expert < layout.shards.tensor:
+        remedy = f"place with expert={layout.shards.tensor}, or export to megatron"
+        raise InputError(f"{NAME}: has no ranks that share an expert; {remedy}")
     replicas, shards = (1, layout.num_copies) if layout.zero else (layout.data, layout.shards.samples)
     values: dict[str, object] = {
         "training.local_batch_size": step.samples * (count if is_cut else 1),

@@ -50,6 +50,7 @@ _ALONG = {  # functions along a dimension: its place among the arguments, and it
     **dict.fromkeys(names("topk roll renorm kthvalue"), (2, None)),
 }
 _SUMS = names("sum mean")
+_REORDERED = names("apply repeat tile")  # entries of a cut dimension, in a way that is not known
 _KINDS = 3  # that one layer makes: queries, keys and values
 _BY_CHANNEL = names("group_norm batch_norm instance_norm conv1d conv2d conv3d conv_transpose1d conv_transpose2d")
 _REFUSED = names("as_strided __setitem__ __bool__ item tolist nonzero unique masked_select index_put index_put_")
@@ -168,7 +169,7 @@ def on_parts(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any, l
         dim = places[0]
         is_same = whole.shape[dim] == cut.shape[cut.dim]
         if not is_same and (
-            name == "apply" or cut.outer > 1 or cut.segments or tensor.shape[dim] * cut.num_parts != whole.shape[dim]
+            name in _REORDERED or cut.outer > 1 or cut.segments or tensor.shape[dim] * cut.num_parts != whole.shape[dim]
         ):
             return run.on_wholes(f"is cut in pieces that {name} moves", func, args, kwargs)
         segments = cut.segments if is_same else ()

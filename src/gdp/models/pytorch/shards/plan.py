@@ -220,7 +220,9 @@ class CutPlan:
         if cut is None or cut.num_parts == 1 or SEQUENCE in cut.sources:
             columns = [letter for letter in letters if letter in product.result and letter not in product.letters[x_at]]
             if columns:
-                operands[at] = self._column(weight, letters.index(columns[-1]))
+                places = [letters.index(letter) for letter in columns]  # heads before their columns
+                even = [place for place in places if weight.shape[place] % self.num_ranks == 0]
+                operands[at] = self._column(weight, [*even, places[-1]][0])
             return operands
         letter = product.letters[x_at][cut.dim]
         widths = [size for each, size in zip(letters, weight.shape, strict=True) if each in product.result]
