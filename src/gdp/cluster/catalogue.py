@@ -176,11 +176,17 @@ def _kind(name: str, row: Mapping[str, Any]) -> DeviceKind:
     return DeviceKind(usable_bytes, flops, round(memory["gb_per_s"] * GB), launch_ns, *links, *costs, *own)
 
 
+_SMALL_FLOATS = {
+    "float8": ("float8_e4m3fn", "float8_e5m2"),
+    "float4": ("float4_e2m1fn", "float4_e2m1fn_x2"),  # the second as PyTorch stores two
+}
+
+
 def _tera_rates(tera: Mapping[str, Any]) -> Mapping[str, float]:
     """Returns the rates of a kind by dtype, which may follow from its float32 rate. The ratios of GeForce cards are
     those of the RTX 3090, 4090 and 5090 in NVIDIA's white papers (GA102, Ada, RTX Blackwell; each in appendix A):
-    float64 1/64, TF32 1, float16 and bfloat16 2, int8 8, and since Ada float8 4, accumulated in float32. Apple's chips
-    run 16 bit types at the float32 rate."""
+    float64 1/64, TF32 1, float16 and bfloat16 2, int8 8, since Ada float8 4 and on Blackwell float4 16, accumulated in
+    float32. Apple's chips run 16 bit types at the float32 rate."""
     if "as" in tera:
         return _tera_rates(_TABLES["kinds"][tera["as"]]["tera"])
     if "apple" in tera:
@@ -189,9 +195,10 @@ def _tera_rates(tera: Mapping[str, Any]) -> Mapping[str, float]:
     if "geforce" in tera:
         ratios = {"float64": 1 / 64, "float32": 1, "tf32": 1, "float16": 2, "bfloat16": 2, "int8": 8}
         ratios |= {"float8": 4} if tera.get("has_float8") else {}
+        ratios |= {"float4": 16} if tera.get("has_float4") else {}
         rates = {dtype: ratio * tera["geforce"] for dtype, ratio in ratios.items()}
-    if "float8" in rates:
-        rates |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), rates.pop("float8"))
+    for kind, names in _SMALL_FLOATS.items():
+        rates |= dict.fromkeys(names, rates.pop(kind)) if kind in rates else {}
     return rates
 
 
