@@ -13,6 +13,7 @@ from benchmarks.measured_sources.gpt import VTRAIN, GPTSteps, GPTTensorSteps, re
 from benchmarks.measured_sources.image_models import ImageInference, ImageTraining
 from benchmarks.measured_sources.mpt import MPTSteps, capture
 from benchmarks.measured_sources.op_tables import AttentionTable, ProductTable
+from benchmarks.measured_sources.own_card import CardSteps
 from benchmarks.measured_sources.ranges import coverage, table_of, text_of
 from benchmarks.measured_sources.source import (
     SET_ROWS,
@@ -44,6 +45,7 @@ RECORDED = {  # error of the fixed part in percent: median, 90th percentile; a f
     "mpt": (0.7, 1.0),
     "timm-training": (2.8, 4.4),
     "timm-inference": (5.4, 15.0),
+    "h200": (17.0, 40.8),
 }
 FIXED_ROWS: dict[str, tuple[MeasuredSource, Callable[[int, MeasuredRow], bool]]] = {  # few captures, of small models
     "products": (ProductTable(), lambda number, _: number % 25 == 0),
@@ -54,6 +56,7 @@ FIXED_ROWS: dict[str, tuple[MeasuredSource, Callable[[int, MeasuredRow], bool]]]
     "mpt": (MPTSteps(), lambda _, row: row.key.startswith("125m-2048")),
     "timm-training": (ImageTraining(), lambda _, row: row.case.model in ("resnet18", "mobilenetv2_100")),
     "timm-inference": (ImageInference(), lambda _, row: row.case.model in ("resnet18", "vit_tiny_patch16_224")),
+    "h200": (CardSteps(), lambda _, row: row.case.phase == "infer" and row.case.model in ("hf:gpt2", "timm:resnet50")),
 }
 
 

@@ -27,6 +27,7 @@ def moved(text: str) -> list[tuple[str, int]]:
 
 
 IMAGE, LAST = "float16[2,8,4,4]", "float16[2,8,4,4]{128,1,32,8}"  # 512 bytes
+HALVES = "bfloat16[2,8,4,4]{128,1,32,8}"  # as many
 FORM = "(1,1) (1,1) (1,1) 0 (0,0) 1"
 
 
@@ -84,7 +85,8 @@ def test_transposed_convolution_is_a_gradient() -> None:
     [
         ("float16[2,3,4,4]{48,1,12,3}", "float16[16,3,3,3]{27,1,9,3}", 1, "first_convolution"),
         (LAST, "float16[16,4,3,3]{36,1,12,4}", 2, "grouped_convolution"),
-        (LAST, "float16[8,1,3,3]", 8, "depthwise_convolution"),
+        (LAST, "float16[8,1,3,3]", 8, "depthwise_convolution_last"),
+        ("float16[2,8,4,4]", "float16[8,1,3,3]", 8, "depthwise_convolution"),
         ("float32[2,8,16]", "float32[16,8,3]", 1, "convolution"),
     ],
 )
@@ -109,11 +111,18 @@ def test_odd_channels_are_padded() -> None:
         (f"native_batch_norm {IMAGE} float32[8] float32[8] - - 1 ~ ~ > {IMAGE}", [("batch_norm", 3 * 512 + 64)]),
         (f"native_batch_norm {IMAGE} float32[8] float32[8] - - 0 ~ ~ > {IMAGE}", [("norm", 2 * 512 + 64)]),
         (f"native_batch_norm_backward {IMAGE} {IMAGE} > {IMAGE}", [("norm", 5 * 512)]),
-        ("native_layer_norm float32[4,8] (8) > float32[4,8]", [("norm", 256)]),
-        ("native_layer_norm float32[4,8]{1,4} (8) > float32[4,8]", [("transpose", 256), ("norm", 256)]),
+        # PyTorch's own kernels in bfloat16, in channels_last
+        (
+            f"native_batch_norm {HALVES} float32[8] float32[8] - - 1 ~ ~ > {HALVES}",
+            [("native_batch_norm_last", 3 * 512 + 64)],
+        ),
+        (f"native_batch_norm_backward {HALVES} {HALVES} > {HALVES}", [("native_batch_norm_backward_last", 5 * 512)]),
+        ("native_layer_norm float32[4,8] (8) > float32[4,8]", [("narrow_norm", 256)]),
+        ("native_layer_norm float32[2,2048] (2048) > float32[2,2048]", [("norm", 2 * 16384)]),
+        ("native_layer_norm float32[4,8]{1,4} (8) > float32[4,8]", [("transposed_copy", 256), ("narrow_norm", 256)]),
         (
             "native_layer_norm_backward float32[4,8] float16[4,8] (8) > float32[4,8]",
-            [("norm", 320), ("reduction", 192)],
+            [("narrow_norm", 320), ("narrow_sum", 192)],
         ),
         ("native_group_norm float32[4,8] > float32[4,8]", [("norm", 128), ("norm", 256)]),
         ("_softmax float32[2,1024] -1 0 > float32[2,1024]", [("softmax", 2 * 8192)]),
@@ -122,7 +131,7 @@ def test_odd_channels_are_padded() -> None:
         ("add float32[4,8] float32[8] > float32[4,8]", [("pointwise", 128 + 32 + 128)]),
         ("add float32[4,8]{0,1} float32[4,8] > float32[4,8]", [("pointwise", 32 + 128 + 128)]),  # one row, expanded
         ("_to_copy float32[4,8] > float16[4,8]", [("copy", 192)]),
-        ("clone float32[4,8]{1,4} > float32[4,8]", [("transpose", 256)]),
+        ("clone float32[4,8]{1,4} > float32[4,8]", [("transposed_copy", 256)]),
         ("clone float32[2,4,8]{8,16,1} > float32[2,4,8]", [("pointwise", 512)]),  # rows of 8 stay together
         ("cat float32[4,8] float32[4,8] > float32[8,8]", [("copy", 512)]),
         ("sum float32[4,8] (0) > float32[8]", [("reduction", 160)]),

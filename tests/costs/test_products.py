@@ -7,7 +7,7 @@ from gdp.cluster import Cluster
 from gdp.cluster.achieved import figures_of_kind
 from gdp.costs.attention import attention_ns
 from gdp.costs.kernels import CLASSES, Kernel, Kernels, PricedOp
-from gdp.costs.products import Multiprocessors, tiled_ns, together_ns
+from gdp.costs.products import Multiprocessors, product, tiled_ns, together_ns
 from gdp.costs.rates import kernel_times
 from gdp.costs.table import class_of, rule_of
 from gdp.graph.shapes import parsed_calls
@@ -89,6 +89,25 @@ def test_tiles(size, count, bytes_per_ns, expected_ns):
     """Tiles, waves, steps and splits of k, and operands take what they take by hand."""
     processors = Multiprocessors(count, np.array([1024.0]), bytes_per_ns, 100.0)
     assert tiled_ns(np.array([size], np.float64), np.array([2.0]), processors) == pytest.approx([expected_ns])
+
+
+def test_odd_rows():
+    """Rows of halves of 50,257 take as much longer as the card tells; Inductor fills them up, and not short ones."""
+    size, halves = np.array([(1, 32, 16, 65)], np.float64), np.array([2.0])
+    processors = Multiprocessors(1, np.array([1024.0]), np.inf, 100.0, odd_pace=0.125)
+    assert tiled_ns(size, halves, processors) == pytest.approx([96 / 0.125])
+    text = "aten.mm bfloat16[4,7] bfloat16[7,50257] > bfloat16[4,50257]"
+    calls = parsed_calls(text)
+    op = PricedOp(calls[0].kind, "", "bfloat16", 2 * 4 * 7 * 50257, 1, calls)
+    assert product(op)[0].size == (1, 4, 50257, 7)
+    assert product(op._replace(is_compiled=True))[0].size == (1, 4, 50264, 7)
+
+
+@pytest.mark.parametrize(("kind", "floor_ns"), [("function", 1400), ("narrow_norm", 5500), ("product_bytes", 0)])
+def test_floors_of_passes(kind, floor_ns):
+    """Kernels that move no bytes take what passes between kernels and, on an H100, a floor: longer if they add up."""
+    assert times_ns([(1, 1, 1, 0)], kind, "h100-sxm-80g") == pytest.approx([700 + floor_ns])
+    assert times_ns([(1, 1, 1, 0)], kind) == pytest.approx([1500])
 
 
 def test_together():

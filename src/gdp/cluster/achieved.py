@@ -21,6 +21,10 @@ OF_FLOPS: Mapping[str, str] = MappingProxyType(
         "depthwise_convolution": "product",  # of the rate of float32
         "depthwise_weight_gradient": "depthwise_convolution",
         "depthwise_wide_weight_gradient": "depthwise_weight_gradient",  # of more than 3 in height or width
+        # the same in channels_last
+        "depthwise_convolution_last": "depthwise_convolution",
+        "depthwise_weight_gradient_last": "depthwise_weight_gradient",
+        "depthwise_wide_weight_gradient_last": "depthwise_wide_weight_gradient",
     }
 )
 OF_BYTES: Mapping[str, str] = MappingProxyType(
@@ -29,12 +33,20 @@ OF_BYTES: Mapping[str, str] = MappingProxyType(
         "product_bytes": "pointwise",  # of kernels whose share of the peak rate counts too
         "copy": "pointwise",  # to another type, or into a part: element by element
         "transpose": "copy",
+        "transposed_copy": "transpose",  # by PyTorch, not by a library of convolutions
         "gather": "pointwise",
         "element_gather": "gather",  # an index for each element
         "reduction": "pointwise",
+        "narrow_sum": "reduction",  # beside a norm of narrow rows: gradients of its weights
         "function": "pointwise",  # exponentials and the like, which processor cores compute for long
         "norm": "pointwise",
+        "narrow_norm": "norm",  # of rows of up to 1,024 elements
         "batch_norm": "norm",  # with statistics
+        # PyTorch's own, which it takes in bfloat16; in channels_last
+        "native_batch_norm": "batch_norm",
+        "native_batch_norm_last": "native_batch_norm",
+        "native_batch_norm_backward": "norm",
+        "native_batch_norm_backward_last": "native_batch_norm_backward",
         "softmax": "pointwise",
         "pool": "pointwise",
         "optimizer": "pointwise",
@@ -49,6 +61,9 @@ NUMBERS: Mapping[str, str] = MappingProxyType(
         "cache_bytes": "of the cache that all multiprocessors share",
         "operand_bytes_per_second": "that one multiprocessor reads of operands, in the cache; 0: without delay",
         "product_floor_ns": "of a product, besides the launch and its work: until operands come and sums are written",
+        "odd_pace": "of products of halves whose rows are no multiple of 16 bytes, beside others; 0: as on an A100",
+        "pass_floor_ns": "of a kernel that memory bounds, in the same way",
+        "sum_floor_ns": "of one that adds up, such as a norm, in its place",
         "decode_floor_ns": "of attention of one token to a cache, in the same way",
         "prefill_floor_ns": "of other fused attention, in the same way",
     }

@@ -68,6 +68,7 @@ class _Convolution:
         if self._groups > 1 and self._channels[0] == 1:  # PyTorch's own kernels, on the units of float32
             wide = "wide_" * (max(made.size[2:]) > _NARROW)
             kind = f"depthwise_{wide}weight_gradient" if is_weight else "depthwise_convolution"
+            kind += "_last" * self._is_channels_last
             return [Kernel(kind, flops, num_bytes, dtype="float32")]
         activations = [each for each in (made, *read) if each is not self._weight]
         moved = [2 * array_bytes(each) for each in activations if self._is_copied(each)]

@@ -11,8 +11,10 @@ _LONGEST_KEPT = 1024  # elements of a row that PyTorch's softmax keeps in regist
 _TENSORS_OF_A_KERNEL = 48  # of three lists: depth_to_max_tensors in PyTorch's MultiTensorApply.cuh
 _FUNCTIONS = re.compile(
     r"gelu|silu|swish|mish|\.elu|celu|selu|softplus|sigmoid|tanh|exp(?!and)|log(?!ical)|erf|pow|rsqrt|sin|cos"
+    r"|native_dropout$"
 )
 _COPIES = "aten.cat", "aten.stack"
+_NARROW = 1024  # elements of a row; a thread block has it, and waits for its sum
 
 
 def array_bytes(array: Array) -> int:
@@ -73,7 +75,8 @@ def transposes(call: ShapedCall) -> bool:
 
 def pointwise(op: PricedOp) -> list[Kernel]:
     """Operands are read, the result is written: across the order of memory if strides differ."""
-    return [Kernel(_kind(op.calls[0]), op.flops, op.bytes)]
+    kind = _kind(op.calls[0])
+    return [Kernel("transposed_copy" if kind == "transpose" and not op.is_compiled else kind, op.flops, op.bytes)]
 
 
 def _kind(call: ShapedCall) -> str:
@@ -92,26 +95,39 @@ def _kind(call: ShapedCall) -> str:
 
 def _made_contiguous(*arrays: Array) -> list[Kernel]:
     """Copies that kernels have made which take contiguous tensors alone."""
-    return [Kernel("transpose", 0, 2 * array_bytes(array)) for array in arrays if not is_contiguous(array)]
+    return [Kernel("transposed_copy", 0, 2 * array_bytes(array)) for array in arrays if not is_contiguous(array)]
+
+
+def _of_batch_norm(op: PricedOp, end: str = "") -> str:
+    """Returns the class of a batch norm in training: in bfloat16 PyTorch takes kernels of its own."""
+    array = op.calls[0].arrays[0]
+    if array.dtype != "bfloat16" or op.is_compiled:
+        return "norm" if end else "batch_norm"
+    return f"native_batch_norm{end}{'_last' * is_channels_last(array)}"
+
+
+def _is_narrow(op: PricedOp, array: Array) -> bool:
+    return "group" not in op.kind and not op.is_compiled and bool(array.size) and array.size[-1] <= _NARROW
 
 
 def batch_norm(op: PricedOp) -> list[Kernel]:
     """In training the statistics are read first; in inference they are known."""
     call = op.calls[0]
     is_training = "no_training" not in call.kind and call.arguments[5] != 0
-    kind = "batch_norm" if is_training else "norm"
+    kind = _of_batch_norm(op) if is_training else "norm"
     return [Kernel(kind, op.flops, op.bytes + is_training * array_bytes(call.arrays[0]))]
 
 
 def batch_norm_backward(op: PricedOp) -> list[Kernel]:
     """Two sums over gradient and input come first, then both are read again."""
     gradient, values = op.calls[0].arrays[:2]
-    return [Kernel("norm", op.flops, op.bytes + array_bytes(gradient) + array_bytes(values))]
+    return [Kernel(_of_batch_norm(op, "_backward"), op.flops, op.bytes + array_bytes(gradient) + array_bytes(values))]
 
 
 def row_norm(op: PricedOp) -> list[Kernel]:
     """Layer and RMS norm: a row stays on the multiprocessor between statistics and result."""
-    return [*_made_contiguous(op.calls[0].arrays[0]), Kernel("norm", op.flops, op.bytes)]
+    values = op.calls[0].arrays[0]
+    return [*_made_contiguous(values), Kernel("narrow_norm" if _is_narrow(op, values) else "norm", op.flops, op.bytes)]
 
 
 def row_norm_backward(op: PricedOp) -> list[Kernel]:
@@ -119,7 +135,8 @@ def row_norm_backward(op: PricedOp) -> list[Kernel]:
     gradient, values = op.calls[0].arrays[:2]
     both = array_bytes(gradient) + array_bytes(values)
     copies = _made_contiguous(gradient, values)
-    return [*copies, Kernel("norm", op.flops, op.bytes), Kernel("reduction", 0, both)]
+    kinds = ("narrow_norm", "narrow_sum") if _is_narrow(op, values) else ("norm", "reduction")
+    return [*copies, Kernel(kinds[0], op.flops, op.bytes), Kernel(kinds[1], 0, both)]
 
 
 def group_norm(op: PricedOp) -> list[Kernel]:

@@ -24,6 +24,7 @@ _LEAST_SPLIT, _K_STEP = 64, 32  # of k: what a split has, and what is read at a 
 # in place of 156 (github.com/pytorch/pytorch/issues/181718); with libraries of before, an A100 trained nanoGPT 25 %
 # faster with 50,304 words than with 50,257, which is about 0.4. Fitted on the 24 set rows of vTrain's GPT, of 50,257.
 _ALIGNED, _UNALIGNED_PACE = 8, 0.45
+_PADDED = 512  # rows and columns that Inductor fills up where it is quicker: the head of GPT-2, on an H200. Untuned
 _SUM_BYTES = 4  # of a partial sum
 # Fitted on the tables of all three cards (benchmarks/data/measured/gemm-*.csv): the steps of k that a tile reads until
 # it multiplies, and takes to write its sums; and the norm by which reading memory and multiplying overlap.
@@ -44,7 +45,11 @@ def product(op: PricedOp) -> list[Kernel]:
     """One kernel. A bias of one dimension is added by it (cuBLASLt's epilogue); `addmm` and its like copy any other
     summand to the result first, unless they work in place."""
     call = op.calls[0]
-    kernels = [Kernel("product", op.flops, op.bytes, product_size(call, op.flops))]
+    size = product_size(call, op.flops)
+    if op.is_compiled:  # Inductor fills odd rows up (`shape_padding`)
+        n, k = (-(-each // _ALIGNED) * _ALIGNED if each >= _PADDED else each for each in size[2:])
+        size = (*size[:2], n, k)
+    kernels = [Kernel("product", op.flops, op.bytes, size)]
     name = call.kind.rpartition(".")[2]
     is_copied = name in _ADDED and not name.endswith("_") and not op.is_compiled
     if is_copied and len(call.arrays) > 2 and len(call.arrays[0].size) > 1:
@@ -93,6 +98,7 @@ class Multiprocessors:
     flops_per_ns: F64  # [K] of one, achieved, in the types of K kernels
     bytes_per_ns: float  # of operands that one reads; infinite where the card does not tell
     next_kernel_ns: float  # until a second kernel works, which adds splits
+    odd_pace: float = _UNALIGNED_PACE  # of products whose rows of halves are not aligned, beside others
 
 
 def multiprocessors_of(device: Device, flops_per_second: F64) -> Multiprocessors:
@@ -103,6 +109,7 @@ def multiprocessors_of(device: Device, flops_per_second: F64) -> Multiprocessors
         flops_per_second / count / 1e9,
         figures.get("operand_bytes_per_second", 0) / 1e9 or np.inf,
         figures.get("gap_ns", device.launch_ns) + figures.get("product_floor_ns", 0),
+        figures.get("odd_pace", 0) or _UNALIGNED_PACE,
     )
 
 
@@ -110,7 +117,7 @@ def tiled_ns(size: F64, element_bytes: F64, processors: Multiprocessors) -> F64:
     """Returns the ns [K] in which products of `size` [K, 4] are done, if memory is quick enough."""
     parts, m, n, k = size.T
     is_aligned = (element_bytes != 2) | (((n % _ALIGNED == 0) | (n == 1)) & (k % _ALIGNED == 0))
-    pace = np.where(is_aligned, 1, _UNALIGNED_PACE)
+    pace = np.where(is_aligned, 1, processors.odd_pace)
     rows, columns = np.array(_TILES, np.float64).T[:, :, None]  # [T, 1] tiles
     tiles = parts * np.ceil(m / rows) * np.ceil(n / columns)
     height, width = np.where(m == 1, 1, rows), np.where(n == 1, 1, columns)  # kernels for vectors have no tiles

@@ -17,6 +17,7 @@ SMALL_FLOATS, HALVES = ("float8", "float4"), ("bfloat16", "float16")
 # Classes whose kernels read weights, or products', whose shares are fitted with what caches hold
 _OF_OTHERS = [CLASSES.index(name) for name in (*OF_FLOPS, "product_bytes", "gather", "element_gather", "optimizer")]
 _HELD = 0.5  # of the cache, fitted on the 24 set rows of GPT on A100, where 0.25 and 1 are worse
+_SUMS = {name for name in OF_BYTES if "norm" in name or name in ("reduction", "narrow_sum")}
 _ATTENTION = [CLASSES.index(name) for name in ("attention", "attention_backward")]
 
 
@@ -40,10 +41,17 @@ def kernel_times(kernels: Kernels, device: Device) -> F64:
         times_ns[cut] = together_ns(cut_ns * kernels.launches[cut], bytes_ns[cut])
         times_ns[fused] = together_ns(fused_ns, bytes_ns[fused])
     floors_ns = [figures.get(f"{name}_floor_ns", 0) for name in ("product", "decode", "prefill")]
+    passes_ns = [figures.get(f"{'sum' if name in _SUMS else 'pass'}_floor_ns", 0) * _is_pass(name) for name in CLASSES]
+    times_ns += np.array(passes_ns)[kernels.kinds] * np.minimum(kernels.launches, 1)
     times_ns[cut] += floors_ns[0] * kernels.launches[cut]
     times_ns[fused] += np.where(sizes[fused, 2] == 1, *floors_ns[1:])
     exchange_ns = collective_times(kernels, device)[1]
     return np.where(is_collective(kernels), exchange_ns, times_ns + gap_ns(device) * kernels.launches)
+
+
+def _is_pass(name: str) -> bool:
+    """Returns whether kernels of a class move memory alone."""
+    return name in OF_BYTES and name != "product_bytes"
 
 
 def is_collective(kernels: Kernels) -> Bool:
