@@ -39,7 +39,7 @@ class CardSteps(MeasuredSource):
     """The rows of `steps.csv`, on a card of kind `card`."""
 
     name = "h200"
-    about = "kernels of steps on one H200, PyTorch 2.11, which nothing is set on"
+    about = "kernels of steps on one H200, PyTorch 2.11; of them only the pace of GPT-2's odd head is set"
 
     path: Path = STEPS
     card: str = "h200-sxm-141g"
