@@ -34,6 +34,7 @@ def d(text: str) -> Any:
 
 Range = Annotated[tuple[Ns, Ns] | None, d("where 8 of 10 measured steps of this kind are; null: not known")]
 RestsOn = Annotated[str | None, d("the measured steps that the range is from")]
+Mfu = Annotated[float | None, d("share of the devices' arithmetic rate that the model's FLOPs take")]
 
 
 # parts
@@ -225,7 +226,7 @@ class Place(Figures):
     gap: Annotated[float | None, d("step time over bound, less 1; null: the bound is 0")]
     step_time_range_ns: Range
     range_rests_on: RestsOn
-    mfu: Annotated[float | None, d("share of the devices' arithmetic rate that the model's FLOPs take")]
+    mfu: Mfu
     per_second: Annotated[dict[str, float], d("samples, tokens")]
     baselines: Annotated[dict[str, Baseline], d("by placer")]
     seconds: Annotated[float, d("of the search")]
@@ -263,6 +264,7 @@ class SweepRow(TypedDict):
     step_time_ns: int | None
     step_time_range_ns: Range
     range_rests_on: RestsOn
+    mfu: Mfu
     lower_bound_ns: int | None
     peak_memory_bytes: list[Size] | None
     order: str | None
@@ -300,6 +302,7 @@ class CompareRow(TypedDict):
     step_time_ns: Annotated[int | None, d("the median over seeds")]
     step_time_range_ns: Range
     range_rests_on: RestsOn
+    mfu: Mfu
     step_time_ns_by_seed: list[int | None]
     seconds: float
     simulations: int
@@ -330,7 +333,7 @@ class Simulate(Figures):
     gap: float | None
     step_time_range_ns: Range
     range_rests_on: RestsOn
-    mfu: float | None
+    mfu: Mfu
     feasible: bool
     reasons: Annotated[list[str], d("why it is not feasible")]
     serving: NotRequired[Serving | None]
@@ -717,13 +720,14 @@ class TuneCandidate(TypedDict):
     slopes: Annotated[list[float], d("of the logarithm of its time in those of `numbers`")]
     environment: Annotated[dict[str, str], d("of the command")]
     placed: Annotated[str, d("equal for candidates that differ in the order of ops alone")]
+    files: Annotated[list[str], d("in its directory, but for what a command writes")]
 
 
 class TuneLog(TypedDict):
     """`gdp-tune`, the first line of `log.jsonl`; others are measurements, or further candidates (`placed_after`)."""
 
     format: Literal["gdp-tune"]
-    version: Literal[2]
+    version: Literal[3]
     question: dict[str, Any]
     numbers: Annotated[list[tuple[str, str]], d("of the machine: a kind of device or link, and its number")]
     candidates: list[TuneCandidate]

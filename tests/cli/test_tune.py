@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from doc_pages import read_blocks, read_commands
 from gdp.cli import main
+from gdp.cluster import Cluster
 
 MODEL = "test_tune:net"
 QUICK = "--devices", "2xl4-24g", "--search", "30sims", "--threads", "1"
@@ -40,6 +41,9 @@ def test_measured_by_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     first = json.loads(capsys.readouterr().out)
     assert [row["candidate"] for row in first["measurements"]] == [0]
     assert len(os.listdir("tune/0")) == 5  # plan, devices, export, and what the command printed
+    for name in ("plan.json", "cluster.json", "parallel_step.py"):
+        assert Path("tune", name).read_bytes() == Path("tune/0", name).read_bytes()
+    assert not Path("tune/output.txt").exists()
     assert main([*words, "--steps", "2"]) == 2
     assert "--resume" in capsys.readouterr().err
     assert main([*words, "--steps", "2", "--resume", "--json"]) == 0
@@ -55,6 +59,36 @@ def test_measured_by_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     next_model = ("place", MODEL, "--devices", second["machine"], "--inference", "--budget", "9sims", "--json")
     assert main([*next_model, "--threads", "1", "--no-advice", "--no-cache"]) == 0
     assert json.loads(capsys.readouterr().out)["status"] == "ok"
+
+
+def test_what_users_run_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    """The answer of place, one device, DDP and FSDP are measured before others, as the tool runs them; what cannot be
+    is said. Where the answer goes on is said with the environment of its command."""
+    words = ["tune", MODEL, "--measure", TIMED, "--pattern", r"step: ([\d.]+) ms", *QUICK, "--to", "torch-fsdp"]
+    assert main([*words, "--steps", "4"]) == 0
+    printed = capsys.readouterr()
+    assert {"single", "ddp", "fsdp"} <= set(printed.out.split())
+    assert "GDP_CANDIDATE=tune GDP_RANKS=" in printed.out
+    assert main([*words, "--out", "odd", "--steps", "1", "--batch-dim", "1"]) == 0
+    assert "ddp is not measured" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_with_the_same_model_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    """Measurements of a model, or of devices, whose file has changed are not mixed with new ones."""
+    assert main(["capture", MODEL, "--out", "graph.json"]) == 0
+    Cluster.parse("2xl4-24g").save("cards.json")
+    words = ["tune", "graph.json", "--measure", TIMED, "--pattern", r"step: ([\d.]+) ms", "--devices", "cards.json"]
+    words += [*QUICK[2:], "--steps", "1"]
+    assert main(words) == 0
+    changes = {"cards.json": ('"launch":', '"launch":1'), "graph.json": ('"flops":', '"flops":1')}
+    for path, says in (("cards.json", "another content of DEVICES"), ("graph.json", "another content of MODEL")):
+        kept = Path(path).read_text()
+        Path(path).write_text(kept.replace(*changes[path], 1))
+        assert Path(path).read_text() != kept
+        capsys.readouterr()
+        assert main([*words, "--resume"]) == 2
+        assert says in capsys.readouterr().err
+        Path(path).write_text(kept)
 
 
 def test_runtimes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -77,7 +78,7 @@ def tune(
         from gdp.simulator.plan import Asked
         from gdp.tune.measuring import Measuring
         from gdp.tune.placing import Placing
-        from gdp.tune.tuning import LOG, Tuning
+        from gdp.tune.tuning import LOG, Tuning, alone
 
         if (on is None) == (measure is None):
             raise InputError("tune: measure plans here with --on local, or by a command of yours with --measure")
@@ -114,10 +115,11 @@ def tune(
         question = {"model": model, "devices": text, "options": kept | {"search": search, "seed": seed}}
         if path.exists() and not resume:
             raise InputError(f"{path}: has measurements; go on with --resume, or name another --out")
-    began_s = time.monotonic()
+    began_s, ask = time.monotonic(), _asking(source, limits, seed, threads)
+    question |= {"graph": ask(cluster).problem.graph.fingerprint, "machine": cluster.fingerprint}
     reads = {name: value for name, value in kept.items() if name not in _OF_TUNING}
     placing = Placing(
-        question=_asking(source, limits, seed, threads),
+        question=ask,
         cluster=cluster,
         source=source,
         asked=Asked(model, reads | {"seed": seed}, text, os.getcwd()),
@@ -128,27 +130,33 @@ def tune(
         has_orders=measure is None,
         say=lambda text: log(f"gdp: note: {text}"),
     )
-    if resume and path.exists():
-        tuning = Tuning.resume(out, question)
-        log(f"gdp: {len(tuning.measurements):,} of {len(tuning.candidates):,} plans were measured before")
-    else:
-        with live(f"looking for plans of {model}"):
-            found = placing.candidates({})
-        if not found:
-            return fail("error: no plan fits in memory; `gdp place` says how much is missing", NOTHING_FITS)
-        tuning = Tuning.begin(out, question, found, placing.numbers)
-    interrupted = False
-    try:
-        tuning.run(
-            lambda directory: how.measure(directory, tuning.candidates[int(directory.name)].environment),
-            most=steps,
-            ends_s=began_s + seconds,
-            on_measured=lambda line: _tell(tuning, line),
-            placing=placing,
-        )
-    except KeyboardInterrupt:
-        interrupted, tuning.ended = True, "interrupted"
-    return _answered(tuning, cluster, json=json, interrupted=interrupted)
+    with alone(out):
+        if resume and path.exists():
+            tuning = Tuning.resume(out, question, end_s)
+            log(f"gdp: {len(tuning.measurements):,} of {len(tuning.candidates):,} plans were measured before")
+        else:
+            with live(f"looking for plans of {model}"):
+                found = placing.candidates({})
+            if not found:
+                return fail("error: no plan fits in memory; `gdp place` says how much is missing", NOTHING_FITS)
+            tuning = Tuning.begin(out, question, found, placing.numbers)
+        interrupted, failure = False, None
+        try:
+            tuning.run(
+                lambda directory: how.measure(directory, tuning.candidates[int(directory.name)].environment),
+                most=steps,
+                ends_s=began_s + seconds,
+                on_measured=lambda line: _tell(tuning, line),
+                placing=placing,
+            )
+        except KeyboardInterrupt:
+            interrupted, tuning.ended = True, "interrupted"
+        except InputError as error:  # a full disk; what was measured is told
+            failure, tuning.ended = error, "the log cannot be written"
+        status = _answered(tuning, cluster, measure, json=json, interrupted=interrupted)
+        if failure is not None:
+            raise failure
+        return status
 
 
 _RUN_STEPS = 5
@@ -169,7 +177,7 @@ def _asking(
     source: "ModelSource", limits: options.ConstraintOptions, seed: int, threads: int | None
 ) -> "Callable[[Cluster], PlaceQuestion]":
     """Returns the question about MODEL on a cluster, which is read once."""
-    from functools import cache
+    from functools import cache, lru_cache
 
     from gdp.cli.inputs import read_graph
     from gdp.cli.shared import warm_up
@@ -177,6 +185,7 @@ def _asking(
 
     read = cache(lambda: read_graph(source))
 
+    @lru_cache(maxsize=1)
     def ask(cluster: "Cluster") -> PlaceQuestion:
         search = SearchOptions(seed=seed, num_threads=threads)
         question = PlaceQuestion.of(source, cluster, limits.constraints(cluster), None, None, search, read())
@@ -189,26 +198,24 @@ def _asking(
 
 def _tell(tuning: "Tuning", line: "LoggedMeasurement") -> None:
     """Logs a measurement, and copies the best plan so far to where the answer is."""
-    from gdp import files
     from gdp.report.tables import format_ms
 
     row = tuning.candidates[line.candidate]
     told = f"{line.status} ({line.reason})" if line.step_ns is None else format_ms(line.step_ns)
     log(f"gdp: {len(tuning.measurements)}: {row.name}: {told}, expected {format_ms(line.before_ns)}")
-    if (best := tuning.answer) is not None:
-        for name in ("plan.json", "cluster.json"):
-            files.write_bytes(tuning.directory / name, files.read_bytes(tuning.directory / str(best) / name))
+    tuning.copy_answer()
 
 
-def _answered(tuning: "Tuning", cluster: "Cluster", *, json: bool, interrupted: bool) -> int:
-    """Prints the answer, and writes what was learned about the machine; returns the exit status."""
+def _answered(tuning: "Tuning", cluster: "Cluster", command: str | None, *, json: bool, interrupted: bool) -> int:
+    """Prints the answer, and writes it and what was learned about the machine; returns the exit status."""
     from gdp.report import listings
     from gdp.report.tables import format_ms
-    from gdp.tune.measuring import OUT_OF_MEMORY
+    from gdp.tune.measuring import CANDIDATE, OUT_OF_MEMORY
 
     best, plan, machine = tuning.answer, tuning.directory / "plan.json", tuning.directory / "machine.yaml"
     fit = tuning.machine(cluster)
     if best is not None:
+        tuning.copy_answer()
         fit.fitted.save(machine)
     lines = sorted(tuning.measurements, key=lambda line: (line.step_ns is None, line.step_ns or 0))
     if json:
@@ -248,7 +255,12 @@ def _answered(tuning: "Tuning", cluster: "Cluster", *, json: bool, interrupted: 
             print_text(f"Learned of the machine: {', '.join(moved) or 'it is as it was known'}")
             for kind, what in fit.unlikely:
                 log(f"gdp: note: {what} of {kind} is far from elsewhere; check that the times are those of steps")
-            print_text(f"Written to {plan}; next: gdp run {plan}; another model: gdp place MODEL --devices {machine}")
+            variables = {CANDIDATE: tuning.directory} | tuning.candidates[best].environment
+            settings = " ".join(f"{key}={shlex.quote(str(value))}" for key, value in variables.items())
+            again = f"next: gdp run {plan}; " if command is None else ""
+            if command is not None:
+                print_text(f"To run it: {settings} COMMAND")
+            print_text(f"Written to {plan}; {again}another model: gdp place MODEL --devices {machine}")
     if interrupted:
         return INTERRUPTED
     if best is None:

@@ -94,15 +94,21 @@ class PlannedCandidate:
 
 
 def find_candidates(
-    question: PlaceQuestion, clock: Clock, most: int, find: Callable[[PlaceQuestion, Clock], Solution] = answer
+    question: PlaceQuestion,
+    clock: Clock,
+    most: int,
+    find: Callable[[PlaceQuestion, Clock], Solution] = answer,
+    say: Callable[[str], None] = lambda text: None,
 ) -> list[PlannedCandidate]:
     """Returns at most `most` plans that fit, the ones that come first in front, then by predicted time; `find` is the
-    search of `place`."""
+    search of `place`, and `say` is told which of what users run is left out, and why."""
     known, chosen = set[tuple[str, bytes, str]](), list[PlannedCandidate]()
-    for each in _plans(question, clock, find):
+    for each in _plans(question, clock, find, say):
         if each.plan.status == "ok" and each.key not in known:
             known.add(each.key)
             chosen.append(each)
+        elif each.plan.status != "ok" and each.comes_first:
+            say(f"{each.name} is not measured: it does not fit in memory")
     return in_turn(chosen)[:most]
 
 
@@ -112,7 +118,7 @@ def in_turn(candidates: Iterable[PlannedCandidate]) -> list[PlannedCandidate]:
 
 
 def _plans(
-    question: PlaceQuestion, clock: Clock, find: Callable[[PlaceQuestion, Clock], Solution]
+    question: PlaceQuestion, clock: Clock, find: Callable[[PlaceQuestion, Clock], Solution], say: Callable[[str], None]
 ) -> Iterator[PlannedCandidate]:
     solution = find(question, clock.part(_SHARE))
     assert solution.plan is not None
@@ -122,10 +128,14 @@ def _plans(
     if not is_cut:
         return
     for name in _USERS:
-        with contextlib.suppress(InputError):  # a batch that has no equal parts
+        reason = "the batch has no equal parts"
+        with contextlib.suppress(InputError):
             rival = RIVALS[name](question.about_batch()).best
             if rival is not None and rival.may_be_answer:
                 yield PlannedCandidate(name, _plan_of(question, rival, clock), comes_first=True)
+                continue
+            reason = (rival and rival.refusal) or reason
+        say(f"{name} is not measured: {reason}")
     others = [each for each in solution.looked_at if each.refusal is None]
     simulated = [each for each in others if each.may_be_answer and each.problem.cluster is question.cluster]
     for each in simulated:

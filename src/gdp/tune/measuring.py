@@ -25,6 +25,9 @@ _MS = {"ms": 1.0, "s": 1e3}  # by the name of a pattern's group
 _MEMORY_STATUS = 3  # exit status of `gdp run`
 _MEMORY_WORDS = "out of memory", "outofmemory", "cannot allocate memory", "can't allocate memory"
 _RAISED = re.compile(r"\w*(?:Error|Exception): \S.*")
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_MOST_ENDING_S = 6 * supervisor.GRACE_S
+_KILLED = -9, 137  # by SIGKILL; a shell adds 128
 _KEPT = 200  # characters of a reason
 _TAIL_BYTES = 1 << 20  # of an output that are read
 _OUTPUT, _ERRORS = "output.txt", "errors.txt"
@@ -75,7 +78,7 @@ class Measuring:
             try:
                 found = texts if compiled is None else [text.replace(",", "") for text in compiled.findall(output)]
                 times_ms = [_MS[unit] * float(text) for text in found]
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 return None
             if not times_ms or not all(isfinite(time) and time > 0 for time in times_ms):
                 return None
@@ -89,13 +92,19 @@ class Measuring:
         """Runs the command in `directory`, if it is that of `gdp run`, else where gdp runs. What it prints is kept in
         the directory, and all its processes are ended, also where this one is killed."""
         own = self.read is _of_run
+        try:
+            return self._measured(directory, environment, own)
+        except OSError as error:  # the directory is gone, or the disk is full
+            return Measured(FAILED, reason=f"{directory}: {error.strerror or error}")
+
+    def _measured(self, directory: Path, environment: Mapping[str, str], own: bool) -> Measured:
         with (
             open(directory / _OUTPUT, "wb") as output,
             open(directory / _ERRORS, "wb") as errors,
             subprocess.Popen(
                 [sys.executable, "-IS", _SUPERVISOR, *self.command],
                 cwd=directory if own else None,
-                env=os.environ | environment | {CANDIDATE: str(directory.absolute())},
+                env=os.environ | among_visible(environment) | {CANDIDATE: str(directory.absolute())},
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=errors,
@@ -105,9 +114,10 @@ class Measuring:
             try:
                 status = process.wait(self.timeout_s)
             except subprocess.TimeoutExpired:
-                return Measured(TIMED_OUT, reason=f"no end within {self.timeout_s:g} s")
+                left = "" if _end(process) else ", and it cannot be ended"
+                return Measured(TIMED_OUT, reason=f"no end within {self.timeout_s:g} s{left}")
             finally:
-                process.communicate()  # the end of its input ends it
+                _end(process)
         printed, said = _tail(directory / _OUTPUT), _tail(directory / _ERRORS)
         if status:
             raised = [match[0] for match in _RAISED.finditer(said or printed)]  # torchrun says more behind the first
@@ -115,11 +125,31 @@ class Measuring:
             lacks = any(words in f"{printed}{said}".lower() for words in _MEMORY_WORDS)
             lacks |= own and status == _MEMORY_STATUS
             ended = f"signal {-status}" if status < 0 else f"exit status {status}"
+            ended += ", as where the host lacks memory" * (status in _KILLED)
             return Measured(OUT_OF_MEMORY if lacks else FAILED, reason=f"{ended}: {[*raised, last][0]}"[:_KEPT])
         found = self.read(printed) or self.read(said)
         if found is None or not (isfinite(found[0]) and found[0] > 0):
             return Measured(NO_TIME, reason=f"no time of a step in {directory / _OUTPUT}")
         return Measured(OK, *found)
+
+
+def among_visible(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment whose cards are numbered among those that are visible here."""
+    here, chosen = os.environ.get(_VISIBLE, ""), environment.get(_VISIBLE, "")
+    cards = [card.strip() for card in here.split(",") if card.strip()]
+    numbers = [int(number) for number in chosen.split(",") if number]
+    is_known = bool(numbers) and max(numbers) < len(cards)
+    return {**environment, _VISIBLE: ",".join(cards[number] for number in numbers)} if is_known else {**environment}
+
+
+def _end(process: "subprocess.Popen[bytes]") -> bool:
+    """Ends what runs, by the end of its input, and returns whether it ended; a driver that hangs holds a process."""
+    try:
+        process.communicate(timeout=_MOST_ENDING_S)
+    except subprocess.TimeoutExpired:
+        process.kill()  # the supervisor, which waits for the others
+        return False
+    return True
 
 
 def _of_run(output: str) -> tuple[float, float | None] | None:
@@ -141,7 +171,7 @@ def _json_lines(text: str) -> list[dict[str, Any]]:
     found = []
     for line in text.splitlines():
         if line.lstrip().startswith("{"):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 found.append(json.loads(line))
     return found
 

@@ -24,6 +24,7 @@ from gdp.export.exported_plan import check_takes_layout, exported
 from gdp.export.layouts.target import CutStep, LayoutTarget, ranks_of
 from gdp.export.targets_by_name import find_layout_target, find_target
 from gdp.models.source import ModelSource
+from gdp.parallel.layout import Layout
 from gdp.planning.machine_fit import STEP, Number, known_numbers, with_factors
 from gdp.planning.plan_directory import files_beside
 from gdp.search.place import answer
@@ -93,11 +94,9 @@ class Placing:
             each.plan.problem.cluster.save(files_beside(path)[2])
             time_ns = _time_ns(step, inverse) if factors else step.step_time_ns
             first = each.comes_first and not known
-            rows.append(
-                LoggedCandidate(
-                    each.name, time_ns, each.spread, first, each.traits, key, environment=environment, placed=placed
-                )
-            )
+            row = LoggedCandidate(each.name, time_ns, each.spread, first, each.traits, key)
+            names = [path.name, files_beside(path)[2].name, *content]
+            rows.append(replace(row, environment=environment, placed=placed, files=names))
             steps.append(step)
         if found and not rows and not known:
             raise InputError(f"--to {self.target}: expresses none of {len(found)} plans; the last: {[*reasons][-1]}")
@@ -110,7 +109,8 @@ class Placing:
         find = answer
         if self.target and find_layout_target(self.target, is_cut=True) is None:
             find = partial(answer_for, find_target(self.target))
-        found = find_candidates(question, Clock(self.budget), _MOST_CANDIDATES, find)
+        say = (lambda text: None) if factors else self.say
+        found = find_candidates(question, Clock(self.budget), _MOST_CANDIDATES, find, say)
         first, *others = self.runtimes or [next((d.runtime for d in self.cluster.devices if not d.is_cpu), EAGER)]
         found = [replace(each, runtime=first) for each in found]
         found += [each.run_by(runtime) for runtime in others for each in found]
@@ -132,11 +132,14 @@ class Placing:
         assert problem is not None
         if not self.target:
             return replay(problem, plan), {}, {RANKS: str(len(plan.cards))}
+        if plan.layout is None and len(np.unique(plan.placement)) == 1:  # one replica, to tools that take layouts
+            whole = Layout().document() | {"batch": self.source.batch_size}
+            plan = replace(plan, layout=whole) if find_layout_target(self.target, is_cut=True) else plan
         target: LayoutTarget | ExportTarget | None = find_layout_target(self.target, is_cut=plan.layout is not None)
         if target is None:
             target = find_target(self.target)
             check_takes_layout(plan, target)
-        export, environment = exported(problem, plan, target, self.source), dict[str, str]()
+        export, environment = exported(problem, plan, target, self.source), {RANKS: str(len(plan.cards))}
         if not export.fits:
             raise InputError(f"the step does not fit as {target.name} runs it")
         if isinstance(export.step, CutStep):

@@ -1,7 +1,8 @@
 """Runs a command, and ends all processes that it has started once it ends, or once who asked for it does.
 
 A program of its own, on nothing but the standard library. Its standard input is a pipe from who asked: the end of that
-is seen even after SIGKILL. Processes in sessions of their own, as torchrun's are, become children of this one."""
+is seen even after SIGKILL. The command gets SIGTERM then, and SIGKILL later. Processes in sessions of their own, as
+torchrun's are, become children of this one."""
 
 import contextlib
 import ctypes
@@ -10,19 +11,23 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
+GRACE_S = 5  # in which a command may end what it has elsewhere: a container, ranks on other hosts
 _SET_CHILD_SUBREAPER = 36  # of prctl, which Linux alone has; elsewhere only the group of the command is ended
 
 
 def _end_after_input(process: "subprocess.Popen[bytes]") -> None:
     sys.stdin.read()
-    _end_group(process)
+    _end_group(process, signal.SIGTERM)
+    time.sleep(GRACE_S)
+    _end_group(process, signal.SIGKILL)
 
 
-def _end_group(process: "subprocess.Popen[bytes]") -> None:
+def _end_group(process: "subprocess.Popen[bytes]", how: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, how)
 
 
 def _children() -> set[int]:
@@ -41,7 +46,7 @@ def main() -> None:
     process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
     threading.Thread(target=_end_after_input, args=(process,), daemon=True).start()
     status = process.wait()
-    _end_group(process)
+    _end_group(process, signal.SIGKILL)
     ended = set[int]()
     while left := _children() - ended:  # the children of those that end come next
         for pid in left:

@@ -7,11 +7,13 @@ The log has a line for each measurement, and for candidates that were placed ane
 measurement begins: a run that was killed goes on from there and loses the measurement that ran. M measurements, P
 numbers of the machine."""
 
+import contextlib
+import fcntl
 import json
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -24,13 +26,13 @@ from gdp import files
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.planning.machine_fit import MachineFit, Number, fit_slopes, priors_of
-from gdp.tune.measuring import FAILED, NO_TIME, OK, Measured
+from gdp.tune.measuring import FAILED, NO_TIME, OK, TIMED_OUT, Measured
 from gdp.tune.residual import Residual
 
 if TYPE_CHECKING:
     from gdp.tune.placing import Placing
 
-FORMAT, VERSION = "gdp-tune", 2
+FORMAT, VERSION = "gdp-tune", 3
 LOG = "log.jsonl"
 # relative: runs of one plan, one after the other, differ by more than the steps of a run; and on a busy machine the
 # times of steps say nothing of others. Untuned
@@ -39,6 +41,7 @@ _LEAST_NOISE, _MOST_NOISE = 0.02, 0.1
 # the shortest is a lucky one. In a simulated loop of 30 candidates with a noise of 3 % and a drift of 5 % the regret is
 # 1.3 % in place of 2.0 %, after 10 measurements in place of 7; with 4 leaders, or 5 rounds, about the same
 _LEADERS, _ROUNDS = 3, 3
+_SAID = {"model": "MODEL", "graph": "content of MODEL", "machine": "content of DEVICES"}  # what a log is known by
 _ALIKE = 5  # first plans that fail in one way, and no other is tried. Untuned
 _DRIFTS = 4  # deviations of noise by which two times of one plan differ where the machine's pace changed. Untuned
 
@@ -56,6 +59,7 @@ class LoggedCandidate:
     slopes: list[float] = field(default_factory=list)  # [P] of the logarithm of its time in those of the numbers
     environment: dict[str, str] = field(default_factory=dict)  # of the command
     placed: str = ""  # equal for those that differ in the order of ops alone
+    files: list[str] = field(default_factory=list)  # in its directory, but for what a command writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,27 @@ class LoggedMeasurement:
     noise: float | None
     reason: str
     seconds: float
+
+
+@contextlib.contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """Measures inside, and no other run does in this directory. InputError where one does."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        held = os.open(directory, os.O_RDONLY)
+    except OSError as error:
+        raise InputError(f"{directory}: cannot be written ({error.strerror}); name another --out") from None
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(held)
+        raise InputError(
+            f"{directory}: another gdp tune measures there; wait for its end, or name another --out"
+        ) from None
+    try:
+        yield
+    finally:
+        os.close(held)
 
 
 @dataclass(eq=False)
@@ -99,8 +124,9 @@ class Tuning:
         return cls(directory, question, [*candidates], numbers)
 
     @classmethod
-    def resume(cls, directory: Path, question: Mapping[str, Any]) -> "Tuning":
-        """Reads a log, and cuts off a line that is not whole. InputError for one of another question."""
+    def resume(cls, directory: Path, question: Mapping[str, Any], timeout_s: float = 0) -> "Tuning":
+        """Reads a log, and cuts off a line that is not whole. Plans that took longer than another timeout than
+        `timeout_s` may be measured again. InputError for one of another question."""
         path = directory / LOG
         lines = files.read_bytes(path).split(b"\n")
         try:
@@ -112,22 +138,26 @@ class Tuning:
                 if "candidates" in line:
                     tuning.candidates += [LoggedCandidate(**each) for each in line["candidates"]]
                     tuning.placed_after = line["placed_after"]
-                else:
+                elif line["status"] != TIMED_OUT or line["seconds"] >= timeout_s:
                     tuning.measurements.append(LoggedMeasurement(**line))
         except (ValueError, TypeError, KeyError, InputError) as error:
             raise InputError(f"{path}: is not a log of gdp tune ({error}); name another --out") from None
         now, then = ({**each, **each.get("options", {}), "options": None} for each in (question, head["question"]))
         for name in sorted({*now, *then}):
             if then.get(name) != now.get(name):
-                option = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+                option = _SAID.get(name, f"--{name.replace('_', '-')}")
                 raise InputError(f"{path}: was begun with another {option}; take that again, or name another --out")
         files.write_bytes(path, b"\n".join([*lines[:-1], b""]))
         return tuning
 
     @property
     def measured_ns(self) -> dict[int, float]:
-        """The median of the measured times of each candidate; infinite of one that failed."""
-        return {number: float(np.median(times)) for number, times in self._times_ns().items()}
+        """The median of the measured times of each candidate; infinite of one that failed more often than not."""
+        medians = dict[int, float]()
+        for number, times_ns in self._times_ns().items():
+            ran = [time_ns for time_ns in times_ns if time_ns < inf]
+            medians[number] = float(np.median(ran)) if 2 * len(ran) >= len(times_ns) else inf
+        return medians
 
     def _times_ns(self, after: int | None = None) -> dict[int, list[float]]:
         times_ns = defaultdict[int, list[float]](list)
@@ -163,9 +193,16 @@ class Tuning:
 
     @property
     def answer(self) -> int | None:
-        """The fastest measured candidate; None where none ran."""
+        """The fastest measured candidate, where noise hides which the one that is also predicted to be; None where none
+        ran."""
         ran = {number: time_ns for number, time_ns in self.measured_ns.items() if time_ns < inf}
-        return min(ran, key=ran.__getitem__, default=None)
+        return self.residual.answer(ran) if ran else None
+
+    def copy_answer(self) -> None:
+        """Copies the files of the answer, if there is one, to where users look for it."""
+        if (best := self.answer) is not None:
+            for name in self.candidates[best].files:
+                files.write_bytes(self.directory / name, files.read_bytes(self.directory / str(best) / name))
 
     def run(
         self,
@@ -202,10 +239,11 @@ class Tuning:
             seconds = time.monotonic() - began
             step_ns = round(found.step_ns) if found.status == OK else None
             line = LoggedMeasurement(chosen, before_ns, 0, found.status, step_ns, found.noise, found.reason, seconds)
+            with_it = replace(self, measurements=[*self.measurements, line])
+            line = replace(line, after_ns=with_it._expected_ns(chosen))
+            self._append(asdict(line))
             self.measurements.append(line)
-            self.measurements[-1] = replace(line, after_ns=self._expected_ns(chosen))
-            self._append(asdict(self.measurements[-1]))
-            on_measured(self.measurements[-1])
+            on_measured(line)
 
     @property
     def _fails_alike(self) -> bool:
