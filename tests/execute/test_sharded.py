@@ -88,6 +88,12 @@ def test_parts_of_experts_agree(tensor: int, sequence: bool) -> None:
     check_ranks("routed", Shards(tensor, sequence, expert=2), rounding=BFLOAT16)
 
 
+@pytest.mark.parametrize("shards", [Shards(2, True), Shards(4, False), Shards(2, True, expert=2)])
+def test_experts_with_biases_agree(shards: Shards) -> None:
+    """As above, of experts with biases, whose gates are every second column."""
+    check_ranks("gptoss-routed", shards, rounding=BFLOAT16)
+
+
 def test_ranks_with_samples_and_experts_of_their_own_agree() -> None:
     """As above, of two ranks that have one of two samples each, and half of the experts."""
     check_ranks("routed", Shards(expert=2), rounding=BFLOAT16)

@@ -137,6 +137,14 @@ def _routed() -> nn.Module:
     return model.bfloat16()
 
 
+def _biased(*, is_balanced: bool) -> nn.Module:
+    options = _DECODER | {"head_dim": 16, "num_local_experts": 4, "sliding_window": 4} | _EXPERTS
+    model = tf.GptOssForCausalLM(_config("GptOss", **options))
+    for layer in model.model.layers if is_balanced else ():
+        layer.mlp.router = Balanced()
+    return model.bfloat16()
+
+
 def _given(names: str, **options: Any) -> nn.Module:
     """A decoder that the user's code cuts by `parallelize_module`: these of its weights."""
     rows = {"embed_tokens", "o_proj", "down_proj"}
@@ -195,13 +203,15 @@ _MODELS: dict[str, Any] = {
     "t5": lambda: tf.T5ForConditionalGeneration(
         _config("T5", d_model=WIDTH, d_kv=16, d_ff=INNER, num_layers=2, num_heads=HEADS, vocab_size=VOCABULARY, **_T5)
     ).eval(),
-    "mixtral": lambda: tf.MixtralForCausalLM(
-        _config("Mixtral", **_DECODER, num_local_experts=4, **_EXPERTS)
+    "mixtral": lambda **options: tf.MixtralForCausalLM(
+        _config("Mixtral", **_DECODER | options, num_local_experts=4, **_EXPERTS)
     ).bfloat16(),
     "qwen3moe": lambda: tf.Qwen3MoeForCausalLM(
         _config("Qwen3Moe", **_DECODER, head_dim=16, num_experts=4, moe_intermediate_size=32, **_EXPERTS)
     ).bfloat16(),
     "deepseek": lambda: tf.DeepseekV3ForCausalLM(_config("DeepseekV3", **_DECODER | _LATENT | _EXPERTS)).bfloat16(),
+    "gptoss": lambda: _biased(is_balanced=False),
+    "gptoss-routed": lambda: _biased(is_balanced=True),
     "routed": _routed,
     "given": lambda: _given("embed_tokens lm_head q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"),
     "given-mlp": lambda: _given("embed_tokens lm_head gate_proj up_proj down_proj", intermediate_size=256),

@@ -49,7 +49,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3ForCausalLM", SIZES | LATENT | {"head_dim": 8, "intermediate_size": 512}),
 }
 PLAIN = ("qwen3", "phi3", "mistral", "gpt2")  # attention and layers as in another one
-EXECUTED = ("phi3", "gemma2", "qwen3_moe", "gpt2", "deepseek_v3")
+EXECUTED = ("phi3", "gemma2", "qwen3_moe", "gpt_oss", "gpt2", "deepseek_v3")
 CACHED_ONCE = ("deepseek_v3",)  # latents, which all heads read
 
 
@@ -112,6 +112,12 @@ def test_exchanges_of_a_served_step(phase: str, tokens: int, tmp_path: Path) -> 
     assert exchanges(graph) == {("forward", "all_reduce"): 2 * LAYERS + 1, ("forward", "all_gather"): 1}
     assert set(graph.bytes_accessed[sums].tolist()) == {4 * 2 * tokens * WIDTH}
     assert graph.bytes_accessed[gather] % (4 * 2 * VOCABULARY) == 0
+
+
+def test_experts_with_biases_are_summed_up_once(tmp_path: Path) -> None:
+    """Mixtures whose experts have biases, and gates in every second column, take two sums a layer as others do."""
+    graph = served(text_of("gpt_oss", tmp_path), "decode", 2).graph
+    assert exchanges(graph) == {("forward", "all_reduce"): 2 * LAYERS + 1, ("forward", "all_gather"): 1}
 
 
 def test_fewer_heads_than_ranks(tmp_path: Path) -> None:

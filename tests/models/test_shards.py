@@ -26,7 +26,7 @@ PAIRED = ("llama", "tied", "qwen3", "phi3", "olmo2", "neox", "gpt2", "bert", "vi
 HEADS_ALIKE = ("bloom", "opt", "bigcode", "gemma", "phi3-gqa")  # fused, one of keys, or fewer of keys than ranks
 NAMES = (*PAIRED, *HEADS_ALIKE, "diffusion")
 LIKE_LLAMA = ("llama", "olmo2", "qwen3", "qwen3moe")  # projections are cut as in one of the others
-MIXTURES = ("mixtral", "qwen3moe", "deepseek")
+MIXTURES = ("mixtral", "qwen3moe", "deepseek", "gptoss")
 PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward")
 ACTIVATION = 4 * BATCH * TOKENS * WIDTH  # bytes of float32 between blocks
 
@@ -170,9 +170,21 @@ def test_experts_of_whole_tokens(tensor: int, expert: int) -> None:
     assert exchanges(graph, num_bytes + 1) == repeated
 
 
+def test_biases_of_experts_need_no_exchange() -> None:
+    """Rows of biases that are looked up by experts are cut as the columns that they are added to, and those of results
+    are a part of each rank's summand; every second column is a gate."""
+    graph = captured("gptoss", 2).graph
+    sums = Counter({("forward", "all_reduce"): 5, ("backward", "all_reduce"): 5})
+    assert exchanges(graph, ACTIVATION // 2) == sums
+    assert exchanges(graph, ACTIVATION // 2 + 1) == {}
+
+
 def test_experts_that_ranks_do_not_divide() -> None:
     """Whole experts need a number of them that the ranks divide."""
-    for name, text in (("mixtral", "has 4 experts in a layer, and expert=8"), ("llama", "has no experts")):
+    for name, text in (
+        ("mixtral", "has 4 experts in a layer, and expert=8"),
+        ("llama", "has no experts that gdp finds"),
+    ):
         model, inputs = case(name)
         with pytest.raises(InputError, match=text):
             ModelSource.of_example((model, (), inputs)).sharded(Shards(8, expert=8)).part(1)

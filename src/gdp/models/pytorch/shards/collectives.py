@@ -2,6 +2,7 @@
 
     enter    forward: nothing                   backward: all-reduce      a whole tensor that cut work reads
     leave    forward: all-reduce                backward: nothing         partial sums become whole
+    term     forward: one's share               backward: nothing         a whole tensor is added to partial sums
     own      forward: one's part                backward: all-gather      a whole tensor becomes cut
     gather   forward: all-gather                backward: one's part, or reduce-scatter where cut work reads the result
     scatter  forward: reduce-scatter            backward: all-gather      partial sums become cut
@@ -112,6 +113,18 @@ class Leave(torch.autograd.Function):
     def forward(context: Any, x: Tensor, num_ranks: int) -> Tensor:
         result: Tensor = all_reduce(x, num_ranks)
         return result
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Term(torch.autograd.Function):
+    """Takes this rank's share of a whole term of a sum over ranks; each rank has the gradient of that sum."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, num_ranks: int) -> Tensor:
+        return x / num_ranks
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:

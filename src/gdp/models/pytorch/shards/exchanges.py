@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
-from gdp.models.pytorch.shards.collectives import Enter, Gather, Leave, Own, Scatter
+from gdp.models.pytorch.shards.collectives import Enter, Gather, Leave, Own, Scatter, Term
 from gdp.models.pytorch.shards.cuts import (
     ATTRIBUTE,
     SEQUENCE,
@@ -108,6 +108,15 @@ class RankExchanges(TorchFunctionMode):
         """Returns whether a tensor is one for cut work already."""
         return ("enter", id(x), x._version) in self._once
 
+    def rows_of(self, x: Tensor) -> Tensor | None:
+        """Returns the parameter whose rows a tensor has been looked up from, if it has."""
+        found = self._once.get(("rows", id(x), x._version))
+        return None if found is None else found[1]
+
+    def term(self, x: Tensor) -> Tensor:
+        """Returns this rank's part of a whole tensor that is added to partial results."""
+        return self.kept(("term",), x, lambda: Term.apply(x, self.num_ranks))
+
     def for_cut_work(self, x: Tensor) -> Tensor:
         """Returns the whole of a tensor for cut work; views and rows that are taken from it are for cut work, too."""
         x = self.summed(x)
@@ -171,7 +180,8 @@ class RankExchanges(TorchFunctionMode):
     def own(self, y: Tensor, dim: int, cut: AxisCut) -> Tensor:
         """Returns this rank's part of a whole tensor that meets one with a `cut` at the size of its dimension `dim`."""
         dim %= y.dim()
-        if self.plan is not None and (planned := self.plan.cut_operand(y, dim, cut)) is not None:
+        planned = None if self.plan is None else self.plan.cut_operand(y, dim, cut, self.rows_of(y))
+        if planned is not None:
             return planned
         of_y = replace(cut, shape=tuple(y.shape), dim=dim)
 

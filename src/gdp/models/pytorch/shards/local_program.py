@@ -55,8 +55,9 @@ def localise(
         raise InputError(f"{name}: overlap is of gradients' exchanges, and inference has none; leave it out")
     counts = {int(module.num_experts) for module in experts_in(model).values()}  # type: ignore[arg-type]
     if shards.expert > 1 and (not counts or any(count % shards.expert for count in counts)):
-        has = f"has {' and '.join(map(str, sorted(counts)))} experts in a layer" if counts else "has no experts"
-        raise InputError(f"{name}: {has}, and expert={shards.expert} places as many on each rank; leave it out")
+        sizes = " and ".join(map(str, sorted(counts)))
+        found = f"{sizes} experts in a layer" if counts else "no experts that gdp finds"
+        raise InputError(f"{name}: has {found}, and expert={shards.expert} places as many on each rank; leave it out")
     by_tokens = bool(shards.settled(training=training).sequence)
     with torch.set_grad_enabled(training):
         layers = AlikeLayers.of(model, args, kwargs)

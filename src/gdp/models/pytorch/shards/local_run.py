@@ -121,6 +121,8 @@ class LocalRun(RankExchanges):
             result = func(*args, **kwargs)
             if name in _ROWS and self.is_entered(args[0]):
                 self.kept(("enter",), result, lambda: result)
+            if name == "__getitem__" and isinstance(args[0], nn.Parameter) and isinstance(args[1], Tensor):
+                self.kept(("rows",), result, lambda: args[0])
             if name in parts.EXPANDS and result.dim() == args[0].dim():
                 self.expanded(result, args[0], tuple(result.shape))
             return result
@@ -145,6 +147,8 @@ class LocalRun(RankExchanges):
         """Returns whether a function may run on partial sums: it is linear in them."""
         cuts = [cut_of(tensor) for tensor in tensors_in((args, kwargs))]
         if name in _TERMS:
+            if self._is_biased(name, args):
+                return True
             same = len(cuts) == 2 and None not in cuts and cuts[0].shape == cuts[1].shape  # type: ignore[union-attr]
             return same and all(cut is not None and cut.is_partial for cut in cuts)
         first = cut_of(args[0])
@@ -162,9 +166,18 @@ class LocalRun(RankExchanges):
             return dtype is None or dtype.itemsize <= summand.dtype.itemsize
         return name in _KEEP_SUMS or all(tensor is summand or tensor.shape[-1:] in ((), (1,)) for tensor in tensors)
 
+    def _is_biased(self, name: str, args: Sequence[Any]) -> bool:
+        """Returns whether rows of a whole parameter are added to partial results: biases of experts."""
+        if name not in names("add add_ __add__ __iadd__") or len(args) != 2 or not isinstance(args[1], Tensor):
+            return False
+        cut, bias = cut_of(args[0]), args[1]
+        is_open = cut is not None and cut.is_partial and not self.is_summed(args[0])
+        return is_open and cut_of(bias) is None and self.rows_of(bias) is not None and bias.shape == args[0].shape
+
     def _of_sum(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         sources = frozenset().union(*(cut.sources for tensor in tensors_in((args, kwargs)) if (cut := cut_of(tensor))))
-        args, kwargs = mapped((args, kwargs), lambda tensor: tensor if cut_of(tensor) else self.entered(tensor))
+        enter = self.term if name in _TERMS else self.entered
+        args, kwargs = mapped((args, kwargs), lambda tensor: tensor if cut_of(tensor) else enter(tensor))
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
             mark(tensor, AxisCut(tuple(tensor.shape), PARTIAL, self.num_ranks, sources=sources))

@@ -68,7 +68,7 @@ def by_broadcast(run: RankExchanges, name: str, func: Any, args: Any, kwargs: An
     cut = cut_of(lead)
     assert cut is not None
     place = len(cut.shape) - cut.dim  # from the right
-    clash = _clash(operands, cut, place)
+    clash = _clash(run, operands, cut, place)
     if clash:
         return run.on_wholes(clash, func, args, kwargs)
 
@@ -109,7 +109,7 @@ def _tokens_gathered(run: RankExchanges, args: Any, kwargs: Any) -> Any:
     return mapped((args, kwargs), whole)
 
 
-def _clash(operands: Sequence[Tensor], cut: AxisCut, place: int) -> str:
+def _clash(run: RankExchanges, operands: Sequence[Tensor], cut: AxisCut, place: int) -> str:
     """Returns why the operands cannot be cut as one of them is; "" if they can."""
     for tensor in operands:
         other, size = cut_of(tensor), cut.shape[cut.dim]
@@ -117,7 +117,7 @@ def _clash(operands: Sequence[Tensor], cut: AxisCut, place: int) -> str:
             if other.num_parts > 1 and (len(other.shape) - other.dim, *_pieces(other)) != (place, *_pieces(cut)):
                 return "meets a tensor that is cut along another dimension"
         elif place == 1 and tensor.dim() > 1 and tensor.shape[-1] == size > 1 and SEQUENCE not in cut.sources:
-            is_weight = isinstance(tensor, nn.Parameter)
+            is_weight = isinstance(tensor, nn.Parameter) or run.rows_of(tensor) is not None
             if not is_weight:
                 return "meets whole activations"
     return ""
@@ -281,7 +281,8 @@ def _item(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> A
     entry, size = index[at], cut.shape[cut.dim]
     if isinstance(entry, slice):
         start, stop, step = entry.indices(size)
-        if (start, stop, step) == (0, size, 1):
+        is_strided = start < step and stop == size and not cut.counts and size // cut.num_parts % step == 0
+        if (start, stop, step) == (0, size, 1) or (step > 1 and is_strided):
             return on_parts(run, name, func, args, kwargs, x)
         sizes = [width for width in (start, stop - start, size - stop) if width]
         groups = _groups(run, cut, sizes) if step == 1 and start < stop else None

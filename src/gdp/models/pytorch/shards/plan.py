@@ -302,18 +302,20 @@ class CutPlan:
             return weight
         return self._cut_if(weight, 0, ((weight.shape[0], self.num_ranks),))
 
-    def cut_operand(self, y: Tensor, dim: int, cut: AxisCut) -> Tensor | None:
-        """Returns a weight, such as a bias, cut as the tensor that it meets; None for other tensors."""
-        return None if self._base(y) is None else self._cut(y, dim, _segments(cut))
+    def cut_operand(self, y: Tensor, dim: int, cut: AxisCut, rows_of: Tensor | None = None) -> Tensor | None:
+        """Returns a weight, such as a bias, or rows of one, cut as the tensor that it meets; None for other tensors."""
+        base = self._base(y if rows_of is None else rows_of)
+        return None if base is None else self._cut(y, dim, _segments(cut), base)
 
     def _cut_if(self, weight: Tensor, dim: int, segments: Pieces) -> Tensor:
-        cut = self._cut(weight, dim, segments)
-        return weight if cut is None else cut
-
-    def _cut(self, weight: Tensor, dim: int, segments: Pieces) -> Tensor | None:
-        """Returns a whole weight, or a view of one, cut along its dimension `dim`; None if it is cut otherwise."""
         base = self._base(weight)
         assert base is not None
+        cut = self._cut(weight, dim, segments, base)
+        return weight if cut is None else cut
+
+    def _cut(self, weight: Tensor, dim: int, segments: Pieces, base: tuple[str, Tensor]) -> Tensor | None:
+        """Returns a whole weight, or a view or rows of it, cut along its dimension `dim`; None if it is cut otherwise.
+        `base` is its path, and the parameter."""
         path, parameter = base
         places = [
             place
