@@ -22,8 +22,8 @@ def names_of(cluster: Cluster) -> list[str]:
     ("text", "sizes", "names"),
     [
         ("8xa100-sxm-80g", (2, 4, 8), ["gpu0-1", "gpu2-3", "gpu4-5", "gpu6-7"]),
-        ("6xl4-24g", (2, 3, 6), ["gpu0-1", "gpu2-3", "gpu4-5"]),
-        ("3xl4-24g+cpu-16core", (3,), ["gpu0-1", "cpu0"]),  # gpu2 is left over
+        ("6xl4-24g", (2, 3, 4, 6), ["gpu0-1", "gpu2-3", "gpu4-5"]),  # of four, two are left over
+        ("3xl4-24g+cpu-16core", (2, 3), ["gpu0-1", "cpu0"]),  # gpu2 is left over
         ("2xdgx-h100", (2, 4, 8), [f"host{host}.gpu{card}-{card + 1}" for host in (0, 1) for card in (0, 2, 4, 6)]),
         ("2x(2x(2xl4-24g)@10gbit)@5gbit", (2,), [f"pod{p}.host{h}.gpu0-1" for p in (0, 1) for h in (0, 1)]),
         ("2xa100-sxm-80g+2xl4-24g+t4-16g", (2,), ["gpu0-1", "gpu2-3"]),

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from gdp.cli import main
-from gdp.cluster import Cluster
+from gdp.cluster import Cluster, Device
+from gdp.cluster.achieved import share
 from gdp.cluster.catalogue import BY_REFERENCE_BYTES_PER_SECOND
 from gdp.cluster.detect import detect
 from gdp.cluster.detect.host import available_cores, memory_bytes
 from gdp.execute.backends import backend_of, find_targets, target_of
 from gdp.execute.calibrate import measured_routes, work
-from gdp.execute.calibrate.calibrate import calibrate
+from gdp.execute.calibrate.calibrate import as_card, calibrate
 from gdp.models.pytorch import Program
 
 US, MS = 1_000, 1_000_000
@@ -78,6 +79,25 @@ def test_work_that_fails() -> None:
     assert work.together(jobs, 0.01) == [5, None]
     with pytest.raises(KeyError, match="mistake"):
         work.together([*jobs, (backend, fails(KeyError("mistake")))], 0.01)
+
+
+def test_a_measured_card_keeps_its_cost_model() -> None:
+    """A card that was measured at 0.9 of what products and passes of its kind reach has all of its classes of kernels,
+    at 0.9 of their shares; one without a data sheet reaches what was measured, and has a host, too."""
+    (card,) = Cluster.parse("rtx4090-24g").devices
+    products = round(0.9 * share(card.achieved, "product") * card.flops_per_second["bfloat16"])
+    rates = {"float32": 10**12, "bfloat16": products}
+    passes = round(0.9 * share(card.achieved, "pointwise") * card.memory_bytes_per_second)
+    found = as_card(Device("cuda0", "rtx4090-24g", 2**34, rates, passes, 9000))
+    assert found.flops_per_second == card.flops_per_second
+    assert (found.issue_ns, found.memory_bytes, found.name) == (card.issue_ns, 2**34, "cuda0")
+    for name in ("product", "convolution", "pointwise", "norm"):
+        assert share(found.achieved, name) == pytest.approx(0.9 * share(card.achieved, name), rel=1e-6)
+    other = as_card(Device("cuda0", "nvidia-new", 2**34, rates, passes, 9000))
+    assert (share(other.achieved, "product"), share(other.achieved, "pointwise")) == pytest.approx((1, 1))
+    assert other.issue_ns > 0
+    core = Device("cpu0", "amd-epyc-1core", 2**34, rates, passes, 9000)
+    assert as_card(core) is core
 
 
 def test_a_copy_rate_is_the_slope_of_its_times(monkeypatch: pytest.MonkeyPatch) -> None:

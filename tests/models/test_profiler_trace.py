@@ -29,6 +29,16 @@ def pooled():
 
 def product():
     return nn.Linear(8, 8), (torch.randn(4, 8),)
+
+class Attention(nn.Module):
+    def forward(self, *inputs):
+        return nn.functional.scaled_dot_product_attention(*inputs)
+
+def attending():
+    return Attention(), tuple(torch.randn(2, 4, 8, 16) for _ in range(3))
+
+def normed():
+    return nn.BatchNorm2d(4), (torch.randn(2, 4, 8, 8),)
 """
 
 
@@ -155,6 +165,34 @@ def test_kernels_of_a_card_are_the_times_of_ops(capsys):
     (time,) = MeasuredTimes("times.db").find(CARD, LIBRARY, [name]).values()
     # steps of 34 and 40 us: quartiles 35.5 and 38.5 us
     assert (time.median_ns, time.spread_ns, time.num_samples) == (37_000, 1_500, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "sizes"),
+    [
+        ("attending", "_scaled_dot_product_efficient_attention", [[2, 4, 8, 16]] * 3 + [[]]),
+        ("attending", "_scaled_dot_product_flash_attention", [[2, 4, 8, 16]] * 3 + [[]] * 3),
+        ("normed", "cudnn_batch_norm", [[2, 4, 8, 8], [4], [4], [4], [4]]),
+    ],
+)
+def test_ops_with_other_names_on_cards(model, name, sizes, capsys):
+    """Attention and batch norm are captured as CPUs call them, and found by the names that cards have for them."""
+    write(
+        [
+            event("cpu_op", f"aten::{name}", 10, 20, **read(*sizes)),
+            event("cuda_runtime", "cudaLaunchKernel", 12, 2, correlation=5),
+            event("kernel", "kernel", 50, 30, correlation=5),
+        ]
+    )
+    assert main(["times", "import", "t.json", "--for", f"traced:{model}", "--inference"]) == 0
+    assert f"1 of 1 ops of traced:{model} have times" in capsys.readouterr().out
+
+
+def test_a_trace_without_sizes_says_so(capsys):
+    """Without the sizes of tensors another batch would go unnoticed: a note says so."""
+    traced_steps("t.json", record_shapes=False)
+    assert main(["times", "import", "t.json", "--for", "traced:small", "--device", "cpu-16core"]) == 0
+    assert "profile with record_shapes=True" in capsys.readouterr().err
 
 
 def changed(number: int, **fields: object) -> list[dict[str, object]]:

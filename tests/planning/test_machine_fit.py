@@ -9,7 +9,7 @@ import pytest
 from gdp.cli import main
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
-from gdp.planning.machine_fit import fit_machine, with_factors
+from gdp.planning.machine_fit import fit_machine, prior_of, with_factors
 from gdp.planning.measured_steps import read_steps
 
 CARD = "rtx3090-24g"
@@ -166,6 +166,42 @@ def test_steps_in_layouts_set_links(tmp_path, monkeypatch):
     assert alone[1] == alone[0]
 
 
+def test_steps_of_groups(tmp_path, monkeypatch):
+    """A row of two cards that share each product is predicted so: in less time than one card takes, and with links."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fitted_net.py").write_text(NET)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rows = [{"model": "fitted_net:net", "ms": 1, "parallel": each} for each in ("tensor=2", "none")]
+    (tmp_path / "runs.json").write_text(json.dumps(rows))
+    cluster = Cluster.parse("2xa100-sxm-80g")
+    slow = with_factors(cluster, {("nvlink3", "rate"): 0.01})
+    tensor, alone = read_steps(tmp_path / "runs.json", "2xa100-sxm-80g")
+    assert 0.5 < tensor.predicted_ns(cluster) / alone.predicted_ns(cluster) < 0.9
+    assert tensor.predicted_ns(slow) > 2 * tensor.predicted_ns(cluster)
+
+
+def test_cards_of_no_known_family_follow_their_rows(runs):
+    """Shares of a card whose family is not known are those of any card, which rows may carry further."""
+    assert fit_machine(runs(["large"], {"large": 1.5}), Cluster.parse(CARD)).factors[CARD, "product"] > 0.8
+    assert prior_of("rtx-9090-64g", "product") > 5 * prior_of(CARD, "product")
+    assert prior_of("amd-epyc-1core", "product") == prior_of(CARD, "product")
+
+
+def test_the_file_is_of_no_runtime(runs, capsys):
+    """Rows that ran compiled are predicted so; the cluster is written without a runtime, for others. A kind of card
+    that it does not have, or that no row has, is named."""
+    runs()
+    rows = [{"model": "large.json", "ms": "40", "devices": CARD, "runtime": "compile"},
+            {"model": "wide.json", "ms": "40", "devices": "2xl4-24g", "runtime": "compile"}]  # fmt: skip
+    _write(rows)
+    words = ["devices", "fit", "--runs", "runs.csv", "--out", "mine.yaml"]
+    assert main(words) == 0
+    assert f"mine.yaml has no {CARD}, which rows have" in capsys.readouterr().out
+    assert {device.runtime for device in Cluster.parse("mine.yaml").devices} == {"eager"}
+    assert main([*words, "--devices", f"{CARD}+2xa100-sxm-80g"]) == 0
+    assert "no row is of a100-sxm-80g" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -176,6 +212,18 @@ def test_steps_in_layouts_set_links(tmp_path, monkeypatch):
         ("model,ms,devices,bacth\nlarge.json,3,l4-24g,8\n", "column 'bacth' is unknown"),
         ("model,ms,devices,batch\nlarge.json,3,l4-24g,many\n", "batch is 'many'; a whole number"),
         ("model,ms,devices,parallel\nlarge.json,3,l4-24g,auto\n", "row 1: "),
+        (
+            "model,ms,devices,parallel\nlarge.json,3,2xl4-24g,data=2,zero=1\n",
+            "row 1: has more cells than there are col",
+        ),
+        (
+            "model,ms,devices,microbatches,parallel\nlarge.json,3,2xl4-24g,2,data=2\n",
+            "row 1: microbatches: parallel has",
+        ),
+        (
+            "model,ms,devices,inference,parallel\nlarge.json,3,2xl4-24g,yes,data=2\n",
+            "row 1: parallel is 'data=2', of tr",
+        ),
         ("model,ms,devices\n", "has no rows"),
     ],
 )

@@ -190,7 +190,10 @@ def devices_fit(
 
     A row has the time of a step in ms, and options of gdp place by their names."""
     check_writable(out)
+    from dataclasses import replace
+
     from gdp.cluster import Cluster
+    from gdp.cluster.device import EAGER, split_runtime
     from gdp.planning.machine_fit import fit_machine
     from gdp.planning.measured_steps import read_steps
     from gdp.report import listings
@@ -199,6 +202,7 @@ def devices_fit(
     steps = read_steps(runs, devices)
     widest = max((step.cluster for step in steps), key=lambda cluster: cluster.num_devices)
     with live("fitting the machine to measured steps"):
+        widest = replace(widest.run_by(EAGER), name=split_runtime(widest.name)[0])
         fit = fit_machine(steps, Cluster.parse(devices) if devices else widest)
     fit.fitted.save(out)
     if json:
@@ -215,6 +219,10 @@ def devices_fit(
             f"warning: {steps[row].where} disagrees with the others; check its options, what else the machine did and "
             "whether the first steps are in its time, or leave it out"
         )
+    if kinds := fit.kinds_without_rows:
+        print_text(f"warning: no row is of {', '.join(kinds)}, whose numbers are as they were")
+    if kinds := fit.kinds_elsewhere:
+        print_text(f"warning: {out} has no {', '.join(kinds)}, which rows have; name all devices with --devices")
     for kind, what in fit.unlikely:
         print_text(
             f"warning: {what} of {kind} is {fit.factors[kind, what]:.3g} times what it is elsewhere, beyond three "

@@ -59,6 +59,8 @@ def times_import(
     of_ops = f"{found.num_matched:,} of {found.num_matched + found.unmatched.total():,} ops of {model}"
     if found.num_matched < max(found.unmatched.total(), 1):
         raise InputError(f"{trace}: has times of {of_ops}; name the model, its options and batch, as profiled (eager)")
+    if not read.has_sizes:
+        log("gdp: note: the trace tells no sizes, so its batch cannot be checked; profile with record_shapes=True")
     stored = MeasuredTimes(out, create=True)
     stored.store(kind, LIBRARY, found.op_times)
     if (samples := source.batch_size) is not None:

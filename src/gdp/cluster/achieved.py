@@ -112,6 +112,13 @@ def check_achieved(achieved: Mapping[str, float], where: str) -> None:
             raise InputError(f"{where}: achieved {name!r} is {value:g}; {least:g} to {most:g} is expected")
 
 
+def scaled(achieved: Mapping[str, float], product: float, bandwidth: float) -> Mapping[str, float]:
+    """Returns all shares, those of peak rates times `product` and those of the memory bandwidth times `bandwidth`."""
+    shares = {"product": 1.0, "pointwise": 1.0} | dict(achieved)
+    of = {**dict.fromkeys(OF_FLOPS, product), **dict.fromkeys(OF_BYTES, bandwidth)}
+    return MappingProxyType({name: of.get(name, 1) * shares[name] for name in shares})
+
+
 def share(achieved: Mapping[str, float], name: str) -> float:
     """Returns the share of a class of kernels: its own, else that of the class that stands for it, else 1."""
     bases = OF_FLOPS if name in OF_FLOPS else OF_BYTES

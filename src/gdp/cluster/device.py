@@ -50,8 +50,13 @@ class Device:
 
     @property
     def is_cpu(self) -> bool:
-        """True for a CPU, which its kind says: cpu-16core, or amd-epyc-1core of `gdp devices detect`."""
-        return "cpu" in self.kind.lower() or self.kind.endswith("core")
+        """True for a CPU, which its kind says."""
+        return is_cpu_kind(self.kind)
+
+
+def is_cpu_kind(kind: str) -> bool:
+    """Returns whether devices of a kind are CPUs: cpu-16core, or amd-epyc-1core of `gdp devices detect`."""
+    return "cpu" in kind.lower() or kind.endswith("core")
 
 
 def split_runtime(text: str) -> tuple[str, str | None]:

@@ -62,8 +62,11 @@ def _joined(cluster: "Cluster", cards: I64, least: int) -> list[_Members]:
 
 
 def group_sizes(cluster: "Cluster") -> tuple[int, ...]:
-    """Returns the sizes of groups on the fastest links: the numbers from 2 on that divide an island."""
-    return tuple(sorted({size for island in islands(cluster) for size in divisors(len(island))}))
+    """Returns the sizes of groups on the fastest links: the numbers from 2 on that divide an island, and powers of two,
+    which divide the heads of most models where cards are left over."""
+    lengths = {len(island) for island in islands(cluster)}
+    powers = {2**n for most in lengths for n in range(1, most.bit_length()) if 2**n <= most}
+    return tuple(sorted({*powers, *(size for length in lengths for size in divisors(length))}))
 
 
 def divisors(count: int) -> tuple[int, ...]:

@@ -15,15 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from gdp.cluster import Cluster, Device
-from gdp.cluster.achieved import OF_BYTES, OF_FLOPS, share
+from gdp.cluster.achieved import GPU, family_of, scaled, share
 from gdp.cluster.changes import routes_of
-from gdp.cluster.device import Route
+from gdp.cluster.device import Route, is_cpu_kind
 from gdp.errors import InputError
 from gdp.planning.measured_steps import MeasuredStep
 
 PRIORS = MappingProxyType({"product": 0.05, "bandwidth": 0.05, "issue": 0.2, "rate": 0.1, "latency": 0.2})
 """Standard deviations of logarithms. Cards of one family differ by some percent in clocks and bandwidth, hosts and
 links by more: untuned."""
+_UNKNOWN = 0.3  # of the shares of a card of no known family: those of the families differ as much
 ROW_ERROR = 0.08  # of a prediction with the right numbers; untuned: above most priors, so that few rows move little
 _LEAST_ERROR, _DISAGREES = 0.02, 3.0  # sigmas
 _HUBER = 1.5  # sigmas, beyond which a row counts by its distance
@@ -69,15 +70,27 @@ class MachineFit:
     def unlikely(self) -> list[Number]:
         """The numbers that rows carry three deviations of their priors or more."""
         return [
-            key for key, log in zip(self.numbers, self.logs, strict=True) if abs(log) >= _DISAGREES * PRIORS[key[1]]
+            key for key, log in zip(self.numbers, self.logs, strict=True) if abs(log) >= _DISAGREES * prior_of(*key)
         ]
+
+    @property
+    def kinds_without_rows(self) -> list[str]:
+        """The kinds of devices of the cluster that no row tells of."""
+        measured = {device.kind for step in self.steps for device in step.cluster.devices}
+        return sorted({device.kind for device in self.cluster.devices} - measured)
+
+    @property
+    def kinds_elsewhere(self) -> list[str]:
+        """The kinds of devices of rows that the cluster does not have."""
+        measured = {device.kind for step in self.steps for device in step.cluster.devices}
+        return sorted(measured - {device.kind for device in self.cluster.devices})
 
     def number_rows(self) -> list[dict[str, Any]]:
         """Returns what each number was and is, beside its prior."""
         every = [*(step.cluster for step in self.steps), self.cluster]
         known = {key: value for cluster in every for key, value in known_numbers(cluster).items()}
         return [
-            {"of": kind, "number": what, "before": known[kind, what], "prior": PRIORS[what]}
+            {"of": kind, "number": what, "before": known[kind, what], "prior": prior_of(kind, what)}
             | {"after": known[kind, what] * factor, "factor": factor}
             for (kind, what), factor in self.factors.items()
         ]
@@ -145,7 +158,13 @@ def fit_slopes(cluster: Cluster, numbers: Sequence[Number], before: F64, slopes:
 
 def priors_of(numbers: Sequence[Number]) -> F64:
     """Returns the deviations [P] of their logarithms among machines."""
-    return np.array([PRIORS[what] for _, what in numbers])
+    return np.array([prior_of(*number) for number in numbers])
+
+
+def prior_of(kind: str, what: str) -> float:
+    """Returns the deviation of the logarithm of a number: a wide one for the rates of a card of no known family."""
+    is_unknown = what in ("product", "bandwidth") and family_of(kind) == GPU and not is_cpu_kind(kind)
+    return _UNKNOWN if is_unknown else PRIORS[what]
 
 
 def _most_likely(ratios: Callable[[F64], F64], slopes: Callable[[F64], F64], numbers: Sequence[Number]) -> F64:
@@ -209,9 +228,7 @@ def with_factors(cluster: Cluster, factors: Mapping[Number, float]) -> Cluster:
             rates = {dtype: round(rate * product) for dtype, rate in device.flops_per_second.items()}
             rate = round(device.memory_bytes_per_second * bandwidth)
             return replace(device, flops_per_second=MappingProxyType(rates), memory_bytes_per_second=rate)
-        shares = {"product": 1.0, "pointwise": 1.0} | dict(device.achieved)
-        of = {**dict.fromkeys(OF_FLOPS, product), **dict.fromkeys(OF_BYTES, bandwidth)}
-        return replace(device, achieved=MappingProxyType({name: of.get(name, 1) * shares[name] for name in shares}))
+        return replace(device, achieved=scaled(device.achieved, product, bandwidth))
 
     def of_route(route: Route) -> Route:
         rate, latency = (factor(route.exchange or "links", what) for what in ("rate", "latency"))

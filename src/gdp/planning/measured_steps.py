@@ -15,6 +15,7 @@ from gdp.cluster import Cluster
 from gdp.cluster.cluster_file import read_document
 from gdp.errors import InputError, prefixed, suggest
 from gdp.graph import Graph
+from gdp.models.shards import WHOLE
 from gdp.models.source import ModelSource
 from gdp.parallel.layout import AUTO, NONE, Layout
 from gdp.planning.options import READING, reading_of, run_by
@@ -42,15 +43,21 @@ class MeasuredStep:
     def graph(self) -> Graph:
         """The step, or that of one micro-batch of the layout. InputError names the row."""
         with prefixed(self.where):
-            source = ModelSource(self.model, reading_of(self.options))
-            parts = self.layout.num_parts
-            return source.whole().graph if self.layout.is_whole else Parts.of_source(source).exact(parts)
+            source, shards, layout = self._source, self.layout.shards, self.layout.of_groups
+            source = source if shards == WHOLE else source.sharded(shards)
+            return source.whole().graph if layout.is_whole else Parts.of_source(source).exact(layout.num_parts)
+
+    @cached_property
+    def _source(self) -> ModelSource:
+        return ModelSource(self.model, reading_of(self.options))
 
     def predicted_ns(self, cluster: Cluster) -> int:
         """Returns the step time on `cluster`, of this row's devices: on the first one, or in the layout on the first of
-        them, in the order of the program."""
+        them or of their groups, in the order of the program."""
         with prefixed(self.where):
-            problem, layout, stages = Problem.build(self.graph, cluster), self.layout, self.layout.stages or 1
+            shards, layout, stages = self.layout.shards, self.layout.of_groups, self.layout.stages or 1
+            cluster = cluster if shards == WHOLE else cluster.grouped(shards.num_ranks, shards.shares)
+            problem = Problem.build(self.graph, cluster)
             if layout.is_whole:
                 placement = np.zeros(problem.num_ops, np.int64)
                 return simulate(problem, placement, priority=problem.program_level).step_time_ns
@@ -65,14 +72,20 @@ class MeasuredStep:
 def read_steps(path: Path, devices: str | None = None) -> list[MeasuredStep]:
     """Reads a CSV, YAML or JSON file of rows; `devices` are those of rows that name none. InputError names the row."""
     if path.suffix == ".csv":
-        reader = csv.DictReader(files.read_bytes(path).decode("utf-8", "replace").splitlines())
-        rows: object = [{key: text.strip() for key, text in row.items() if key and text} for row in reader]
+        reader = csv.DictReader(files.read_bytes(path).decode("utf-8-sig", "replace").splitlines())
+        rows: object = [_cells(row, f"{path}: row {number}") for number, row in enumerate(reader, 1)]
     else:
         rows = read_document(path, "list of rows")
     if not isinstance(rows, list) or not rows:
         raise InputError(f"{path}: has no rows; a table with the columns model, ms and devices is expected")
     clusters: dict[str, Cluster] = {}
     return [_read(row, f"{path}: row {number}", devices, clusters) for number, row in enumerate(rows, 1)]
+
+
+def _cells(row: dict[str, str], where: str) -> dict[str, str]:
+    if None in row:
+        raise InputError(f"{where}: has more cells than there are columns; put quotes around a value with commas")
+    return {key: text.strip() for key, text in row.items() if key and text}
 
 
 def _read(row: object, where: str, devices: str | None, clusters: dict[str, Cluster]) -> MeasuredStep:
@@ -101,6 +114,10 @@ def _read(row: object, where: str, devices: str | None, clusters: dict[str, Clus
         layout = Layout() if asked == NONE else Layout.parse(asked)
         if asked == AUTO or AUTO in (layout.recompute, layout.offload) or layout.offload != NONE:
             raise InputError(f"parallel is {asked!r}; the layout as measured is expected, without auto or offload")
+        if not layout.of_groups.is_whole and options.get("microbatches", 1) > 1:
+            raise InputError(f"microbatches: parallel has a number of its own; write {asked},microbatches=M there")
+        if not layout.of_groups.is_whole and not reading_of(options).training:
+            raise InputError(f"parallel is {asked!r}, of training steps; leave inference and phase out")
     return MeasuredStep(where, str(values["model"]), measured_ms * 1e6, clusters[text], layout, options)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from gdp.cluster.achieved import figures_of_kind
 from gdp.cluster.catalogue import GIB, GPU_LAUNCH_NS, KINDS
 from gdp.cluster.detect import host
 from gdp.cluster.detect.nvml import Gpu
@@ -51,4 +52,6 @@ def gpu_device(name: str, gpu: Gpu) -> Device | None:
     # the H100's data sheet, and 2 x 715 MHz x 4096 bits 732 GB/s, the P100's.
     float32 = 2 * gpu.num_cores * gpu.sm_mhz * 10**6
     bandwidth = 2 * gpu.memory_mhz * 10**6 * gpu.bus_width_bits // 8
-    return Device(name, kind, memory_bytes, {"float32": float32}, bandwidth, GPU_LAUNCH_NS)
+    figures = figures_of_kind(kind)
+    rates = {"float32": float32}
+    return Device(name, kind, memory_bytes, rates, bandwidth, GPU_LAUNCH_NS, figures.issue_ns, figures.achieved)

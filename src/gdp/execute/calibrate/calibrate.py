@@ -42,6 +42,8 @@ from torch.nn import functional
 
 from gdp.arrays import I64
 from gdp.cluster import Cluster, Device
+from gdp.cluster.achieved import figures_of_kind, scaled, share
+from gdp.cluster.catalogue import KINDS
 from gdp.cluster.detect import Detected
 from gdp.costs.kernels import CLASSES, kernels_of
 from gdp.costs.rates import kernel_times
@@ -69,6 +71,7 @@ from gdp.graph import Graph
 from gdp.models.pytorch import capture
 
 _DTYPES = {dtype: getattr(torch, dtype) for dtype in ("float32", "float64", "float16", "bfloat16")}
+_OF_PRODUCTS = "bfloat16", "float16", "float32"  # whose rate tells a card's share: the first that it has
 _WORDS, _NUM_LOGITS, _STEPS = 10_000, 1_000, 5
 _LEAST = 0.1  # of an op's time, that kernels of a class have which others leave less
 _NO_LAUNCHES = 3  # ops that take as many launches or fewer tell nothing of rates
@@ -101,6 +104,22 @@ class Probe(nn.Module):
         y = y.softmax(2) * y.sigmoid()
         loss = functional.cross_entropy(self.head(y).flatten(0, 1), place.flatten())
         return loss + y.sum(1).square().mean()
+
+
+def as_card(measured: Device) -> Device:
+    """Returns a GPU with the cost model of its kind, whose products and passes reach what was measured; a CPU as it is.
+    A card without a data sheet here reaches what was measured of any card."""
+    if measured.is_cpu:
+        return measured
+    figures = figures_of_kind(measured.kind)
+    card = replace(measured, issue_ns=figures.issue_ns, achieved=figures.achieved)
+    if (built_in := KINDS.get(measured.kind)) is not None:
+        card = built_in.device(measured.name, measured.kind, measured.memory_bytes)
+    dtype = next(name for name in _OF_PRODUCTS if name in measured.flops_per_second and name in card.flops_per_second)
+    product = measured.flops_per_second[dtype] / card.flops_per_second[dtype]
+    bandwidth = measured.memory_bytes_per_second / card.memory_bytes_per_second
+    shares = share(card.achieved, "product"), share(card.achieved, "pointwise")
+    return replace(card, achieved=scaled(card.achieved, product / shares[0], bandwidth / shares[1]))
 
 
 def with_achieved(devices: Sequence[Device], targets: Sequence[Target], effort: Extent, log: Log) -> list[Device]:
@@ -200,7 +219,7 @@ def calibrate(devices: Sequence[Detected], *, quick: bool = False, on_progress: 
         torch.set_num_threads(num_threads)  # backends set it for all threads that begin later
     rows = zip(devices, rates, bandwidths, launches_ns, strict=True)
     measured = [Device(x.name, x.kind, x.memory_bytes, flops, whole(rate), whole(ns)) for x, flops, rate, ns in rows]
-    measured = with_achieved(measured, targets, effort, log)
+    measured = with_achieved([as_card(device) for device in measured], targets, effort, log)
     return Calibration(Cluster.build("local", measured, routes), (*route_notes, *load_notes))
 
 

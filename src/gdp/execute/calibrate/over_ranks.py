@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Sequence
 from itertools import combinations
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -45,17 +46,27 @@ def calibrate_ranks(ranks: Ranks, device: Detected, *, quick: bool, on_progress:
     of its own. None on all ranks but the first."""
     ranks.share("")  # waits for all
     own = calibrate([device], quick=quick, on_progress=on_progress)
-    documents = [json.loads(text) for text in ranks.share(json.dumps(own.cluster.to_document()["devices"][0]))]
+    document = own.cluster.to_document()["devices"][0] | {"notes": own.notes}
+    documents = [json.loads(text) for text in ranks.share(json.dumps(document))]
     rates = [item["memory_bandwidth"] for item in documents]
     routes = _routes(ranks, rates, _QUICK_STEPS if quick else _STEPS, on_progress)
     if not ranks.is_first:
         return None
     devices = [
-        Device(name, item["kind"], item["memory"], item["flops"], item["memory_bandwidth"], item["launch"])
+        Device(
+            name,
+            item["kind"],
+            item["memory"],
+            item["flops"],
+            item["memory_bandwidth"],
+            item["launch"],
+            item.get("issue", 0),
+            MappingProxyType(item.get("achieved", {})),
+        )
         for name, item in zip(ranks.names, documents, strict=True)
     ]
-    cluster = Cluster.build("processes", devices, routes)
-    return Calibration(cluster, ())
+    notes = dict.fromkeys(note for item in documents for note in item["notes"])
+    return Calibration(Cluster.build("processes", devices, routes), tuple(notes))
 
 
 def _routes(ranks: Ranks, memory_rates: Sequence[int], num_steps: int, log: Log) -> dict[tuple[int, int], Route]:

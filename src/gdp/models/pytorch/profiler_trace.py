@@ -28,6 +28,19 @@ _LONGEST_US = 1e9  # of an event: the sum of a million of them is still an int64
 _TYPES = "float float32,double float64,half float16,long int64,int int32,short int16,signed int8,unsigned uint8"
 _DTYPES = dict(pair.split(" ") for pair in _TYPES.split(","))  # by the first word in C++, where PyTorch's differs
 
+_ATTENTION, _NORM = "aten._scaled_dot_product_flash_attention_for_cpu", "aten.native_batch_norm"
+_AS_CAPTURED = {  # names on cards
+    f"{name}{end}": f"{own}{end}"
+    for own, names in (
+        (_ATTENTION, [f"aten._scaled_dot_product_{how}_attention" for how in ("flash", "efficient", "cudnn")]),
+        (_NORM, ["aten.cudnn_batch_norm", "aten.miopen_batch_norm"]),
+    )
+    for name in names
+    for end in ("", "_backward")
+}
+# tensors that lead in both, of equal sizes: queries, keys and values, behind the gradient of a result
+_ALIKE = {_ATTENTION: 3, f"{_ATTENTION}_backward": 4, _NORM: 1, f"{_NORM}_backward": 2}
+
 Key = tuple[str, tuple[str, ...] | None, tuple[str, ...] | None]  # kind, sizes and types of tensors; None: not known
 
 
@@ -67,12 +80,12 @@ class ProfilerTrace:
         properties = document.get("deviceProperties")
         first = properties[0] if isinstance(properties, list) and properties else None
         self.card = str(first.get("name", "")) if isinstance(first, dict) and self.kernels else ""
+        self.has_sizes = any("Input Dims" in event.args for event in host)
         self.steps = sorted((event.start_us, event.end_us) for event in host if event.name.startswith(_STEP))
 
     def times(self, program: Program) -> TracedTimes:
         """Returns the times that the ops of a step have in the trace."""
-        graph, names = program.graph, signatures(program)
-        has_sizes = any("Input Dims" in event.args for event in self._host)
+        graph, names, has_sizes = program.graph, signatures(program), self.has_sizes
         slots = defaultdict[Key, list[tuple[int, int]]](list)  # calls, as (op, place), that such CPU ops are
         active = ((graph.flops > 0) | (graph.bytes_accessed > 0)).nonzero()[0].tolist()
         calls_of = {op: () if op in program.updated else parsed_calls(graph.shapes[op]) for op in active}
@@ -81,7 +94,7 @@ class ProfilerTrace:
                 kind, arrays = call.kind.rstrip("_"), [array for array in call.arrays if array.size]
                 sizes = tuple(str(list(array.size)) for array in arrays)
                 for types in (tuple(array.dtype for array in arrays), None) if has_sizes else (None,):
-                    slots[kind, sizes if has_sizes else None, types].append((op, place))
+                    slots[_as_captured(kind, sizes if has_sizes else None, types)].append((op, place))
             if op in program.updated:
                 slots[_UPDATE, None, None].append((op, 0))
         by_step, rest_us = self._outermost(slots)
@@ -164,11 +177,18 @@ def _key(event: TraceEvent) -> Key | None:
     kind = event.name.replace("::", ".").rstrip("_")
     sizes, types = event.args.get("Input Dims"), event.args.get("Input type")
     if not isinstance(sizes, list):
-        return kind, None, None
+        return _as_captured(kind, None, None)
     read = [place for place, size in enumerate(sizes) if isinstance(size, list) and size]
     lists = ([size] if not isinstance(size[0], list) else size for size in (sizes[place] for place in read))
     texts = [str(size) for tensors in lists for size in tensors if size]
     if not isinstance(types, list) or len(types) != len(sizes) or len(texts) != len(read):  # lists have no type here
-        return kind, tuple(texts), None
+        return _as_captured(kind, tuple(texts), None)
     names = (str(types[place]).removeprefix("c10::").lower() for place in read)  # c10::BFloat16 is bfloat16
-    return kind, tuple(texts), tuple(_DTYPES.get(name.split(" ")[0], name) for name in names)
+    return _as_captured(kind, tuple(texts), tuple(_DTYPES.get(name.split(" ")[0], name) for name in names))
+
+
+def _as_captured(kind: str, sizes: tuple[str, ...] | None, types: tuple[str, ...] | None) -> Key:
+    """Returns the key of an op by the name that captures, on a CPU, have for it, with the tensors that both have."""
+    kind = _AS_CAPTURED.get(kind, kind)
+    count = _ALIKE.get(kind)
+    return kind, sizes and sizes[:count], types and types[:count]
