@@ -3,6 +3,7 @@
 import json
 import shlex
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from gdp.export.exported_plan import Exported, check_takes_layout, exported
 from gdp.export.layouts.target import CutStep
 from gdp.export.targets_by_name import LAYOUT_TARGETS, TARGETS
 from gdp.models.model import Reading
+from gdp.models.serving import Serving
 from gdp.models.shards import Shards
 from gdp.models.source import ModelSource
 from gdp.parallel.layout import Layout
@@ -29,6 +31,7 @@ from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
 from tests.models.shard_cases import case
+from tests.models.test_served_shards import text_of
 
 
 def planned(
@@ -58,6 +61,23 @@ def planned(
 def for_tool(tool: str, text: str, **options: Any) -> Exported:
     problem, plan, source = planned(text, **options)
     return exported(problem, plan, LAYOUT_TARGETS[tool], source)
+
+
+@pytest.mark.parametrize(
+    ("tool", "tensor", "remedy"),
+    [("torchtitan", 4, "place with tensor=2"), ("megatron", 8, "place with tensor=4"), ("megatron", 4, "")],
+)
+def test_heads_that_a_tool_does_not_divide(tool: str, tensor: int, remedy: str) -> None:
+    """Four heads, two of them of keys: tools refuse ranks without heads of their own, torchtitan such that share a head
+    of keys. So does the export, with the most that the tool takes."""
+    model, inputs = case("llama")
+    source = ModelSource.of_example((model, (), inputs))
+    text, devices = f"tensor={tensor},microbatches=2", f"{tensor}xa100-sxm-80g"
+    if remedy:
+        with pytest.raises(InputError, match=f"MODEL has 4, 2 of them of keys, for {tensor} ranks; {remedy}"):
+            for_tool(tool, text, of=source, devices=devices)
+    else:
+        assert "--tensor-model-parallel-size 4" in for_tool(tool, text, of=source, devices=devices).content
 
 
 def test_parts_train_as_the_whole(tmp_path: Path) -> None:
@@ -145,8 +165,10 @@ def test_ranks_with_samples_and_experts_of_their_own() -> None:
         assert {name: own[own.index(name) + 1] for name in values} == {name: str(each) for name, each in values.items()}
     with pytest.raises(InputError, match="torch-fsdp: has no expert shards; export to torchtitan or megatron"):
         for_tool("torch-fsdp", "data=2,expert=2", of=source)
+    model, inputs = case("mixtral", num_key_value_heads=4)
+    four = ModelSource.of_example((model, (), inputs))
     with pytest.raises(InputError, match="no ranks that share an expert; place with expert=4, or export to megatron"):
-        assert for_tool("torchtitan", "tensor=4,expert=2", of=source).content
+        assert for_tool("torchtitan", "tensor=4,expert=2", of=four).content
     with pytest.raises(InputError, match="with tokens cut alone; place with sequence=on"):
         assert for_tool("megatron", "tensor=2,sequence=off", of=source).content
 
@@ -196,6 +218,44 @@ def test_degrees_of_servers() -> None:
         "# CUDA_VISIBLE_DEVICES=0,1 trtllm-serve MODEL --extra_llm_api_options tensorrt-llm.yaml\n"
         "tensor_parallel_size: 2\npipeline_parallel_size: 1\npp_partition: [2]\n"
     )
+
+
+@pytest.mark.parametrize(("tensor", "remedy"), [(2, ""), (8, "place with tensor=4")])
+def test_servers_of_a_decode_step(tensor: int, remedy: str, tmp_path: Path) -> None:
+    """Servers are told the tokens of a sequence and the type of the cache that the plan has, and heads that they do not
+    divide are refused, though the module of a decode step is built with its cache."""
+    text = text_of("llama", tmp_path)
+    source = ModelSource(text, Reading(training=False, serving=Serving("decode", Fraction(1))))
+    problem, plan, _ = planned(f"tensor={tensor}", training=False, of=source, devices=f"{tensor}xa100-sxm-80g")
+    options = {
+        "vllm": "--max-model-len 9 --kv-cache-dtype fp8",
+        "sglang": "--context-length 9 --kv-cache-dtype fp8_e4m3",
+        "tensorrt-llm": "max_seq_len: 9\nkv_cache_config: {dtype: fp8}\n",
+    }
+    for name, expected in options.items():
+        if remedy:
+            with pytest.raises(InputError, match=f"MODEL has 4, 2 of them of keys, for 8 ranks; {remedy}"):
+                exported(problem, plan, TARGETS[name], source)
+        else:
+            assert expected in exported(problem, plan, TARGETS[name], source).content
+
+
+def test_what_servers_cannot_be_told() -> None:
+    """A server over two hosts is started by more than a file, and vLLM takes one share of the memory of all cards."""
+    graph = ModelSource.of_example(MODELS["grouped"](), Reading(training=False)).whole().graph
+    for devices, limits, reason in (
+        ("2x(1xa100-sxm-80g)@100gbit", {}, "vllm: a server is on 2 hosts"),
+        ("2xa100-sxm-80g", {"gpu0": 2**33}, "vllm: takes the same share of the memory of all cards; place with --res"),
+        ("2xa100-sxm-80g", {"gpu0": 2**33, "gpu1": 2**33}, ""),
+    ):
+        problem = Problem.build(graph, devices, max_memory_bytes=limits)
+        units = TARGETS["vllm"].read_units(problem)
+        plan = plan_of(simulate(problem, (units.index >= 1).astype(np.int64)), 0, "by hand", 0)
+        if reason:
+            with pytest.raises(InputError, match=reason):
+                exported(problem, plan, TARGETS["vllm"]).content  # noqa: B018
+        else:
+            assert "--gpu-memory-utilization 0.1017" in exported(problem, plan, TARGETS["vllm"]).content
 
 
 @pytest.mark.parametrize(

@@ -3,23 +3,28 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from gdp.cli.inputs import find_rivals
 from gdp.cluster import Cluster
 from gdp.graph import Graph
 from gdp.models.model import Reading
+from gdp.models.serving import Serving
 from gdp.models.shards import WHOLE, Shards
 from gdp.models.source import ModelSource
 from gdp.parallel.layout import BLOCKS, NONE, Layout
 from gdp.search.batch_parts import Parts
 from gdp.search.place import place
-from gdp.search.question import BatchQuestion
+from gdp.search.question import BatchQuestion, Solution
 from gdp.search.rivals.rivals import RIVALS, SERVERS, equal_stages, megatron, simulate_layout
+from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
 from tests.models.shard_cases import case
+from tests.models.test_served_shards import text_of
 from tests.parallel.test_replicas import chain
 from tests.search.test_layouts import encoder
 
@@ -209,6 +214,17 @@ def test_vllm_tries_all_groups_and_stages() -> None:
     assert layouts == set(times)
     assert solution.best.step_time_ns == min(times.values())
     assert place(source, cluster, budget="60sims", num_threads=1).step_time_ns <= solution.best.step_time_ns
+
+
+def test_vllm_decodes_on_groups(tmp_path: Path) -> None:
+    """A decode step, whose batch is not split, is tried on groups, too."""
+    source = ModelSource(text_of("llama", tmp_path), Reading(training=False, serving=Serving("decode")))
+    cluster = Cluster.parse("4xa100-sxm-80g:cuda-graphs")
+    solution = find_rivals(["vllm"], source, cluster, Constraints())["vllm"](
+        Problem.build(source.whole().graph, cluster)
+    )
+    assert isinstance(solution, Solution)
+    assert {each.layout.shards.tensor for each in solution.looked_at} == {1, 2, 4}
 
 
 def test_stages_run_the_published_order() -> None:

@@ -190,7 +190,10 @@ def _written(opened: OpenRequest, found: KeptAnswer, stop: Stop) -> Answer:
         failure = files.write(found, simulation, stop, request.latest_s, opened.amounts, served)
         requests = None
         if served is not None and prompt_of(request, served) is not None and not stop.is_set():
-            requests = requests_of(request, served, opened.question.problem, found)
+            try:
+                requests = requests_of(request, served, opened.question.problem, found)
+            except InputError as error:
+                log(f"gdp: note: {request.model}: nothing is said of prompts: {error}")
         return Answer(found, simulation, files, failure=failure, requests=requests)
     remedies = [] if stop.is_set() else find_remedies(opened, found.plan, stop)
     return Answer(found, simulation, files, remedies)

@@ -170,6 +170,8 @@ class PlanFiles:
         """Returns the command to go on with, which needs nothing but the plan: the export for its likely tool, which
         takes a plan with a layout."""
         target, plan_file = request.target, str(self.plan)
+        if request.is_for_servers and plan.num_ranks > 1:  # on groups, which other servers run
+            target = None
         if target is None:
             tools = _likely_tools(request, plan)
             tool = next((each for each in tools if plan.layout is None or _takes(each, request, plan)), None)

@@ -1,5 +1,6 @@
 """Requests to a decoder: its prefill, read and with layers where a plan has them, and the rate that both sustain."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -65,10 +66,16 @@ def requests_of(request: PlaceRequest, served: ServedStep, problem: Problem, fou
     best = found.batches.best
     assert isinstance(best.step, BatchStream)
     problem = Problem.build(best.step.batch, best.problem.cluster)  # where its devices may be groups
-    step = first_token(request, problem, np.array(best.devices[0])[best.places], prefill)
-    ops = np.arange(step.problem.num_ops), step.placement
-    hosts_ns = np.bincount(step.placement, step.problem.host_time_ns[ops])  # that issue while their devices compute
-    busiest_ns = max(step.busy_fraction.max() * step.step_time_ns, hosts_ns.max())
-    every_ns = int(busiest_ns / len(best.devices))  # prompts follow one another
+    kinds = Counter(tuple(problem.cluster.devices[device].kind for device in devices) for devices in best.devices)
+    first_ns, rate = 0, 0.0
+    for own, count in kinds.items():  # replicas of one kind take the same time
+        devices = next(
+            devices for devices in best.devices if tuple(problem.cluster.devices[n].kind for n in devices) == own
+        )
+        step = first_token(request, problem, np.array(devices)[best.places], prefill)
+        ops = np.arange(step.problem.num_ops), step.placement
+        hosts_ns = np.bincount(step.placement, step.problem.host_time_ns[ops])  # that issue while their devices compute
+        busiest_ns = max(step.busy_fraction.max() * step.step_time_ns, hosts_ns.max())
+        first_ns, rate = max(first_ns, step.step_time_ns), rate + count / busiest_ns  # prompts follow one another
     figures = throughput_of(best)
-    return Requests(step.step_time_ns, every_ns, figures.time_per_batch_ns, figures.latency_ns, *counts)
+    return Requests(first_ns, int(1 / rate), figures.time_per_batch_ns, figures.latency_ns, *counts)

@@ -16,6 +16,7 @@ from gdp.arrays import I64, Bool
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.models.shards import Shards
+from gdp.models.source import ModelSource
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation
 from gdp.units.units import Units
@@ -221,6 +222,7 @@ class ExportTarget:
     takes_shards: bool = False  # ops that are cut over the cards of a group
     with_shares: Callable[[tuple[int, ...]], "ExportTarget"] | None = None  # of the cards of a group, unequal ones
     with_experts: Callable[[Shards], "ExportTarget"] | None = None  # whole on each card of a group
+    with_model: Callable[[ModelSource], "ExportTarget"] | None = None  # with options of its sizes
 
     def within_share(self, problem: Problem) -> Problem:
         """Returns `problem` with the memory that the tool takes of each device by default."""

@@ -18,6 +18,11 @@ from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
 from gdp.simulator.throughput import Throughput
 
+_HEADS = {  # tools that cut heads evenly: may several ranks have the same head of keys?
+    **dict.fromkeys(("vllm", "sglang", "tensorrt-llm", "megatron"), True),
+    **dict.fromkeys(("torchtitan", "transformers"), False),  # github.com/pytorch/torchtitan/issues/2574
+}
+
 
 @dataclass(frozen=True, eq=False)
 class Exported:
@@ -93,6 +98,8 @@ def exported(
     remedy, for what the target cannot run."""
     if plan.shards.shares:
         target = _of_shares(target, plan.shards)
+    if source is not None and plan.shards.tensor > 1 and target.name in _HEADS:
+        _check_heads(target.name, plan.shards.tensor, *source.num_heads)
     if isinstance(target, LayoutTarget):
         check_training(problem, target.name)
         step = cut_step(problem, plan, target.name, has_stages=target.has_stages, held_by=target.held_by, source=source)
@@ -102,6 +109,8 @@ def exported(
         if step.layout.shards.overlap and "overlap" not in target.degrees:
             raise InputError(f"{target.name}: waits for exchanges; place without overlap, or export to megatron")
         return Exported(target, step, plan)
+    if source is not None and target.with_model is not None:
+        target = target.with_model(source)
     if plan.shards.expert > 1 and target.with_experts is not None:
         target = target.with_experts(plan.shards)
     return Exported(target, adapt(problem, plan, target), plan)
@@ -112,6 +121,24 @@ def _of_shares(target: ExportTarget | LayoutTarget, shards: Shards) -> ExportTar
         remedy = f"export to llama-cpp, or place with tensor={shards.tensor} on equal cards"
         raise InputError(f"{shards} is not runnable today by {target.name}, whose shares are equal; {remedy}")
     return target.with_shares(shards.shares)
+
+
+def _check_heads(name: str, num_ranks: int, num_queries: int | None, num_keys: int | None) -> None:
+    """Raises InputError where the heads of MODEL cannot be cut evenly over ranks."""
+
+    def is_taken(ranks: int, count: int | None, *, repeats: bool) -> bool:
+        return count is None or count % ranks == 0 or (repeats and ranks % count == 0)
+
+    fitting = [
+        ranks
+        for ranks in range(1, num_ranks + 1)
+        if is_taken(ranks, num_queries, repeats=False) and is_taken(ranks, num_keys, repeats=_HEADS[name])
+    ]
+    if fitting[-1] < num_ranks:
+        keys = f", {num_keys} of them of keys," if num_keys not in (None, num_queries) else ""
+        remedy = f"place with tensor={fitting[-1]}" if fitting[-1] > 1 else "leave tensor out of --parallel"
+        found = f"MODEL has {num_queries}{keys} for {num_ranks} ranks"
+        raise InputError(f"{name}: cuts heads evenly, and {found}; {remedy}")
 
 
 def check_takes_layout(plan: Plan, target: ExportTarget) -> None:

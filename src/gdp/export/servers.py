@@ -13,9 +13,12 @@ import numpy as np
 
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError
-from gdp.export.export_target import ExportTarget, ExportUnits, check_inference, gpus, visible_cards
+from gdp.export.export_target import ExportTarget, ExportUnits, cards_of, check_inference, gpus, visible_cards
 from gdp.export.module_chains import find_layers
+from gdp.models.hugging_face.sizes import parse
+from gdp.models.model import HUGGING_FACE
 from gdp.models.shards import WHOLE, Shards
+from gdp.models.source import ModelSource
 from gdp.simulator.problem import Problem
 
 _RESERVE = 0.08  # vLLM's gpu_memory_utilization is 0.92 by default (vllm/config/cache.py; 0.9 in earlier versions)
@@ -36,6 +39,9 @@ class Server:
     note: str = ""
     experts: tuple[str, ...] = ()  # options for whole experts on each of N ranks,
     samples: tuple[str, ...] = ()  # and where these have requests of their own, in place of the one for a group
+    length: str = ""  # the option for the tokens of a sequence
+    small_cache: str = ""  # that for a cache of a byte an element
+    model: tuple[str, ...] = ()  # options of the planned sizes
     shards: Shards = WHOLE  # of the plan
 
     def read_units(self, problem: Problem) -> ExportUnits:
@@ -51,14 +57,17 @@ class Server:
     def write(self, problem: Problem, units: ExportUnits, devices: I64) -> str:
         """Writes `VLLM_PP_LAYER_PARTITION=10,11,11` and the GPUs in the order of ranks; of replicas a command each."""
         used = np.unique(devices)
-        memory = [problem.cluster.devices[device].memory_bytes for device in used]
-        share = float((problem.memory_limit_bytes[used] / memory).max())
+        share = self._share(problem, used)
         num_cards = problem.cluster.devices[used[0]].num_cards
         servers, parts = self._servers(problem, units, devices), []
         for number, ranks in enumerate(servers):
             sizes = [sum(len(units.members[unit]) for unit in np.flatnonzero(own)) for own in ranks.values()]
             visible = f"CUDA_VISIBLE_DEVICES={visible_cards(problem, list(ranks))}"
-            group = self._group(num_cards)
+            group = [*self._group(num_cards), *self.model]
+            if len(hosts := {cards_of(problem)[device][0][0] for device in ranks}) > 1:
+                raise InputError(
+                    f"{self.name}: a server is on {len(hosts)} hosts, and its file starts one; place on one"
+                )
             if self.is_yaml:
                 lines = [*group, f"{self.stages}: {len(sizes)}", f"{self.variable}: {sizes}"]
                 return "\n".join((f"# {visible} {self.command} {self.file_name}", *lines, ""))
@@ -69,6 +78,27 @@ class Server:
                 return "\n".join((f"# {command}", partition, visible, ""))
             parts.append(f"{partition} {visible} {command} --port {self.port + number}")
         return "\n".join((f"# {len(servers)} servers", *parts, ""))
+
+    def _share(self, problem: Problem, used: I64) -> float:
+        """Returns the share of memory that the tool takes of each card. InputError where limits have several."""
+        memory = [problem.cluster.devices[device].memory_bytes for device in used]
+        shares = problem.memory_limit_bytes[used] / memory
+        if self.memory and shares.max() > shares.min() + 0.01:
+            remedy = f"place with --reserve {1 - shares.min():.0%}, without limits of single cards"
+            raise InputError(f"{self.name}: takes the same share of the memory of all cards; {remedy}")
+        return float(shares.max())
+
+    def of_model(self, source: ModelSource) -> ExportTarget:
+        """Returns the tool with the context and the cache that a step of `source` has."""
+        sizes, options = parse(source.text)[1] if source.text.startswith(HUGGING_FACE) else None, list[str]()
+        if sizes is not None and sizes.context is not None:
+            options.append(self._worded(f"{self.length} {sizes.context}"))
+        if source.reading.serving.cache_element_bytes == 1:
+            options.append(self._worded(self.small_cache))
+        return replace(self, model=tuple(options)).target
+
+    def _worded(self, option: str) -> str:
+        return option.replace(" ", ": ", 1) if self.is_yaml else option
 
     def _group(self, num_cards: int) -> list[str]:
         """Returns options for the ranks of a group."""
@@ -123,6 +153,7 @@ class Server:
             takes_replicas=not self.is_yaml,
             takes_shards=True,
             with_experts=lambda shards: replace(self, shards=shards).target,
+            with_model=self.of_model,
         )
 
 
@@ -138,6 +169,8 @@ VLLM = Server(
     "VLLM_PP_LAYER_PARTITION",
     "--gpu-memory-utilization",
     experts=("--enable-expert-parallel",),
+    length="--max-model-len",
+    small_cache="--kv-cache-dtype fp8",
     samples=("--data-parallel-size N",),
 )
 SGLANG = Server(
@@ -149,6 +182,8 @@ SGLANG = Server(
     port=30000,
     note="SGLang chooses its share of memory (--mem-fraction-static).",
     experts=("--ep-size N",),
+    length="--context-length",
+    small_cache="--kv-cache-dtype fp8_e4m3",
     samples=("--tp-size N", "--dp-size N", "--enable-dp-attention"),
 )
 TENSORRT_LLM = Server(
@@ -160,6 +195,8 @@ TENSORRT_LLM = Server(
     is_yaml=True,
     note="TensorRT-LLM takes a share of the memory that weights leave for its cache (free_gpu_memory_fraction).",
     experts=("moe_expert_parallel_size N",),
+    length="max_seq_len",
+    small_cache="kv_cache_config {dtype: fp8}",
     samples=("tensor_parallel_size N", "enable_attention_dp true"),
 )
 TARGETS = tuple(server.target for server in (VLLM, SGLANG, TENSORRT_LLM))

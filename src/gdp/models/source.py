@@ -22,7 +22,7 @@ from gdp.models.hugging_face import sizes
 from gdp.models.model import HUGGING_FACE, PUBLISHED, Model, Reading, even_part
 from gdp.models.model_text import check_no_python_file, in_directory, is_graph_file, is_onnx, with_prefix
 from gdp.models.papers import PAPERS, Workload
-from gdp.models.serving import ServedStep
+from gdp.models.serving import ServedStep, Serving
 from gdp.models.shards import Shards, Styles
 from gdp.models.unequal import UnequalStep
 from gdp.models.user_function import Example, JaxFunction, UserFunction, in_order
@@ -148,7 +148,18 @@ class ModelSource:
         """The heads of keys of a model of Transformers; None where no config tells."""
         if self._is_published and self.reading.serving.has_cache:  # whose attention reads the cache as it is
             return None
-        return getattr(getattr(self._built.answer[0], "config", None), "num_key_value_heads", None)
+        return self.num_heads[1]
+
+    @property
+    def num_heads(self) -> tuple[int | None, int | None]:
+        """The heads of queries and of keys of a model of Transformers; None where no config tells."""
+        source = self
+        if self._is_published and self.reading.serving.has_cache:  # whose module is built without one
+            source = ModelSource(sizes.without_requests(self.text), replace(self.reading, serving=Serving()))
+        config = getattr(source._built.answer[0], "config", None)
+        config = getattr(config, "get_text_config", lambda: config)()
+        queries, keys = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
+        return queries, keys
 
     @property
     def has_tensor_plan(self) -> bool:

@@ -115,7 +115,12 @@ class Parts:
             raise InputError(f"--parallel: {shards} cuts the ops of a MODEL; a step as it is has no shards")
         shards = shards.settled(training=self.source.reading.training)
         if shards not in self._sharded:
-            self._sharded[shards] = Parts.of_source(self.source.sharded(shards))
+            source = self.source.sharded(shards)
+            if source.reading.serving.has_cache:  # one step, whose batch is not split
+                parts = Parts(lambda num_parts: source.part(num_parts).graph, self.batch_size, source=source)
+            else:
+                parts = Parts.of_source(source)
+            self._sharded[shards] = parts
         return self._sharded[shards]
 
     def has_read(self, shards: Shards) -> bool:

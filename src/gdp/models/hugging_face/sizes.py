@@ -82,6 +82,11 @@ def without_context(text: str) -> str:
     return _without("context", text)
 
 
+def without_requests(text: str) -> str:
+    """Returns `hf:DIR?SIZES` without the sizes of requests to a decoder and of its cache."""
+    return _without("prompt", _without("context", text))
+
+
 def with_batch(text: str, samples: int) -> str:
     """Returns `hf:DIR?SIZES` with another batch."""
     other = _without("batch", text)

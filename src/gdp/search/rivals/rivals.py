@@ -48,8 +48,8 @@ from gdp.simulator.simulate import Simulation, simulate
 
 def accelerators(question: BatchQuestion) -> list[int]:
     """Returns the accelerators, by number; all devices if there is none."""
-    kinds = [device.kind.lower() for device in question.cluster.devices]
-    return [number for number, kind in enumerate(kinds) if "cpu" not in kind] or list(range(len(kinds)))
+    devices = question.cluster.devices
+    return [number for number, device in enumerate(devices) if not device.is_cpu] or list(range(len(devices)))
 
 
 def _degrees(question: BatchQuestion, *, training: bool = True) -> tuple[dict[Shards, BatchQuestion], str]:
