@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Unpack
+from typing import Any, Unpack
 
 from gdp import notebook
 from gdp.bounds.layout_bound import layout_bound
@@ -46,6 +46,7 @@ class PlacerRow:
     layout: Layout | None = None  # of the fastest seed, where the batch may be cut; None: of the graph as it is
     step_range: StepRange | None = None  # of that seed
     reason: str = ""  # why a rival that cuts the batch has no step time
+    mfu: float | None = None  # of that seed
 
     @property
     def step_time_ns(self) -> int | None:
@@ -210,8 +211,8 @@ def _row(name: str, answers: Sequence[Candidate | None], seconds: float, simulat
     times_ns = tuple(best.step_time_ns if best is not None and best.fits else None for best in answers)
     fastest = min((best for best in answers if best is not None), default=None)
     layout = None if fastest is None or fastest.cut is None else fastest.named_layout
-    step_range = None if fastest is None or fastest.simulation is None else fastest.simulation.step_range
-    return PlacerRow(name, status, times_ns, seconds, simulations, layout, step_range)
+    told = _told(None if fastest is None else fastest.simulation)
+    return PlacerRow(name, status, times_ns, seconds, simulations, layout, **told)
 
 
 def _rival_row(name: str, rival: Rival, problem: Problem) -> PlacerRow:
@@ -224,7 +225,7 @@ def _rival_row(name: str, rival: Rival, problem: Problem) -> PlacerRow:
         return PlacerRow(name, "failed", (None,), seconds, 0)
     if not found.feasible:
         return PlacerRow(name, "infeasible", (None,), seconds, 1)
-    return PlacerRow(name, "ok", (found.step_time_ns,), seconds, 1, step_range=found.step_range)
+    return PlacerRow(name, "ok", (found.step_time_ns,), seconds, 1, **_told(found))
 
 
 def _layout_row(name: str, solution: Solution, seconds: float) -> PlacerRow:
@@ -233,5 +234,12 @@ def _layout_row(name: str, solution: Solution, seconds: float) -> PlacerRow:
     status = "ok" if best.fits else "failed" if best.simulation is None else "infeasible"
     time_ns = best.step_time_ns if best.fits else None
     layout = None if best.cut is None else best.named_layout
-    step_range = None if best.simulation is None else best.simulation.step_range
-    return PlacerRow(name, status, (time_ns,), seconds, len(solution.looked_at), layout, step_range, best.obstacle)
+    told = _told(best.simulation)
+    return PlacerRow(name, status, (time_ns,), seconds, len(solution.looked_at), layout, reason=best.obstacle, **told)
+
+
+def _told(simulation: Simulation | None) -> dict[str, Any]:
+    """Returns what a step that was simulated tells of its time."""
+    if simulation is None:
+        return {}
+    return {"step_range": simulation.step_range, "mfu": simulation.mfu and simulation.mfu[0]}

@@ -128,6 +128,7 @@ def compare_document(
                 "simulations": row.simulations,
                 "lower_bound_ns": comparison.bound_of(row),
                 **range_entry(row.step_time_ns, row.step_range),
+                "mfu": None if row.step_time_ns is None else row.mfu,
                 "layout": None if row.layout is None else row.layout.document(),
                 "reason": row.reason or None,
             }

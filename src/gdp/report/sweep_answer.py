@@ -95,6 +95,7 @@ class SweepAnswer:
                 "status": "failed" if plan is None else plan.status,
                 "step_time_ns": row.step_time_ns,
                 **range_entry(row.step_time_ns, None if plan is None else plan.step_range),
+                "mfu": None if plan is None or not row.is_ok else plan.mfu,
                 "lower_bound_ns": None if plan is None else row.bound_ns,
                 "peak_memory_bytes": None if plan is None else plan.peak_memory_bytes.tolist(),
                 "order": None if plan is None or plan.search is None else plan.search.order,

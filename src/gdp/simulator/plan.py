@@ -18,6 +18,7 @@ from gdp.errors import InputError, prefixed, suggest
 from gdp.graph import Graph, GraphSource
 from gdp.graph.microbatches import microbatch_of
 from gdp.models.shards import WHOLE, Shards
+from gdp.simulator.mfu import mfu_of
 
 if TYPE_CHECKING:
     from gdp.simulator.problem import Problem
@@ -118,6 +119,14 @@ class Plan:
 
         None where the problem is not known, or devices do not price kernels."""
         return None if self.problem is None else range_of(self.problem.graph, self.problem.cluster, self.placement)
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation: the share of the devices' arithmetic rate that the FLOPs of the model take.
+
+        None without FLOPs, and where the problem is not known."""
+        found = None if self.problem is None else mfu_of(self.problem, self.placement, self.step_time_ns)
+        return found and found[0]
 
     def __repr__(self) -> str:
         """Returns `Plan(13.203 ms on 2 of 3 devices by auto, at most 3.2% above the lower bound)`."""

@@ -20,16 +20,13 @@ from numba.extending import overload
 from gdp import notebook
 from gdp.arrays import I64, Bool
 from gdp.compiled import INLINED, inner, kernel
-from gdp.costs.op_times import has_shares
 from gdp.costs.ranges import StepKind, StepRange, range_of
-from gdp.costs.rates import peak_rate
 from gdp.errors import InputError
-from gdp.graph.copies import MODEL
-from gdp.graph.fingerprint import numbered
 from gdp.simulator.engine import COMPLETED, DEADLOCK, run
 from gdp.simulator.engine import NEVER as NEVER  # for callers
 from gdp.simulator.many_devices import run_on_many
 from gdp.simulator.memory import find_peaks
+from gdp.simulator.mfu import mfu_of
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Devices, Placement, Problem
 from gdp.simulator.records import Dispatch, ManyScratch
@@ -119,20 +116,8 @@ class Simulation:
 
     @cached_property
     def mfu(self) -> tuple[float, str] | None:
-        """Model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B), and the type that it is of; None without FLOPs.
-
-        The FLOPs of forward and backward pass in the type that most of them are in, without those of recomputed ops and
-        of exchanges, as a share of what the devices in use could compute in that type during the step."""
-        graph, devices = self.problem.graph, self.problem.cluster.devices
-        flops = np.where(graph.is_in_role(MODEL) & ~graph.is_in_phase("update"), graph.flops, 0)
-        dtypes, codes = numbered(graph.dtypes)
-        by_dtype = np.bincount(codes, flops, len(dtypes))
-        if not by_dtype.any() or not self.step_time_ns or any(has_shares(graph, device) for device in devices):
-            return None
-        dtype = dtypes[int(by_dtype.argmax())]
-        used = np.unique(self.placement).tolist()
-        rate = sum(peak_rate(devices[device].flops_per_second, dtype) for device in used)
-        return float(by_dtype.max()) * 1e9 / (self.step_time_ns * rate), dtype
+        """Model FLOPs utilisation, and the type that it is of; None without FLOPs. See `mfu_of`."""
+        return mfu_of(self.problem, self.placement, self.step_time_ns)
 
 
 def simulate(
