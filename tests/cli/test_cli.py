@@ -352,7 +352,15 @@ def test_compare_json_has_a_row_for_each_placer_with_a_time_for_each_seed(run: R
     assert [row["placer"] for row in answer["rows"]] == ["single", "auto"]
     for row in answer["rows"]:
         figures = ["placer", "status", "step_time_ns", "step_time_ns_by_seed", "seconds", "simulations"]
-        assert list(row) == [*figures, "lower_bound_ns", "step_time_range_ns", "range_rests_on", "layout", "reason"]
+        assert list(row) == [
+            *figures,
+            "lower_bound_ns",
+            "step_time_range_ns",
+            "range_rests_on",
+            "mfu",
+            "layout",
+            "reason",
+        ]
         assert row["status"] == "ok"
         assert len(row["step_time_ns_by_seed"]) == 2
         assert min(row["step_time_ns_by_seed"]) == row["step_time_ns"] >= row["lower_bound_ns"]

@@ -14,6 +14,7 @@ from gdp.export.targets_by_name import serving_target
 from gdp.models.hugging_face import sizes
 from gdp.models.model import Model
 from gdp.models.serving import Requests, ServedStep
+from gdp.models.shards import WHOLE
 from gdp.models.source import ModelSource
 from gdp.parallel.step import BatchStream
 from gdp.planning.plan_cache import KeptAnswer
@@ -31,8 +32,9 @@ def prompt_of(request: PlaceRequest, served: ServedStep | None) -> int | None:
 def read_prefill(request: PlaceRequest, served: ServedStep, plan: Plan) -> Model:
     """Reads the prefill of one prompt, cut as `plan` is: of the whole context, unless MODEL says otherwise."""
     serving = replace(request.reading.serving, phase="prefill")
-    reading = replace(request.reading, batch=None, serving=serving, shards=plan.shards)
-    return read_graph(ModelSource(sizes.of_prompt(request.model, served.context), reading))
+    reading = replace(request.reading, batch=None, serving=serving)
+    source = ModelSource(sizes.of_prompt(request.model, served.context), reading)
+    return read_graph(source if plan.shards == WHOLE else source.sharded(plan.shards, request.cluster))
 
 
 def on_its_devices(plan: Plan, problem: Problem) -> Problem:

@@ -124,9 +124,9 @@ class Tuning:
         return cls(directory, question, [*candidates], numbers)
 
     @classmethod
-    def resume(cls, directory: Path, question: Mapping[str, Any], timeout_s: float = 0) -> "Tuning":
-        """Reads a log, and cuts off a line that is not whole. Plans that took longer than another timeout than
-        `timeout_s` may be measured again. InputError for one of another question."""
+    def resume(cls, directory: Path, question: Mapping[str, Any], most_s: float = 0) -> "Tuning":
+        """Reads a log, and cuts off a line that is not whole. Plans that were ended sooner than after `most_s` may be
+        measured again. InputError for one of another question."""
         path = directory / LOG
         lines = files.read_bytes(path).split(b"\n")
         try:
@@ -138,7 +138,7 @@ class Tuning:
                 if "candidates" in line:
                     tuning.candidates += [LoggedCandidate(**each) for each in line["candidates"]]
                     tuning.placed_after = line["placed_after"]
-                elif line["status"] != TIMED_OUT or line["seconds"] >= timeout_s:
+                elif line["status"] != TIMED_OUT or line["seconds"] >= most_s:
                     tuning.measurements.append(LoggedMeasurement(**line))
         except (ValueError, TypeError, KeyError, InputError) as error:
             raise InputError(f"{path}: is not a log of gdp tune ({error}); name another --out") from None
