@@ -17,7 +17,7 @@ from benchmarks.measured_sources.gpt import GPTSteps, GPTTensorSteps
 from benchmarks.measured_sources.image_models import ImageInference, ImageTraining
 from benchmarks.measured_sources.mpt import MPTSteps
 from benchmarks.measured_sources.op_tables import AttentionTable, ProductTable
-from benchmarks.measured_sources.own_card import CardSteps
+from benchmarks.measured_sources.own_card import H100Steps, H200Steps
 from benchmarks.measured_sources.ranges import coverage, table_of, text_of
 from benchmarks.measured_sources.source import CapturedGraphs, MeasuredRow, MeasuredSource, PredictedRow
 from benchmarks.measured_sources.statistics import by_factor, by_part, figures
@@ -25,7 +25,7 @@ from benchmarks.rows import Rows
 from gdp import files
 from gdp.errors import InputError
 
-_OF_STEPS = GPTSteps, GPTTensorSteps, MPTSteps, ImageTraining, ImageInference, CardSteps
+_OF_STEPS = GPTSteps, GPTTensorSteps, MPTSteps, ImageTraining, ImageInference, H200Steps, H100Steps
 _KINDS = ProductTable, AttentionTable, ExchangeTable, *_OF_STEPS
 _ABLATED = ProductTable.name, GPTSteps.name, ImageTraining.name, ImageInference.name
 SOURCES = tuple(kind.name for kind in _KINDS)
@@ -76,7 +76,7 @@ class MeasuredBenchmark(Benchmark):
             return [UserSteps(self.runs, self.card)]
         most = None if self.all else self.sample
         known: list[MeasuredSource] = [ProductTable(), AttentionTable(), ExchangeTable(), GPTSteps(), GPTTensorSteps()]
-        known += [MPTSteps(), ImageTraining(most), ImageInference(most), CardSteps()]
+        known += [MPTSteps(), ImageTraining(most), ImageInference(most), H200Steps(), H100Steps()]
         chosen = pick(self.name, "source", self.sources, SOURCES)
         return [source for source in known if source.name in chosen]
 

@@ -4,11 +4,11 @@ A step is captured as `benchmarks.card` makes it. Its host was slow: step times 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from benchmarks.measured_sources.image_models import kind_of
 from benchmarks.measured_sources.source import (
@@ -26,30 +26,25 @@ from gdp.costs.op_times import op_times
 from gdp.graph import Graph
 
 if TYPE_CHECKING:
-    from benchmarks.card import StepCase
+    from benchmarks.card_steps import StepCase
 
-STEPS = DATA.parent / "h200" / "steps.csv"
 _COLUMNS = "model", "phase", "batch", "precision", "memory_format", "runtime", "optimizer"
 _OPTIMIZERS = {"sgd": "sgd-momentum,foreach", "": "adam"}  # of inference none
 _WORDS = {"loop": "for-loop"}
 
 
-@dataclass(frozen=True)
 class CardSteps(MeasuredSource):
-    """The rows of `steps.csv`, on a card of kind `card`."""
+    """The rows of the files `*steps.csv` in the source's directory, on a card of kind `card`."""
 
-    name = "h200"
-    about = "kernels of steps on one H200, PyTorch 2.11; of them only the pace of GPT-2's odd head is set"
-
-    path: Path = STEPS
-    card: str = "h200-sxm-141g"
+    card: ClassVar[str]
 
     def rows(self) -> Sequence[MeasuredRow]:
         """Returns the rows without an error."""
-        from benchmarks.card import StepCase
+        from benchmarks.card_steps import StepCase
 
         found = []
-        for line in read_table(self.path, (*_COLUMNS, "kernel_ms", "error")):
+        lines = (line for path in self.paths() for line in read_table(path, (*_COLUMNS, "kernel_ms", "error")))
+        for line in lines:
             values: dict[str, Any] = {name: line[name] for name in _COLUMNS}
             case = StepCase(**values | {"batch": int(line["batch"])})
             key = "-".join(line[name] for name in _COLUMNS if line[name])
@@ -58,12 +53,30 @@ class CardSteps(MeasuredSource):
                 found.append(MeasuredRow(key, time_ms, self.card, case, case.runtime, case.phase, model=case.model))
         return [replace(row, amount=row.case.batch) for row in sorted(found, key=lambda row: _graph_name(row.case))]
 
+    def paths(self) -> Sequence[Path]:
+        """Returns the files."""
+        return sorted((DATA.parent / self.name).glob("*steps.csv"))
+
     def predict(self, row: MeasuredRow, graphs: CapturedGraphs) -> PredictedRow:
         """Sums up what the ops of the step take on the card."""
         graph = graphs.read(_graph_name(row.case), lambda: capture(row.case))
         kind = kind_of(graph) if row.case.model.startswith("timm:") else "text"
         time_ns = int(op_times(graph, _without_gaps(cluster_of(row.card, row.runtime)))[:, 0].sum())
         return PredictedRow(row, time_ns / 1e6, f"{kind}, {row.case.precision}, {row.case.phase}")
+
+
+class H200Steps(CardSteps):
+    """Steps on an H200."""
+
+    name, card = "h200", "h200-sxm-141g"
+    about = "kernels of steps on one H200, PyTorch 2.11; of them only the pace of GPT-2's odd head is set"
+
+
+class H100Steps(CardSteps):
+    """Steps on an H100."""
+
+    name, card = "h100", "h100-sxm-80g"
+    about = "kernels of steps on one H100, PyTorch 2.11, most of them of models that no other source has; none is set"
 
 
 def _without_gaps(cluster: Cluster) -> Cluster:
@@ -106,7 +119,7 @@ def _built(case: "StepCase") -> Any:
     """Returns the module, its inputs and its further inputs, as `benchmarks.card.measure_step` runs them."""
     import torch
 
-    from benchmarks.card import MODELS
+    from benchmarks.card_steps import MODELS
     from gdp.models.model import Reading
     from gdp.models.source import ModelSource
 

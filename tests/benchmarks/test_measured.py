@@ -13,7 +13,7 @@ from benchmarks.measured_sources.gpt import VTRAIN, GPTSteps, GPTTensorSteps, re
 from benchmarks.measured_sources.image_models import ImageInference, ImageTraining
 from benchmarks.measured_sources.mpt import MPTSteps, capture
 from benchmarks.measured_sources.op_tables import AttentionTable, ProductTable
-from benchmarks.measured_sources.own_card import CardSteps
+from benchmarks.measured_sources.own_card import H200Steps
 from benchmarks.measured_sources.ranges import coverage, table_of, text_of
 from benchmarks.measured_sources.source import (
     SET_ROWS,
@@ -56,7 +56,7 @@ FIXED_ROWS: dict[str, tuple[MeasuredSource, Callable[[int, MeasuredRow], bool]]]
     "mpt": (MPTSteps(), lambda _, row: row.key.startswith("125m-2048")),
     "timm-training": (ImageTraining(), lambda _, row: row.case.model in ("resnet18", "mobilenetv2_100")),
     "timm-inference": (ImageInference(), lambda _, row: row.case.model in ("resnet18", "vit_tiny_patch16_224")),
-    "h200": (CardSteps(), lambda _, row: row.case.phase == "infer" and row.case.model in ("hf:gpt2", "timm:resnet50")),
+    "h200": (H200Steps(), lambda _, row: row.case.phase == "infer" and row.case.model in ("hf:gpt2", "timm:resnet50")),
 }
 
 
