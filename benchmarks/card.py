@@ -138,7 +138,7 @@ def _timed(step: Callable[[], None], seconds: float = 1.0) -> tuple[list[float],
 def _kernels_us(seen: profile) -> list[tuple[str, float]]:
     """Returns the kernels, fills and copies on the device, in order, with their times in us."""
     all_events: Any = seen.events()  # type: ignore[no-untyped-call]
-    events = [event for event in all_events if event.device_type == DeviceType.CUDA]
+    events = [e for e in all_events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
     return [(event.name, event.device_time_total) for event in sorted(events, key=lambda event: event.time_range.start)]
 
 

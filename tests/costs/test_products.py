@@ -106,8 +106,14 @@ def test_odd_rows():
 @pytest.mark.parametrize(("kind", "floor_ns"), [("function", 1400), ("narrow_norm", 5500), ("product_bytes", 0)])
 def test_floors_of_passes(kind, floor_ns):
     """Kernels that move no bytes take what passes between kernels and, on an H100, a floor: longer if they add up."""
-    assert times_ns([(1, 1, 1, 0)], kind, "h100-sxm-80g") == pytest.approx([700 + floor_ns])
-    assert times_ns([(1, 1, 1, 0)], kind) == pytest.approx([1500])
+    assert times_ns([(0, 0, 0, 0)], kind, "h100-sxm-80g") == pytest.approx([700 + floor_ns])
+    assert times_ns([(0, 0, 0, 0)], kind) == pytest.approx([1500])
+
+
+@pytest.mark.parametrize(("blocks", "expected_ns"), [(64, 1000), (8 * 132 * 3, 3000)])
+def test_blocks_of_passes(blocks, expected_ns):
+    """Passes take no less than their thread blocks, eight at once on each of the 132 multiprocessors of an H100."""
+    assert times_ns([(blocks, 1000, 0, 0)], "narrow_norm", "h100-sxm-80g") == pytest.approx([6200 + expected_ns])
 
 
 def test_together():

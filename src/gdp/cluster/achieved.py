@@ -32,7 +32,11 @@ OF_BYTES: Mapping[str, str] = MappingProxyType(
         "pointwise": "",
         "product_bytes": "pointwise",  # of kernels whose share of the peak rate counts too
         "copy": "pointwise",  # to another type, or into a part: element by element
+        "widening_copy": "copy",  # from halves to float32, and sums and products of both
+        "strided_copy": "pointwise",  # of rows that lie apart, or that are repeated: an offset for each element
+        "interleaved_copy": "copy",  # parts that alternate in the result, such as channels in channels_last
         "transpose": "copy",
+        "inference_transpose": "transpose",  # beside convolutions, where some read other layouts as they are
         "transposed_copy": "transpose",  # by PyTorch, not by a library of convolutions
         "gather": "pointwise",
         "element_gather": "gather",  # an index for each element
@@ -41,6 +45,7 @@ OF_BYTES: Mapping[str, str] = MappingProxyType(
         "function": "pointwise",  # exponentials and the like, which processor cores compute for long
         "norm": "pointwise",
         "narrow_norm": "norm",  # of rows of up to 1,024 elements
+        "evaluated_batch_norm": "norm",  # of known statistics, but in channels_last
         "batch_norm": "norm",  # with statistics
         # PyTorch's own, which it takes in bfloat16; in channels_last
         "native_batch_norm": "batch_norm",

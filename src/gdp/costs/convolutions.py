@@ -19,9 +19,6 @@ _HALVES = ("float16", "bfloat16")
 _WIDTH = 8  # channels that tensor cores take together in half precision, 16 bytes: fewer are padded
 _NARROW = 3
 """Height and width of windows up to which libraries have depthwise kernels of their own for the weights' gradient."""
-_COPIED_SHARE = 0.36
-"""Of the transposes of a forward pass alone: cuDNN 9 reads some layers as they are. Fitted on the set models' inference
-on an RTX 3090 (benchmarks/data/measured)."""
 
 
 def convolution(op: PricedOp) -> list[Kernel]:
@@ -72,8 +69,8 @@ class _Convolution:
             return [Kernel(kind, flops, num_bytes, dtype="float32")]
         activations = [each for each in (made, *read) if each is not self._weight]
         moved = [2 * array_bytes(each) for each in activations if self._is_copied(each)]
-        share = 1 if self._is_trained or self._is_channels_last else _COPIED_SHARE
-        copies = [Kernel("transpose", 0, int(share * num_moved)) for num_moved in moved]
+        copied = "transpose" if self._is_trained or self._is_channels_last else "inference_transpose"
+        copies = [Kernel(copied, 0, num_moved) for num_moved in moved]
         if self._groups > 1:
             return [Kernel(f"grouped_convolution{self._end}", flops, num_bytes), *copies]
         kind = "first_convolution" if self._channels[0] < _WIDTH else "convolution"
@@ -89,6 +86,8 @@ class _Convolution:
         window = math.prod(self._weight.size[2:])
         is_padded = self._is_half and (self._groups == 1 or self._channels[0] > 1)
         inner, outer = (-(-each // _WIDTH) * _WIDTH if is_padded else each for each in self._channels)
+        if is_padded and self._groups > 1:  # tiles of 8, 16, 32, .. channels
+            inner, outer = (2 ** (each - 1).bit_length() for each in (inner, outer))
         if made is self._weight:
             return self._groups, outer, inner * window, narrow
         if made is self._wide:

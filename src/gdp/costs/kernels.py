@@ -29,7 +29,7 @@ class Kernel(NamedTuple):
     flops: int
     bytes: int  # read and written in device memory
     # of products: parts, m, n, k; of attention: see `gdp.costs.attention`; of a collective: its exchange's place in
-    # KINDS, and its ranks; (): not known
+    # KINDS, and its ranks; of a pass: thread blocks, and ns that each takes at least; (): not known
     size: tuple[int, ...] = ()
     # less than 1: the op is a part of a kernel that other ops are in; of a product `size` is then that of all of it
     launches: float = 1.0

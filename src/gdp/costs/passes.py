@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 
 from gdp.costs.kernels import Kernel, PricedOp
 from gdp.graph.shapes import Array, ShapedCall
@@ -15,6 +16,13 @@ _FUNCTIONS = re.compile(
 )
 _COPIES = "aten.cat", "aten.stack"
 _NARROW = 1024  # elements of a row; a thread block has it, and waits for its sum
+# ns that a thread block takes, however many run beside it: of a row of a norm, backward of an element and at most; of a
+# byte of a channel or group that it has alone; of the elements of a pool. Fitted on single ops on an H100
+# (benchmarks/data/h100/further-ops.csv)
+_ROW_NS, _ROW_GRADIENT_NS, _ROW_SUM_NS = 1200, (6, 1700), (9, 3300)
+_CHANNEL_NS, _CHANNEL_GRADIENT_NS, _GROUP_NS = 0.17, 0.18, 0.45
+_POOL_NS, _POOL_GRADIENT_NS, _POOLED = 4800, 7000, 256  # elements of a block
+_PLANE = 150  # elements of a channel of an image: fewer are read in parts of what memory delivers
 
 
 def array_bytes(array: Array) -> int:
@@ -59,6 +67,17 @@ def is_channels_last(array: Array) -> bool:
     return True
 
 
+def _are_alike(arrays: Sequence[Array]) -> bool:
+    """Returns whether arrays lie in memory without gaps, and elements of one index in one place of each."""
+    of_each = {tuple(pair for pair in zip(array.strides, array.size, strict=True) if pair[1] > 1) for array in arrays}
+    step = 1
+    for stride, size in sorted(min(of_each, default=())):
+        if stride != step:
+            return False
+        step *= size
+    return len(of_each) < 2
+
+
 def transposes(call: ShapedCall) -> bool:
     """Returns whether neighbours in the result lie apart in an argument of its size, or of more elements."""
     if not call.results:
@@ -85,11 +104,18 @@ def _kind(call: ShapedCall) -> str:
     if transposes(call):
         return "transpose"
     large = max((array.num_elements for array in (*call.arrays, *call.results)), default=0)
-    types = {array.dtype for array in (*call.arrays, *call.results) if array.num_elements == large}
+    of_all = [array for array in (*call.arrays, *call.results) if array.num_elements == large]
+    types = {array.dtype for array in of_all}
     if "copy" not in call.kind:
         types.discard("bool")
-    if len(types) > 1 or call.kind in _COPIES:
-        return "copy"
+    if len(types) > 1:
+        return "widening_copy" if "float32" in {array.dtype for array in call.results} else "copy"
+    if call.kind in _COPIES:
+        if not all(_are_alike([array]) for array in call.arrays):
+            return "strided_copy"
+        return "interleaved_copy" if any(map(is_channels_last, call.results)) else "copy"
+    if not _are_alike(of_all) or any(1 < array.num_elements < large for array in call.arrays):
+        return "strided_copy"
     return "function" if _FUNCTIONS.search(call.kind) else "pointwise"
 
 
@@ -113,21 +139,42 @@ def _is_narrow(op: PricedOp, array: Array) -> bool:
 def batch_norm(op: PricedOp) -> list[Kernel]:
     """In training the statistics are read first; in inference they are known."""
     call = op.calls[0]
-    is_training = "no_training" not in call.kind and call.arguments[5] != 0
-    kind = _of_batch_norm(op) if is_training else "norm"
-    return [Kernel(kind, op.flops, op.bytes + is_training * array_bytes(call.arrays[0]))]
+    values = call.arrays[0]
+    if "no_training" in call.kind or call.arguments[5] == 0:
+        if op.is_compiled or is_channels_last(values):
+            return [Kernel("norm", op.flops, op.bytes)]
+        return [Kernel("evaluated_batch_norm", op.flops, round(op.bytes * _of_small_planes(values)))]
+    kind, moved = _of_batch_norm(op), op.bytes + array_bytes(values)
+    if kind != "native_batch_norm":
+        return [Kernel(kind, op.flops, moved)]
+    return [Kernel(kind, op.flops, round(moved * _of_small_planes(values)), _channels(values, moved, _CHANNEL_NS))]
+
+
+def _of_small_planes(values: Array) -> float:
+    """Returns how much longer a pass over channels of small images in bfloat16 takes."""
+    plane = math.prod(values.size[2:])
+    return max(1, _PLANE / plane) if plane and values.dtype == "bfloat16" else 1
 
 
 def batch_norm_backward(op: PricedOp) -> list[Kernel]:
     """Two sums over gradient and input come first, then both are read again."""
     gradient, values = op.calls[0].arrays[:2]
-    return [Kernel(_of_batch_norm(op, "_backward"), op.flops, op.bytes + array_bytes(gradient) + array_bytes(values))]
+    kind, moved = _of_batch_norm(op, "_backward"), op.bytes + array_bytes(gradient) + array_bytes(values)
+    size = _channels(values, moved, _CHANNEL_GRADIENT_NS) if kind == "native_batch_norm_backward" else ()
+    return [Kernel(kind, op.flops, moved, size)]
+
+
+def _channels(values: Array, moved: int, ns: float) -> tuple[int, ...]:
+    """Returns the blocks of PyTorch's own batch norm, one for a channel, and the ns that each takes."""
+    channels = max(values.size[1], 1) if len(values.size) > 1 else 1
+    return channels, round(moved / channels * ns)
 
 
 def row_norm(op: PricedOp) -> list[Kernel]:
     """Layer and RMS norm: a row stays on the multiprocessor between statistics and result."""
     values = op.calls[0].arrays[0]
-    return [*_made_contiguous(values), Kernel("narrow_norm" if _is_narrow(op, values) else "norm", op.flops, op.bytes)]
+    kind, size = ("narrow_norm", (_num_rows(values), _ROW_NS)) if _is_narrow(op, values) else ("norm", ())
+    return [*_made_contiguous(values), Kernel(kind, op.flops, op.bytes, size)]
 
 
 def row_norm_backward(op: PricedOp) -> list[Kernel]:
@@ -135,23 +182,55 @@ def row_norm_backward(op: PricedOp) -> list[Kernel]:
     gradient, values = op.calls[0].arrays[:2]
     both = array_bytes(gradient) + array_bytes(values)
     copies = _made_contiguous(gradient, values)
-    kinds = ("narrow_norm", "narrow_sum") if _is_narrow(op, values) else ("norm", "reduction")
-    return [*copies, Kernel(kinds[0], op.flops, op.bytes), Kernel(kinds[1], 0, both)]
+    if not _is_narrow(op, values):
+        return [*copies, Kernel("norm", op.flops, op.bytes), Kernel("reduction", 0, both)]
+    rows = _num_rows(values)
+    gradient_ns, sum_ns = (min(values.size[-1] * ns, most) for ns, most in (_ROW_GRADIENT_NS, _ROW_SUM_NS))
+    norm = Kernel("narrow_norm", op.flops, op.bytes, (rows, gradient_ns))
+    return [*copies, norm, Kernel("narrow_sum", 0, both, (rows, sum_ns))]
+
+
+def _num_rows(array: Array) -> int:
+    return array.num_elements // max(array.size[-1], 1)
 
 
 def group_norm(op: PricedOp) -> list[Kernel]:
     """Statistics are a kernel, the result another."""
-    values = array_bytes(op.calls[0].arrays[0])
-    return [*_made_contiguous(op.calls[0].arrays[0]), Kernel("norm", 0, values), Kernel("norm", op.flops, op.bytes)]
+    call = op.calls[0]
+    read, groups = array_bytes(call.arrays[0]), call.results[1].num_elements if len(call.results) > 1 else 0
+    statistics = Kernel("norm", 0, read, (groups, round(read / groups * _GROUP_NS)) if groups else ())
+    return [*_made_contiguous(call.arrays[0]), statistics, Kernel("norm", op.flops, op.bytes)]
 
 
 def softmax(op: PricedOp) -> list[Kernel]:
-    """Rows that fit in registers are read once, longer ones twice: for the sum, then for the result."""
+    """Rows that fit in registers are read once, longer ones twice: for the sum, then for the result. The gradient is
+    multiplied by the result first, but for that of a logarithm."""
     call = op.calls[0]
     kept = call.arrays[0] if "backward" not in op.kind else call.arrays[1]
     dim = next((argument for argument in call.arguments if isinstance(argument, int)), -1)
     again = sum(map(array_bytes, call.arrays)) if kept.size and kept.size[dim] > _LONGEST_KEPT else 0
-    return [*_made_contiguous(*call.arrays), Kernel("softmax", op.flops, op.bytes + again)]
+    first = [Kernel("pointwise", 0, op.bytes)] if op.kind == "aten._softmax_backward_data" else []
+    return [*_made_contiguous(*call.arrays), *first, Kernel("softmax", op.flops, op.bytes + again)]
+
+
+def column_sum(op: PricedOp) -> list[Kernel]:
+    """Sums over rows are of two kernels, where blocks share a column; of narrow rows each has little of it."""
+    values, result = op.calls[0].arrays[0], op.calls[0].results[0]
+    width = values.size[-1] if values.size else 1
+    if op.is_compiled or not is_contiguous(values) or result.num_elements != width or values.num_elements == width:
+        return [Kernel("reduction", op.flops, op.bytes)]
+    return [Kernel("narrow_sum" if width <= _NARROW else "reduction", op.flops, op.bytes), Kernel("reduction", 0, 0)]
+
+
+def average_pool(op: PricedOp) -> list[Kernel]:
+    """Each element looks for its window, or a gradient for all that it may be in."""
+    ns = _POOL_GRADIENT_NS if "backward" in op.kind else _POOL_NS
+    return [Kernel("pool", op.flops, op.bytes, (op.calls[0].results[0].num_elements // _POOLED, ns))]
+
+
+def max_pool_backward(op: PricedOp) -> list[Kernel]:
+    """The gradient is filled, then each of its elements reads the indices of the windows that it may be in."""
+    return [Kernel("pool", op.flops, 2 * op.bytes)]
 
 
 def filled_and_copied(op: PricedOp) -> list[Kernel]:

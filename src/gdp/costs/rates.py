@@ -16,8 +16,10 @@ from gdp.costs.products import item_bytes, multiprocessors_of, tiled_ns, togethe
 SMALL_FLOATS, HALVES = ("float8", "float4"), ("bfloat16", "float16")
 # Classes whose kernels read weights, or products', whose shares are fitted with what caches hold
 _OF_OTHERS = [CLASSES.index(name) for name in (*OF_FLOPS, "product_bytes", "gather", "element_gather", "optimizer")]
+_BLOCKS_AT_ONCE = 8  # on a multiprocessor: 2,048 threads, in blocks of 256
 _HELD = 0.5  # of the cache, fitted on the 24 set rows of GPT on A100, where 0.25 and 1 are worse
 _SUMS = {name for name in OF_BYTES if "norm" in name or name in ("reduction", "narrow_sum")}
+_OF_ELEMENTS = [CLASSES.index(name) for name in ("function", "softmax")]  # what is computed of each bounds them
 _ATTENTION = [CLASSES.index(name) for name in ("attention", "attention_backward")]
 
 
@@ -33,7 +35,7 @@ def kernel_times(kernels: Kernels, device: Device) -> F64:
     cut = np.flatnonzero(is_sized & ~is_attention & (kernels.kinds < len(OF_FLOPS)))
     fused = np.flatnonzero(is_sized & is_attention)
     figures, sizes = device.achieved, kernels.sizes
-    times_ns = np.maximum(work_ns, bytes_ns)
+    times_ns = np.maximum(np.maximum(work_ns, bytes_ns), _block_times(kernels, device))
     if figures.get("multiprocessors"):
         item = np.array([item_bytes(dtype) for dtype in kernels.dtypes])[kernels.dtype_codes[cut]]
         cut_ns = tiled_ns(sizes[cut, :4], item, multiprocessors_of(device, achieved[cut]))
@@ -47,6 +49,13 @@ def kernel_times(kernels: Kernels, device: Device) -> F64:
     times_ns[fused] += np.where(sizes[fused, 2] == 1, *floors_ns[1:])
     exchange_ns = collective_times(kernels, device)[1]
     return np.where(is_collective(kernels), exchange_ns, times_ns + gap_ns(device) * kernels.launches)
+
+
+def _block_times(kernels: Kernels, device: Device) -> F64:
+    """Returns the ns [K] that passes take whose thread blocks, of a known number, take a known time each."""
+    at_once = _BLOCKS_AT_ONCE * device.achieved.get("multiprocessors", 0)
+    blocks, ns = kernels.sizes[:, 0] * (kernels.kinds >= len(OF_FLOPS)) * ~is_collective(kernels), kernels.sizes[:, 1]
+    return np.asarray(np.maximum(blocks / at_once, np.minimum(blocks, 1)) * ns if at_once else np.zeros(len(blocks)))
 
 
 def _is_pass(name: str) -> bool:
@@ -79,9 +88,12 @@ def memory_times(kernels: Kernels, device: Device) -> F64:
     """Returns the ns [K] that kernels take to read and write memory alone. Those that multiply nothing read half of
     their bytes, of which the cache still has what the kernel before wrote last."""
     shares = np.array([share(device.achieved, name if name in OF_BYTES else "product_bytes") for name in CLASSES])
+    of_wide = np.minimum(2 * shares, shares[CLASSES.index("pointwise")])  # elements bound it, of any size
+    is_wide = np.array([item_bytes(dtype) >= 4 for dtype in kernels.dtypes] or [False])[kernels.dtype_codes]
+    of_kernels = np.where(is_wide & np.isin(kernels.kinds, _OF_ELEMENTS), of_wide[kernels.kinds], shares[kernels.kinds])
     held = _HELD * device.achieved.get("cache_bytes", 0) * ~np.isin(kernels.kinds, _OF_OTHERS)
     moved = kernels.bytes - np.minimum(kernels.bytes / 2, held)
-    return np.asarray(moved * 1e9 / (device.memory_bytes_per_second * shares[kernels.kinds]))
+    return np.asarray(moved * 1e9 / (device.memory_bytes_per_second * of_kernels))
 
 
 def peak_rate(rates: Mapping[str, int], dtype: str) -> int:

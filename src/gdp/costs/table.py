@@ -76,6 +76,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "native_group_norm": passes.group_norm,
         "native_group_norm_backward": passes.row_norm_backward,
         **dict.fromkeys(_SOFTMAXES, passes.softmax),
+        "sum": passes.column_sum,
+        **dict.fromkeys(("avg_pool2d", "avg_pool2d_backward"), passes.average_pool),
+        "max_pool2d_with_indices_backward": passes.max_pool_backward,
         **dict.fromkeys(("select_backward", "slice_backward", "constant_pad_nd"), passes.filled_and_copied),
         **dict.fromkeys(("optimizer.foreach", "optimizer.fused", "optimizer.for-loop"), passes.optimizer),
     }
