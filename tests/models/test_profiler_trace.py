@@ -132,7 +132,8 @@ def read(*sizes: list[int]) -> dict[str, object]:
 
 
 def card_trace() -> list[dict[str, object]]:
-    """Two steps of `product` forward: a product in kernels by correlation and External id, and a stray kernel."""
+    """Two steps of `product` forward: a product in kernels by correlation and External id, a kernel of no op, and one
+    of the step before."""
     addmm = read([8], [4, 8], [8, 8])
     return [
         event("user_annotation", "ProfilerStep#1", 0, 100),
@@ -144,7 +145,9 @@ def card_trace() -> list[dict[str, object]]:
         event("cpu_op", "aten::addmm", 210, 20, **{"External id": 2}, **addmm),
         event("cuda_runtime", "cudaLaunchKernel", 212, 2, correlation=7),
         event("kernel", "splitk", 350, 40, correlation=7),
+        event("cuda_runtime", "cudaLaunchKernel", 240, 2, correlation=8),
         event("kernel", "ncclKernel", 400, 26, correlation=8),
+        event("kernel", "splitk", 5, 30, correlation=3),
     ]
 
 

@@ -72,7 +72,10 @@ class ProfilerTrace:
         document = files.read_json(path)
         with prefixed(path):
             events = list(_events(document))
-            self.kernels = [event for event in events if event.category in _KERNELS]
+            kernels = [event for event in events if event.category in _KERNELS]
+            known = set().union(*(_ids(event) for event in events if event.category not in _KERNELS))
+            # others were launched before the trace began, by a step that was still running
+            self.kernels = [kernel for kernel in kernels if not known.isdisjoint(_ids(kernel))] or kernels
             host = [event for event in events if event.category in {_CPU_OP, _RANGE} | _LAUNCHES]
             self._host = sorted(host, key=lambda event: (event.thread, event.start_us, -event.end_us))
             if not any(event.category == _CPU_OP for event in host):
@@ -144,8 +147,7 @@ class ProfilerTrace:
                 around = own
             stack.append((event, owner, around))
         for kernel in self.kernels:
-            ids = ((name, str(kernel.args.get(name, ""))) for name in ("correlation", "External id"))
-            owner = next((launched[item] for item in ids if item in launched), -1)
+            owner = next((launched[item] for item in _ids(kernel) if item in launched), -1)
             times_us[owner if owner >= 0 else kernel.name] += kernel.end_us - kernel.start_us
         by_step = defaultdict[tuple[int, Key], list[float]](list)
         for _, number in sorted((start, number) for number, (start, *_) in enumerate(owners)):
@@ -168,6 +170,11 @@ def _events(document: Any) -> Iterator[TraceEvent]:
         if isinstance(category, str) and isinstance(name, str) and isinstance(args, dict):
             thread = f"{event.get('pid')} {event.get('tid')}"
             yield TraceEvent(category, name, thread, event["ts"], event["ts"] + event["dur"], args)
+
+
+def _ids(event: TraceEvent) -> list[tuple[str, str]]:
+    """Returns the numbers by which kernels, their launches and CPU ops are known to each other."""
+    return [(name, str(event.args[name])) for name in ("correlation", "External id") if name in event.args]
 
 
 def _key(event: TraceEvent) -> Key | None:
