@@ -40,12 +40,12 @@ RECORDED = {  # error of the fixed part in percent: median, 90th percentile; a f
     "products": (7.0, 22.3),
     "attention": (10.9, 42.7),
     "exchanges": (4.7, 24.6),
-    "gpt": (2.1, 2.6),
-    "gpt-tensor": (11.9, 16.1),
+    "gpt": (0.5, 1.1),
+    "gpt-tensor": (12.3, 14.8),
     "mpt": (0.7, 1.0),
-    "timm-training": (2.8, 4.4),
+    "timm-training": (1.8, 2.4),
     "timm-inference": (5.4, 15.0),
-    "h200": (17.0, 40.8),
+    "h200": (15.2, 35.8),
 }
 FIXED_ROWS: dict[str, tuple[MeasuredSource, Callable[[int, MeasuredRow], bool]]] = {  # few captures, of small models
     "products": (ProductTable(), lambda number, _: number % 25 == 0),

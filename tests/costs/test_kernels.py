@@ -13,10 +13,10 @@ from gdp.models.pytorch import capture
 from tests.models.test_flop_counter import MODELS
 
 
-def kernels(text: str, flops: int = 0, *, is_trained: bool = True) -> list[Kernel]:
+def kernels(text: str, flops: int = 0, *, is_trained: bool = True, dtype: str = "") -> list[Kernel]:
     """Returns the kernels of an op whose calls are `text`, without its empty sizes."""
     calls = parsed_calls(text)
-    dtype = calls[0].results[0].dtype
+    dtype = dtype or calls[0].results[0].dtype
     op = PricedOp(calls[0].kind, "", dtype, flops, sum(map(call_bytes, calls)), calls, is_trained=is_trained)
     return rule_of(op)[1](op)
 
@@ -45,6 +45,14 @@ def test_convolution_of_planes_is_transposed() -> None:
     assert moved(text) == [("convolution", 3840), *copies, ("pointwise", 2 * 1024)]
     alone = kernels(text, is_trained=False)  # of a forward pass alone a class of its own
     assert alone[1:3] == [Kernel("inference_transpose", 0, 2 * 1024), Kernel("inference_transpose", 0, 2 * 512)]
+
+
+def test_tf32_is_transposed_where_cards_have_it() -> None:
+    """Convolutions in TF32 have their images transposed; a card without it takes no time for that."""
+    image = "float32[2,8,4,4]"
+    text = f"aten.convolution {image} float32[16,8,3,3] - {FORM} > float32[2,16,4,4]"
+    _, *copies = kernels(text, dtype="tf32")
+    assert copies == [Kernel("tf32_transpose", 0, size, launches=0) for size in (4096, 2048)]
 
 
 def test_gradients_of_a_convolution() -> None:

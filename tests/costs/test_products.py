@@ -116,6 +116,12 @@ def test_blocks_of_passes(blocks, expected_ns):
     assert times_ns([(blocks, 1000, 0, 0)], "narrow_norm", "h100-sxm-80g") == pytest.approx([6200 + expected_ns])
 
 
+def test_tf32():
+    """What only cards with TF32 transpose takes no time on others."""
+    assert times_ns([(0, 0, 0, 0)], "tf32_transpose", "v100-sxm-32g") == 0
+    assert times_ns([(0, 0, 0, 0)], "tf32_transpose", "a100-sxm-80g") > 0
+
+
 def test_together():
     """Reading memory hides behind multiplying, except where both take as long: 2^(1/3) of it."""
     both = together_ns(np.array([100.0, 100.0, 0.0]), np.array([100.0, 10.0, 0.0]))

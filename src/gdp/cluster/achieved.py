@@ -37,6 +37,7 @@ OF_BYTES: Mapping[str, str] = MappingProxyType(
         "interleaved_copy": "copy",  # parts that alternate in the result, such as channels in channels_last
         "transpose": "copy",
         "inference_transpose": "transpose",  # beside convolutions, where some read other layouts as they are
+        "tf32_transpose": "transpose",  # beside convolutions in TF32, on cards that have it
         "transposed_copy": "transpose",  # by PyTorch, not by a library of convolutions
         "gather": "pointwise",
         "element_gather": "gather",  # an index for each element

@@ -5,7 +5,8 @@
     weights'   [channels of the result, images x pixels of the result] by [.., channels x window]
 
 are the products of the forward pass and of the two gradients, in each group of channels. Input and result of a
-transposed convolution change places. Tensor cores read halves in channels_last: others are transposed before and after.
+transposed convolution change places. Tensor cores read channels_last: halves, and float32 that they round, are
+transposed before and after.
 """
 
 import math
@@ -54,6 +55,7 @@ class _Convolution:
         self._narrow, self._wide = (image, result) if is_transposed else (result, image)
         self._channels = self._wide.size[1] // groups, self._narrow.size[1] // groups
         self._is_half, self._is_trained = op.dtype in _HALVES, op.is_trained
+        self._is_rounded = op.dtype == "tf32"
         self._is_channels_last = is_channels_last(image) or is_channels_last(weight) or op.is_compiled
         self._end = "_backward" * (is_backward and self._is_channels_last)
 
@@ -71,6 +73,8 @@ class _Convolution:
         moved = [2 * array_bytes(each) for each in activations if self._is_copied(each)]
         copied = "transpose" if self._is_trained or self._is_channels_last else "inference_transpose"
         copies = [Kernel(copied, 0, num_moved) for num_moved in moved]
+        if self._is_rounded:  # not on all cards: without launches of their own
+            copies = [Kernel("tf32_transpose", 0, num_moved, launches=0) for num_moved in moved]
         if self._groups > 1:
             return [Kernel(f"grouped_convolution{self._end}", flops, num_bytes), *copies]
         kind = "first_convolution" if self._channels[0] < _WIDTH else "convolution"
@@ -78,6 +82,8 @@ class _Convolution:
 
     def _is_copied(self, array: Array) -> bool:
         """Returns whether an array is transposed to or from channels_last, or padded to the width of tensor cores."""
+        if self._is_rounded:
+            return not self._is_channels_last
         return self._is_half and (not self._is_channels_last or array.size[1] % _WIDTH > 0)
 
     def _product(self, made: Array) -> tuple[int, int, int, int]:

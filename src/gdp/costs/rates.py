@@ -48,7 +48,9 @@ def kernel_times(kernels: Kernels, device: Device) -> F64:
     times_ns[cut] += floors_ns[0] * kernels.launches[cut]
     times_ns[fused] += np.where(sizes[fused, 2] == 1, *floors_ns[1:])
     exchange_ns = collective_times(kernels, device)[1]
-    return np.where(is_collective(kernels), exchange_ns, times_ns + gap_ns(device) * kernels.launches)
+    times_ns += gap_ns(device) * kernels.launches
+    times_ns[(kernels.kinds == CLASSES.index("tf32_transpose")) & ("tf32" not in device.flops_per_second)] = 0
+    return np.where(is_collective(kernels), exchange_ns, times_ns)
 
 
 def _block_times(kernels: Kernels, device: Device) -> F64:
