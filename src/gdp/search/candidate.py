@@ -251,4 +251,4 @@ def simplest(candidates: Sequence[Candidate]) -> Candidate:
         return best
     limit_ns = (1 + best.error) * best.step_time_ns
     ties = [each for each in candidates if each.may_be_answer and each.fits and each.step_time_ns <= limit_ns]
-    return min(ties, key=lambda each: (each.complexity, each.figures))
+    return min(ties, key=lambda each: (each.complexity, each.figures), default=best)

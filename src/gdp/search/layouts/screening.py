@@ -226,22 +226,20 @@ class Screening:
             self._advance(best, is_captured=is_captured and bool(self._readable([best])))
 
     def with_least_memory(self) -> list[Candidate]:
-        """Returns candidates of FSDP with all blocks recomputed, once: with more micro-batches until it fits. The first
-        is simulated at any time, others while there is time."""
-        ways = [way for way in _ways(self.search) if way.num_places == 1 and way.layout.zero == 3]
-        way = None if self._has_least else max(ways, key=lambda way: way.layout.data, default=None)
+        """Returns candidates of FSDP with all blocks recomputed, once: with the fewest micro-batches that fit by
+        estimate, and more until it fits. The first is simulated at any time, others while there is time."""
+        way = None if self._has_least else _least_memory(self.search)
         self._has_least = True
         candidates = self._in_stages()
         if any(each.fits for each in candidates) and self._clock.share_spent > self._settings.late_share:
             return candidates
         while way is not None and not self._is_tight and not self._clock.stop.is_set():
-            cut = replace(way, layout=replace(way.layout, recompute=BLOCKS))
-            candidate = self.search.attempt(self._simulated_together, cut)
+            candidate = self.search.attempt(self._simulated_together, way)
             if candidate is None:
                 break
             candidates.append(candidate)
             self._is_tight = candidate.fits
-            is_late = self._clock.share_spent > self._settings.late_share or not self.search.has_time(cut)
+            is_late = self._clock.share_spent > self._settings.late_share or not self.search.has_time(way)
             way = None if is_late else more_microbatches(way, self.search.parts.batch_size)
         return candidates
 
@@ -294,16 +292,29 @@ def read_ahead(question: BatchQuestion) -> None:
     search = LayoutSearch(question, Clock(None))
     usual = [way for way in _ways(search) if way.num_places == 1 and way.layout.zero in USUAL_ZERO]
     num_replicas = max((way.layout.data for way in usual), default=0)
-    counts = [_fewest_parts(search, way) for way in usual if way.layout.data == num_replicas]
-    if num_parts := min(filter(None, counts), default=0):
-        search.attempt(lambda _: parts.exact(num_parts), usual[0])
+    fitting = [_fitting(search, way) for way in usual if way.layout.data == num_replicas]
+    least = _least_memory(search) if not any(fitting) and usual else None
+    counts = [way.layout.num_parts for way in (*fitting, least) if way is not None]
+    if counts:
+        search.attempt(lambda _: parts.exact(min(counts)), usual[0])
 
 
-def _fewest_parts(search: LayoutSearch, way: Arrangement) -> int:
-    """Returns the number of parts with the fewest micro-batches that fit by estimate; 0: there is none."""
+def _least_memory(search: LayoutSearch) -> Arrangement | None:
+    """Returns FSDP on the most devices with all blocks recomputed, and the fewest micro-batches that fit by estimate;
+    one where none does."""
+    ways = [way for way in _ways(search) if way.num_places == 1 and way.layout.zero == 3]
+    way = max(ways, key=lambda way: way.layout.data, default=None)
+    if way is None:
+        return None
+    least = replace(way, layout=replace(way.layout, recompute=BLOCKS))
+    return _fitting(search, least) or least
+
+
+def _fitting(search: LayoutSearch, way: Arrangement) -> Arrangement | None:
+    """Returns `way` with the fewest micro-batches that fit by estimate; None: there is none."""
     cut: Arrangement | None = way
     while cut is not None and (estimate := search.attempt(search.estimator.estimate, cut)) is not None:
         if estimate.fits:
-            return cut.layout.num_parts
+            return cut
         cut = more_microbatches(cut, search.parts.batch_size)
-    return 0
+    return None
