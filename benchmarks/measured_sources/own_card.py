@@ -69,7 +69,7 @@ class H200Steps(CardSteps):
     """Steps on an H200."""
 
     name, card = "h200", "h200-sxm-141g"
-    about = "kernels of steps on one H200, PyTorch 2.11; of them only the pace of GPT-2's odd head is set"
+    about = "kernels of steps on one H200, PyTorch 2.11; some rules were read from the times of their ops"
 
 
 class H100Steps(CardSteps):

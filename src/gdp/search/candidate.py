@@ -246,9 +246,10 @@ def simplest(candidates: Sequence[Candidate]) -> Candidate:
     candidates are a tie where they differ by no more than predictions err beside each other on the devices of the best.
     By the predictions, the answer is slower than the best rival by at most this error; where it is not known, as of
     graphs without shapes on GPUs, the best candidate is the answer."""
+    candidates = [each for each in candidates if each.may_be_answer] or candidates
     best = min(candidates)
     if not (best.fits and best.error):
         return best
     limit_ns = (1 + best.error) * best.step_time_ns
-    ties = [each for each in candidates if each.may_be_answer and each.fits and each.step_time_ns <= limit_ns]
-    return min(ties, key=lambda each: (each.complexity, each.figures), default=best)
+    ties = [each for each in candidates if each.fits and each.step_time_ns <= limit_ns]
+    return min(ties, key=lambda each: (each.complexity, each.figures))

@@ -32,7 +32,7 @@ from gdp.simulator.constraints import memory_limits
 
 Solve = Callable[..., Solution]  # of a question, a clock and, to go on from, the answer that is known
 _LOOK = 0.3  # of the time is for a look at all degrees,
-_WHOLE = 0.3  # of the rest for the step as it is, if a degree fits,
+_WHOLE = 0.3  # of the rest for the step as it is, first where no degree fits,
 _AGAIN = 2  # degrees at most share what is left: the one whose best layout, estimated or simulated, is the fastest,
 _NEAR = 1.1  # and one that promises no more than this times its step time. Untuned
 _FURTHER = 0.15  # of the rest is for a look at each further degree of experts and tokens; untuned
@@ -79,6 +79,8 @@ class _Contest:
         look, turns = self.clock.part(_LOOK), [*degrees]
         for turn, degree in enumerate(turns):
             self._look(Shards(degree), look, 1 / (len(turns) - turn))
+        if WHOLE not in self.found and self._best_ns == inf:  # FSDP may be all that fits
+            self._ask(WHOLE, self.clock.part(_WHOLE))
         self._look_further(self._over_samples(turns))
         self._look_further(self._with_experts())
         self._look_further(self._with_context(turns))

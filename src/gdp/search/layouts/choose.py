@@ -54,7 +54,7 @@ def choose_layout(question: BatchQuestion, clock: Clock) -> Solution:
     screening.run()
     simulated = _confirmed(search, screening.simulated)
     if not any(each.fits for each in simulated):  # there was no time to simulate what fitted by an estimate as captured
-        simulated += screening.with_least_memory()
+        simulated = _confirmed(search, [*simulated, *screening.with_least_memory()])
     finalists = _finalists(search, simulated)
     looked_at = _finalists_searched(search, finalists, [*finalists, *simulated])
     best = min(filter(None, (*looked_at, search.best)), default=None)
