@@ -21,6 +21,7 @@ from gdp.search.layouts.estimate import Estimator
 from gdp.search.layouts.layout_search import LayoutSearch
 from gdp.search.layouts.less_memory import with_less_memory
 from gdp.search.question import BatchQuestion
+from gdp.simulator.constraints import memory_limits
 from gdp.simulator.simulate import NEVER
 
 Attempt = Callable[[Callable[[Arrangement], Candidate], Arrangement], Candidate | None]
@@ -284,18 +285,22 @@ def _ways(search: LayoutSearch) -> list[Arrangement]:
 
 def read_ahead(question: BatchQuestion) -> None:
     """Reads the parts of the batch from which others are interpolated, and the one that what users run needs: replicas
-    on single devices with the fewest micro-batches that fit by estimate."""
+    on single devices with the fewest micro-batches that fit by estimate, or else FSDP with all blocks recomputed. Of
+    large steps, that takes long to estimate: it is read where no device has the memory for one copy."""
     parts = question.parts
     parts.read_ahead(question.cluster.num_devices, question.settings.large)
-    if parts.exact(1).num_ops > question.settings.large.estimated_ops:
+    whole = parts.exact(1)
+    is_tight = int(whole.resident_bytes.sum()) > memory_limits(question.cluster, question.constraints).max()
+    is_large = whole.num_ops > question.settings.large.estimated_ops
+    if is_large and not is_tight:
         return
     search = LayoutSearch(question, Clock(None))
     usual = [way for way in _ways(search) if way.num_places == 1 and way.layout.zero in USUAL_ZERO]
     num_replicas = max((way.layout.data for way in usual), default=0)
-    fitting = [_fitting(search, way) for way in usual if way.layout.data == num_replicas]
-    least = _least_memory(search) if not any(fitting) and usual else None
-    counts = [way.layout.num_parts for way in (*fitting, least) if way is not None]
-    if counts:
+    widest = [way for way in usual if way.layout.data == num_replicas and not is_large]
+    fitting = [way for way in (_fitting(search, way) for way in widest) if way is not None]
+    least = None if fitting else _least_memory(search)
+    if counts := [way.layout.num_parts for way in (*fitting, least) if way is not None]:
         search.attempt(lambda _: parts.exact(min(counts)), usual[0])
 
 
