@@ -161,7 +161,7 @@ def types_of(captured: Capture) -> dict[str, str]:
 
 def test_convolutions_and_recurrent_layers_round_float32() -> None:
     """cuDNN computes them in TF32 by default; what is summed over replicas stays float32, and a P100 has no TF32."""
-    image = (torch.randn(8, 64, 32, 32),)
+    image = (torch.randn(8, 64, 32, 32).to(memory_format=torch.channels_last),)  # or it would be transposed for TF32
     captured = capture(nn.Sequential(nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64)), image)
     types = types_of(captured)
     assert types["convolution"] == types["convolution_backward"] == "tf32"
