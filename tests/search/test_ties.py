@@ -7,8 +7,9 @@ import pytest
 
 from gdp.cluster import Cluster
 from gdp.parallel.layout import Layout
+from gdp.parallel.step import Step
 from gdp.planning.layout_answer import LayoutAnswer
-from gdp.search.candidate import OK, Candidate, simplest
+from gdp.search.candidate import OK, Arrangement, BatchCut, Candidate, simplest
 from gdp.search.place import place
 from gdp.search.question import Question
 from gdp.simulator.problem import Problem
@@ -72,3 +73,15 @@ def test_the_answer_loses_a_tie_at_most(seed: int) -> None:
     assert answer.complexity == min(each.complexity for each in near)
     nothing = Candidate(np.zeros(0, np.int64))
     assert simplest([nothing]) is nothing
+
+
+def test_the_answer_was_simulated_as_captured() -> None:
+    """A faster candidate with figures between those of captured steps is no answer where another one was captured."""
+    problem = Problem.build(layers(1), machine(CPU, [1.0, 0.5]))
+    question, num_ops = Question.about(problem), problem.num_ops
+    fast, slow = (question.judge(simulate(problem, np.full(num_ops, device))) for device in (0, 1))
+    cut = BatchCut(Arrangement(Layout(), ((0,),)), Step.of(problem.graph, Layout()), is_captured=False)
+    rough = replace(fast, cut=cut)
+    assert fast.step_time_ns < slow.step_time_ns / 1.5
+    assert simplest([rough, slow]) is slow
+    assert simplest([rough]) is rough
