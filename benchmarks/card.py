@@ -2,7 +2,7 @@
 
     python -m benchmarks.card steps DIR [SECONDS]            DIR/steps.csv, and the device time of their ops in
                                                              DIR/step-ops.csv
-    python -m benchmarks.card further-steps DIR [SECONDS]    the same of models that no cost was ever set on
+    python -m benchmarks.card further-steps DIR [SECONDS]    the same of other models
     python -m benchmarks.card ops DIR [SECONDS]              DIR/ops.csv
     python -m benchmarks.card further-ops DIR [SECONDS]      the same of ops that were added later
 

@@ -76,7 +76,7 @@ class H100Steps(CardSteps):
     """Steps on an H100."""
 
     name, card = "h100", "h100-sxm-80g"
-    about = "kernels of steps on one H100, PyTorch 2.11, most of them of models that no other source has; none is set"
+    about = "kernels of steps on one H100, most of models that no other source has: its single ops set, no step of it"
 
 
 def _without_gaps(cluster: Cluster) -> Cluster:

@@ -162,6 +162,18 @@ def test_passes(text: str, expected: list[tuple[str, int]]) -> None:
     assert moved(f"aten.{text}") == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "kind"), [("add float32[4,8] float32[8]", "pointwise"), ("add bfloat16[4,8] float32[4,8]", "copy")]
+)
+def test_compiled_passes_read_several_elements_at_once(text: str, kind: str) -> None:
+    """Inductor's kernels are not slower where operands are repeated or widened."""
+    calls = parsed_calls(f"aten.{text} > float32[4,8]")
+    op = PricedOp(calls[0].kind, "", "float32", 0, 1, calls)
+    assert rule_of(op)[1](op)[0].kind != kind
+    compiled = op._replace(is_compiled=True)
+    assert rule_of(compiled)[1](compiled)[0].kind == kind
+
+
 def test_calls_in_one_memory() -> None:
     """An activation in place is a kernel of its own behind the norm that it has joined."""
     text = f"aten.native_batch_norm {IMAGE} - - - - 0 ~ ~ > {IMAGE}; aten.relu_ {IMAGE} > {IMAGE}"

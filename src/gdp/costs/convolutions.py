@@ -72,9 +72,8 @@ class _Convolution:
         activations = [each for each in (made, *read) if each is not self._weight]
         moved = [2 * array_bytes(each) for each in activations if self._is_copied(each)]
         copied = "transpose" if self._is_trained or self._is_channels_last else "inference_transpose"
-        copies = [Kernel(copied, 0, num_moved) for num_moved in moved]
-        if self._is_rounded:  # not on all cards: without launches of their own
-            copies = [Kernel("tf32_transpose", 0, num_moved, launches=0) for num_moved in moved]
+        copied, launches = ("tf32_transpose", 0) if self._is_rounded else (copied, 1)  # TF32 is not on all cards
+        copies = [Kernel(copied, 0, num_moved, launches=launches) for num_moved in moved]
         if self._groups > 1:
             return [Kernel(f"grouped_convolution{self._end}", flops, num_bytes), *copies]
         kind = "first_convolution" if self._channels[0] < _WIDTH else "convolution"

@@ -95,7 +95,11 @@ def transposes(call: ShapedCall) -> bool:
 def pointwise(op: PricedOp) -> list[Kernel]:
     """Operands are read, the result is written: across the order of memory if strides differ."""
     kind = _kind(op.calls[0])
-    return [Kernel("transposed_copy" if kind == "transpose" and not op.is_compiled else kind, op.flops, op.bytes)]
+    if op.is_compiled:  # Inductor reads several elements at once in any of these
+        kind = {"strided_copy": "pointwise", "widening_copy": "copy", "interleaved_copy": "copy"}.get(kind, kind)
+    elif kind == "transpose":
+        kind = "transposed_copy"
+    return [Kernel(kind, op.flops, op.bytes)]
 
 
 def _kind(call: ShapedCall) -> str:
