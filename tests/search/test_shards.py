@@ -1,7 +1,7 @@
 """The choice of tensor degrees: which are looked at, for how long, and what is said of others."""
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,9 +34,19 @@ def question(devices: str, name: str = "blocks", num_tokens: int = 0, **constrai
     return PlaceQuestion.of(source, Cluster.parse(devices), Constraints(**constraints), None, None, SearchOptions())
 
 
+@dataclass(frozen=True)
+class FoundPlan:
+    """What a choice of degrees asks of a plan."""
+
+    step_time_ns: int
+    status: str = "ok"
+    search: None = None
+    layout: dict[str, Any] | None = None
+
+
 def solution_of(step_time_ns: int) -> Solution:
     """Returns a solution that fits, of a plan without ops."""
-    plan: Any = SimpleNamespace(status="ok", step_time_ns=step_time_ns, search=None, layout=None)
+    plan: Any = FoundPlan(step_time_ns)
     return Solution(None, plan=plan)
 
 
@@ -159,8 +169,9 @@ def test_op_placement_is_searched_on_from_what_is_known() -> None:
 
     def solve(asked: PlaceQuestion, _: Clock, *known: Solution) -> Solution:
         turns.append((asked.shards.num_ranks, [*known]))
-        best: Any = SimpleNamespace(is_whole=True)
-        return solution_of(10**12 // (3 if asked.shards == Shards() else 1))._replace(best=best)
+        is_whole = asked.shards == Shards()
+        best: Any = SimpleNamespace(is_whole=True) if is_whole else None
+        return solution_of(10**12 // (3 if is_whole else 1))._replace(best=best)
 
     over_degrees(question("4xa100-sxm-80g"), Clock(Budget(simulations=9)), solve)
     assert [ranks for ranks, _ in turns] == [2, 4, 1, 1]
@@ -205,3 +216,20 @@ def test_tokens_are_cut_where_exchanges_promise_less(monkeypatch: pytest.MonkeyP
     times = {two: 6_000_000, four: 4_000_000, both: 3_800_000, context: 3_900_000, Shards(): 9_000_000}
     assert turns_of(question("4xa100-sxm-80g", "llama", 2**15), times) == [four, two, both, context, Shards(), both]
     assert turns_of(question("4xa100-sxm-80g", "llama", 2**9), times) == [four, two, Shards(), four]
+
+
+def test_stages_come_first_where_no_group_holds_a_copy_and_what_was_found_takes_part_again() -> None:
+    """Two groups on two hosts, each too small for a copy of the model: Megatron-LM's layout is simulated at once; asked
+    for again, with more time, the answer is not slower and simulates it no second time."""
+    batch = question("2x(2xa100-sxm-80g)@100gbit", "llama").sharded(Shards(2)).about_batch()
+    staged = choose_layout(replace(batch, layout=Layout.parse("stages=2,microbatches=2")), Clock(Budget(simulations=4)))
+    assert staged.plan is not None
+    limits = dict.fromkeys(staged.plan.devices, int(1.05 * max(staged.plan.peak_memory_bytes)))
+    batch = replace(batch, constraints=Constraints(max_memory_bytes=limits))
+    known = choose_layout(batch, Clock(Budget(simulations=2)))
+    assert [each.fits for each in known.looked_at if each.layout.stages and each.may_be_answer] == [True]
+    again = choose_layout(batch, Clock(Budget(simulations=60)), known)
+    assert known.best is not None
+    assert again.best is not None
+    assert again.best.step_time_ns <= known.best.step_time_ns
+    assert len([each for each in again.looked_at if each.layout.stages]) == 1

@@ -38,7 +38,7 @@ from gdp.search.question import (
     step_times_under_noise,
 )
 from gdp.search.settings import DEFAULTS, Settings
-from gdp.search.shards import over_degrees, stamped
+from gdp.search.shards import over_degrees
 from gdp.search.solvers import solve, solver_of
 from gdp.simulator.constraints import ConstraintKeywords, Constraints
 from gdp.simulator.plan import Baseline, NoisyTimes, Plan
@@ -144,7 +144,7 @@ def answer(question: PlaceQuestion, clock: Clock, on_progress: OnProgress | None
     """Returns the best candidate that is found until `clock` ends, with its plan and what else was looked at."""
 
     def solve(asked: PlaceQuestion, part: Clock, known: Solution | None = None) -> Solution:
-        return stamped(_answer(asked, part, on_progress, known), asked.shards)
+        return _answer(asked, part, on_progress, known)
 
     return over_degrees(question, clock, solve)
 
@@ -152,8 +152,8 @@ def answer(question: PlaceQuestion, clock: Clock, on_progress: OnProgress | None
 def _answer(
     question: PlaceQuestion, clock: Clock, on_progress: OnProgress | None, known: Solution | None = None
 ) -> Solution:
-    """Returns the answer on the devices of the question, as they are; where op placement is `known` to be the best, it
-    is searched further."""
+    """Returns the answer on the devices of the question, as they are, after one that is `known`: where op placement is
+    the best, it is searched further."""
     if question.parts is None:
         return _ops_placed(question, clock, on_progress)
     batch = question.about_batch(on_progress)
@@ -211,7 +211,10 @@ def _layout_chosen(
     question: PlaceQuestion, batch: BatchQuestion, clock: Clock, known: Solution | None = None
 ) -> Solution:
     """Returns the best layout, with its step times when op times vary, and beside the best single device."""
-    solution = choose_layout(batch, clock) if known is None else search_further(batch, known, clock)
+    if known is not None and known.best is not None and known.best.is_whole:
+        solution = search_further(batch, known, clock)
+    else:
+        solution = choose_layout(batch, clock, known)
     plan = solution.plan
     assert plan is not None
     assert plan.search is not None

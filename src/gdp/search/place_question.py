@@ -25,7 +25,7 @@ from gdp.parallel.layout import AUTO, NONE, Layout
 from gdp.parallel.step import check_batches
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import Candidate
-from gdp.search.layouts.screening import read_ahead
+from gdp.search.layouts.screening import read_ahead, read_ahead_of_groups
 from gdp.search.ops.good_order import in_program_order
 from gdp.search.question import BatchQuestion, OnProgress, Question
 from gdp.search.settings import DEFAULTS, Settings
@@ -227,11 +227,7 @@ class PlaceQuestion:
         """Imports and reads what takes seconds, before a clock begins."""
         solver_of(self.options.placer).prepare()
         if self.parts is not None and self.layout is None and not self.num_batches:
-            if self.shards == WHOLE:
-                read_ahead(self.about_batch())
-            else:
-                # a pipeline of groups takes more micro-batches than there are groups
-                self.parts.read_ahead(2 * self.cluster.num_devices, self.options.settings.large)
+            (read_ahead if self.shards == WHOLE else read_ahead_of_groups)(self.about_batch())
         for degree in self.degrees[:_PREPARED] if self.source is not None and self.needs_groups else ():
             with contextlib.suppress(InputError):  # such as heads that the degree does not divide
                 self.sharded(Shards(degree)).prepare()

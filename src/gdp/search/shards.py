@@ -45,7 +45,7 @@ def over_degrees(question: PlaceQuestion, clock: Clock, solve: Solve) -> Solutio
     answer without groups is kept unless another one fits better or is faster."""
     degrees = question.degrees
     if not degrees:
-        return solve(question, clock)
+        return stamped(solve(question, clock), question.shards)
     if question.needs_groups:
         return _Contest(question, clock, solve).run(degrees)
     whole = solve(question, clock)
@@ -100,7 +100,7 @@ class _Contest:
         for turn, shards in enumerate(again[:_AGAIN]):
             if not self.clock.is_up:
                 self._ask(shards, self.clock.part(1 / (len(again[:_AGAIN]) - turn)))
-        return self._answer(min(self.found.values(), key=_rank))
+        return self._answer(min(self.found, key=lambda shards: _rank(self.found[shards])))
 
     def _look(self, shards: Shards, clock: Clock, share: float) -> None:
         try:
@@ -138,10 +138,11 @@ class _Contest:
             raise InputError(f"no step of theirs takes less than {milliseconds(asked.bound_ns)}")
 
     def _ask(self, shards: Shards, clock: Clock) -> None:
-        """Asks for an answer; where the one that is known promises most as it is, and is op placement, from it on."""
-        known = self.found.get(shards)
-        is_of_ops = known is not None and known.best is not None and known.best.is_whole and shards == WHOLE
-        further = (known,) if is_of_ops and self._promised_ns(shards) == self._best_ns else ()
+        """Asks for an answer, from the one that is known on; from op placement, if it promises most as it is."""
+        known, further = self.found.get(shards), tuple[Solution, ...]()
+        if known is not None and known.best is not None:
+            is_most = shards == WHOLE and self._promised_ns(shards) == self._best_ns
+            further = (known,) if is_most or not known.best.is_whole else ()
         try:
             solution = self.solve(self.opened[shards], clock, *further)
         except InputError as error:
@@ -204,15 +205,16 @@ class _Contest:
         graph, num_samples = self.opened[base].graph, self.source.batch_size or 1
         return time_with_tokens_cut_ns(graph, plan.step_time_ns, base, shards, cluster, num_samples)
 
-    def _answer(self, best: Solution) -> Solution:
-        others = [each for solution in self.found.values() if solution is not best for each in solution.looked_at]
+    def _answer(self, chosen: Shards) -> Solution:
+        found = {shards: stamped(solution, shards) for shards, solution in self.found.items()}
+        best = found.pop(chosen)
+        others = [each for solution in found.values() for each in solution.looked_at]
         reasons: dict[tuple[bool, str], list[Shards]] = {}
         for shards, error in self.failures.items():
             if shards != WHOLE and shards not in self.found:
                 is_further = shards != Shards(shards.tensor)
                 reasons.setdefault((is_further, shorten(str(error), _MOST_REASON)), []).append(shards)
-        chosen = next(asked for shards, asked in self.opened.items() if self.found.get(shards) is best)
-        notes = *best.notes, *(note for note in chosen.notes if note not in self.question.notes)
+        notes = *best.notes, *(note for note in self.opened[chosen].notes if note not in self.question.notes)
         if reasons:
             each = (
                 f"{' and '.join(map(str, several))}: {reason}"

@@ -39,10 +39,11 @@ from gdp.units.reduction import Reduction
 OP_PLACEMENT, DATA_PARALLEL = "op placement", "data parallel"  # baselines
 
 
-def choose_layout(question: BatchQuestion, clock: Clock) -> Solution:
+def choose_layout(question: BatchQuestion, clock: Clock, known: Solution | None = None) -> Solution:
     """Returns the best plan over layouts of the batch, or that of the layout that is asked for, and what was looked at.
     Op placement of the whole step is one of the layouts; the answer is the best that was tried, or a simpler one in a
-    tie with it (see `simplest`), and fits if any of them does. InputError for a layout that batch or devices forbid."""
+    tie with it (see `simplest`), and fits if any of them does. What was simulated for an answer that is `known` takes
+    part. InputError for a layout that batch or devices forbid."""
     layout, parts = question.layout, question.parts
     for num_parts in {1, 1 if layout is None else layout.num_parts}:
         parts.exact(num_parts)
@@ -50,7 +51,9 @@ def choose_layout(question: BatchQuestion, clock: Clock) -> Solution:
     if layout is None:
         question.parts.read_ahead(question.cluster.num_devices, question.settings.large)
     search = LayoutSearch(question, clock)
-    screening = Screening(search, _large_ops_placed(search))
+    before = () if known is None else known.looked_at
+    replicas = [each for each in before if each.may_be_answer and each.fits and not each.is_whole]
+    screening = Screening(search, _large_ops_placed(search), replicas)
     screening.run()
     simulated = _confirmed(search, screening.simulated)
     if not any(each.fits for each in simulated):  # there was no time to simulate what fitted by an estimate as captured

@@ -15,8 +15,9 @@ graph with a control edge from the backward pass of each micro-batch to the forw
 D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021.
 M ops of a step, P stages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -41,21 +42,32 @@ def best_dispatch(
 ) -> Candidate:
     """Returns the step in the best of all orders of micro-batches and levels of ops: one that fits, then the fastest.
     `problem` is that of placing the graph of `step` [M ops], and `placement` [M] is of it. The first way is always
-    tried, others of a large step while there is time."""
+    tried, others of a large step while there is time, and the published schedule where none fits; in stages it is the
+    first."""
     levels = levels_of(problem, step, placement)
     orders = [order for order in problem.orders if order not in (B_LEVEL, PROGRAM, ZERO_BUBBLE_PROGRAM)]  # see levels
     few_levels = levels
-    if problem.num_ops > large.slow_ops:
+    is_slow = problem.num_ops > large.slow_ops
+    if is_slow:
         orders, few_levels = orders[:2], levels[:2]
     ways = [(order, level) for order in orders for level in few_levels] + [(B_LEVEL, level) for level in levels]
-    found: list[Candidate] = []
-    for order, level in ways:
-        if found and problem.num_ops > large.slow_ops and not has_time(clock, 2 * problem.simulator.fastest_s):
-            return preferred(found)
-        found.append(Candidate.of(simulate(problem, placement, priority=problem.priority(order, level)), order))
+
+    def published() -> Simulation:
+        return simulate_1f1b(problem, placement, stages_of(step, placement), step.replica, levels[:1])
+
+    def by_level(order: str, level: I64) -> Simulation:
+        return simulate(problem, placement, priority=problem.priority(order, level))
+
+    makers: list[tuple[str, Callable[[], Simulation]]]
+    makers = [(order, partial(by_level, order, level)) for order, level in ways]
     if problem.microbatch.max() > 0 and len(np.unique(placement[problem.microbatch >= 0])) > step.layout.data:
-        published = simulate_1f1b(problem, placement, _stages(step, placement), step.replica, levels[:1])
-        found.append(Candidate.of(published, ONE_F_ONE_B))
+        is_first = is_slow and step.layout.stages is not None
+        makers.insert(0 if is_first else len(makers), (ONE_F_ONE_B, published))
+    found: list[Candidate] = []
+    for order, make in makers:
+        is_late = found and is_slow and not has_time(clock, 2 * problem.simulator.fastest_s)
+        if not is_late or (make is published and not any(each.fits for each in found)):
+            found.append(Candidate.of(make(), order))
     return preferred(found)
 
 
@@ -108,7 +120,7 @@ def _limited(problem: Problem, stage: I64, replica: I64) -> Graph:
     return with_controls(graph, frees[frees >= 0], entries[frees >= 0])
 
 
-def _stages(step: Step, placement: Placement) -> I64:
+def stages_of(step: Step, placement: Placement) -> I64:
     """Returns the stage [M] of each op: the place of its device among those of its replica, by their first ops."""
     stages, is_forward = np.zeros(len(placement), np.int64), step.graph.is_in_phase("forward")
     for replica in range(step.layout.data):

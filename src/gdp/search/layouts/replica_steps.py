@@ -30,7 +30,7 @@ from gdp.parallel.step import Step, with_waits
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import Arrangement, Figures
 from gdp.search.layouts.arrangement import DeviceSpeeds
-from gdp.search.layouts.dispatch import levels_of
+from gdp.search.layouts.dispatch import levels_of, simulate_1f1b, stages_of
 from gdp.search.settings import Settings
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.problem import Placement, Problem
@@ -129,7 +129,7 @@ class ReplicaSteps:
                 graph = step.graph if layout.stages is None else with_waits(step.graph, places[step.origin])
                 problem = self.alone(graph, devices)
                 placement = step.placement(places, [range(len(own))], None if cpu is None else [len(own)])
-                best = _best_alone(problem, step, placement)
+                best = _best_alone(problem, step, placement, in_stages=layout.stages is not None)
                 is_once = np.logical_or(*shared_ops(step.graph))
                 loads_ns = [
                     np.bincount(
@@ -198,9 +198,10 @@ class ReplicaSteps:
         return found.graph
 
 
-def _best_alone(problem: Problem, step: Step, placement: Placement) -> Simulation:
-    """Returns the step of a replica alone in the best of all orders of its micro-batches. On one device they differ in
-    memory only, and so does the order of the program, which `best_dispatch` prefers."""
+def _best_alone(problem: Problem, step: Step, placement: Placement, *, in_stages: bool) -> Simulation:
+    """Returns the step of a replica alone in the best of all orders of its micro-batches; `in_stages` that lack memory
+    in the published 1F1B too, which is slow where ops are not in stages. On one device orders differ in memory only,
+    and so does that of the program, which `best_dispatch` prefers."""
     is_one_device = len(np.unique(placement)) == 1
     levels = levels_of(problem, step, placement) if is_one_device else [problem.b_level_ns]
     found: list[Simulation] = []
@@ -208,7 +209,11 @@ def _best_alone(problem: Problem, step: Step, placement: Placement) -> Simulatio
         found.append(simulate(problem, placement, priority=problem.priority(order, level)))
         if is_one_device and not found[-1].missing_bytes.any():
             return found[-1]
-    return min(found, key=Figures.of)
+    best = min(found, key=Figures.of)
+    if not in_stages or is_one_device or not best.missing_bytes.any():
+        return best
+    published = simulate_1f1b(problem, placement, stages_of(step, placement), step.replica, [problem.b_level_ns])
+    return min(best, published, key=Figures.of)
 
 
 @dataclass(eq=False)

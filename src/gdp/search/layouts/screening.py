@@ -9,12 +9,14 @@ fits, so is what takes the least memory."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
+from gdp.arrays import I64
 from gdp.budget import Clock, has_time
 from gdp.cluster.catalogue import NETWORK
-from gdp.parallel.layout import BLOCKS, NONE, Layout
+from gdp.parallel.layout import AUTO, BLOCKS, NONE, Layout
 from gdp.search.candidate import Arrangement, Candidate
 from gdp.search.layouts.arrangement import forced, more_microbatches, replicated_ways
 from gdp.search.layouts.estimate import Estimator
@@ -55,6 +57,10 @@ class EstimateQueue:
                 self.left.append(least)
                 pending += self._smaller(least)[::-1]
 
+    def leave_out(self, ways: Iterable[Arrangement]) -> None:
+        """Looks at none of these `ways`, which are known."""
+        self._seen |= set(ways)
+
     def estimate(self, known: Candidate) -> None:
         """Replaces what arithmetic says of an arrangement by an estimate."""
         self.left.remove(known)
@@ -89,14 +95,19 @@ _SLOW = 1.5  # times the best step: what users run and takes longer is left
 class Screening:
     """The arrangements that are left, and candidates of those that were simulated."""
 
-    def __init__(self, search: LayoutSearch, simulated: Sequence[Candidate] = ()) -> None:
-        """`simulated` are known already; shares of the budget are those of what is left of it now."""
-        self.search, self.simulated, self._settings = search, [*simulated], search.settings.layouts
+    def __init__(
+        self, search: LayoutSearch, simulated: Sequence[Candidate] = (), known: Sequence[Candidate] = ()
+    ) -> None:
+        """`simulated` are there already, and `known` from an earlier screening; shares of the budget are those of what
+        is left of it now."""
+        self.search, self.simulated, self._settings = search, [*simulated, *known], search.settings.layouts
         self._clock = search.clock.part()
         is_asked = search.question.layout is not None  # a layout is asked for
         self._has_least = is_asked  # what takes the least memory was simulated, or is not asked for
         self._is_tight = False  # it alone is known to fit
         self._queue = EstimateQueue(search.estimator, search.parts.batch_size, search.attempt, grows=not is_asked)
+        self._queue.leave_out(each.way for each in known)
+        self._num_known = len(known)
         self._put_aside: list[Candidate] = []  # there is no time to look at them
 
     @property
@@ -107,6 +118,8 @@ class Screening:
     def run(self) -> None:
         """Simulates what is promising, until the screening's share of the budget is spent, and what users run."""
         self._queue.add(_ways(self.search), self._clock.until(self._settings.screen_share))
+        if self._needs_stages:
+            self.simulated += self._in_stages()
         is_usual_known = False
         while self._queue.left and not self._is_over(next_one := self._next()):
             may_fit = next_one.fits and next_one.has_places and not self.simulated
@@ -160,7 +173,7 @@ class Screening:
         return [each for each in estimates if each.way.layout.num_parts in readable]
 
     def _is_over(self, next_one: Candidate) -> bool:
-        clock, num_simulated = self._clock, len(self.simulated)
+        clock, num_simulated = self._clock, len(self.simulated) - self._num_known
         fitting_ns = self._fitting_ns
         if fitting_ns is None:
             is_late = clock.stop.is_set() or clock.share_spent > self._settings.late_share
@@ -190,6 +203,14 @@ class Screening:
             self._is_tight &= candidate is None or not candidate.fits
         else:
             self._queue.estimate(known)
+
+    @property
+    def _needs_stages(self) -> bool:
+        """True where no device holds a copy of the model and its gradients, with its optimizer state cut over all."""
+        search, count = self.search, self.search.question.cluster.num_devices
+        figures = search.estimator.replicas.figures(Layout())
+        held_bytes = figures.resident_bytes - figures.state_bytes * (count - 1) // count + figures.gradient_bytes
+        return held_bytes > int(search.estimator.limits_bytes.max())
 
     def _simulate_most_promising(self) -> None:
         """Simulates the best estimate, if it promises more than op placement: all time may have gone into estimates."""
@@ -230,8 +251,8 @@ class Screening:
         """Returns candidates of FSDP with all blocks recomputed, once: with the fewest micro-batches that fit by
         estimate, and more until it fits. The first is simulated at any time, others while there is time."""
         way = None if self._has_least else _least_memory(self.search)
+        candidates = [] if self._has_least else self._in_stages()
         self._has_least = True
-        candidates = self._in_stages()
         if any(each.fits for each in candidates) and self._clock.share_spent > self._settings.late_share:
             return candidates
         while way is not None and not self._is_tight and not self._clock.stop.is_set():
@@ -245,20 +266,29 @@ class Screening:
         return candidates
 
     def _in_stages(self) -> list[Candidate]:
-        """Returns one copy of the model in stages on groups of cards of several hosts, with all blocks recomputed:
-        what Megatron-LM's users run where a copy needs several hosts."""
-        cluster = self.search.question.cluster
-        if not any(device.group for device in cluster.devices) or NETWORK not in cluster.exchanges:
-            return []
-        ways = [way for way in _ways(self.search) if way.layout.data == 1 and way.num_places > 1]
-        way = max(ways, key=lambda way: (way.num_places, way.layout.num_parts), default=None)
+        """Returns one copy of the model in stages on groups of cards of several hosts, which is what Megatron-LM's
+        users run where a copy needs several hosts: with the fewest blocks recomputed that memory allows, or else all,
+        if there are no such steps yet."""
+        way = _stages_of_groups(self.search)
         if way is None or self._clock.stop.is_set():
             return []
-        cut = replace(way, layout=replace(way.layout, recompute=BLOCKS))
-        estimate = self.search.attempt(self.search.estimator.estimate, cut)
+        tight, fewest = (replace(way, layout=replace(way.layout, recompute=blocks)) for blocks in (BLOCKS, AUTO))
+        if any(each.way in (tight, fewest) for each in self.simulated):
+            return []
+        estimate, found = self.search.attempt(self.search.estimator.estimate, tight), list[Candidate]()
         if estimate is None or not estimate.has_places:
             return []
-        candidate = self.search.attempt(lambda way: self.search.simulate(way, estimate.places), cut)
+        for some in (fewest, fewest, tight):  # the second time with more blocks
+            if not any(each.fits for each in found):
+                lacking_bytes = sum(each.missing_bytes for each in found)
+                found += self._simulated_at(some, estimate.places, lacking_bytes)
+        return found
+
+    def _simulated_at(self, way: Arrangement, places: I64, reserve_bytes: int) -> list[Candidate]:
+        """Returns the step of `way` with the ops of a replica in `places`, as captured if there is time to read it."""
+        is_read = way.layout.num_parts in self.search.parts.readable({way.layout.num_parts})
+        simulate = partial(self.search.simulate, places=places, is_captured=is_read, reserve_bytes=reserve_bytes)
+        candidate = self.search.attempt(simulate, way)
         return [] if candidate is None else [candidate]
 
     def _simulated_together(self, way: Arrangement) -> Candidate:
@@ -281,6 +311,28 @@ def _ways(search: LayoutSearch) -> list[Arrangement]:
         return [] if layout.is_whole else forced(machine, layout, batch_size)
     ways = replicated_ways(machine, batch_size, is_fixed=search.parts.is_fixed)
     return sorted(ways, key=lambda way: way.num_places)  # those that are quickest to look at
+
+
+def _stages_of_groups(search: LayoutSearch) -> Arrangement | None:
+    """Returns one copy of the model in stages on all groups of cards of several hosts, in the most micro-batches that
+    can be simulated; None on other devices."""
+    cluster, most = search.question.cluster, search.settings.large.most_ops
+    if not any(device.group for device in cluster.devices) or NETWORK not in cluster.exchanges:
+        return None
+    num_ops = search.parts.exact(1).num_ops
+    ways = [way for way in _ways(search) if way.layout.data == 1 and way.num_places > 1]
+    ways = [way for way in ways if way.layout.num_parts * num_ops <= most]
+    way = max(ways, key=lambda way: (way.num_places, way.layout.num_parts), default=None)
+    return None if way is None else replace(way, layout=replace(way.layout, stages=way.num_places))
+
+
+def read_ahead_of_groups(question: BatchQuestion) -> None:
+    """Reads the part of the batch that stages on groups of several hosts need, from which others are interpolated too;
+    on one host that of pipelines, which take more micro-batches than there are groups."""
+    search = LayoutSearch(question, Clock(None))
+    way = _stages_of_groups(search)
+    if way is None or search.attempt(lambda way: question.parts.exact(way.layout.num_parts), way) is None:
+        question.parts.read_ahead(2 * question.cluster.num_devices, question.settings.large)
 
 
 def read_ahead(question: BatchQuestion) -> None:
