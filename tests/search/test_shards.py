@@ -36,7 +36,7 @@ def question(devices: str, name: str = "blocks", num_tokens: int = 0, **constrai
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """What a choice of degrees asks of a plan."""
+    """Holds the fields of a plan that a choice of degrees reads."""
 
     step_time_ns: int
     status: str = "ok"
@@ -220,12 +220,15 @@ def test_tokens_are_cut_where_exchanges_promise_less(monkeypatch: pytest.MonkeyP
 
 def test_stages_come_first_where_no_group_holds_a_copy_and_what_was_found_takes_part_again() -> None:
     """Two groups on two hosts, each too small for a copy of the model: Megatron-LM's layout is simulated at once; asked
-    for again, with more time, the answer is not slower and simulates it no second time."""
-    batch = question("2x(2xa100-sxm-80g)@100gbit", "llama").sharded(Shards(2)).about_batch()
+    for again, with more time, the answer is not slower and simulates it no second time. A layout that is asked for is
+    the only one."""
+    asked = question("2x(2xa100-sxm-80g)@100gbit", "llama")
+    batch = asked.sharded(Shards(2)).about_batch()
     staged = choose_layout(replace(batch, layout=Layout.parse("stages=2,microbatches=2")), Clock(Budget(simulations=4)))
     assert staged.plan is not None
-    limits = dict.fromkeys(staged.plan.devices, int(1.05 * max(staged.plan.peak_memory_bytes)))
-    batch = replace(batch, constraints=Constraints(max_memory_bytes=limits))
+    num_bytes = int(1.05 * max(staged.plan.peak_memory_bytes))
+    limits = Constraints(max_memory_bytes=dict.fromkeys(staged.plan.devices, num_bytes))
+    batch = replace(batch, constraints=limits)
     known = choose_layout(batch, Clock(Budget(simulations=2)))
     assert [each.fits for each in known.looked_at if each.layout.stages and each.may_be_answer] == [True]
     again = choose_layout(batch, Clock(Budget(simulations=60)), known)
@@ -233,3 +236,18 @@ def test_stages_come_first_where_no_group_holds_a_copy_and_what_was_found_takes_
     assert again.best is not None
     assert again.best.step_time_ns <= known.best.step_time_ns
     assert len([each for each in again.looked_at if each.layout.stages]) == 1
+    alone = choose_layout(replace(batch, layout=Layout.parse("microbatches=2")), Clock(Budget(simulations=20)))
+    assert {each.layout.stages for each in alone.looked_at} == {None}
+
+
+def test_the_plan_on_groups_says_that_tokens_are_cut_in_training() -> None:
+    """The plan has the degrees as the local program was captured, which tools are set up by."""
+
+    def solve(asked: PlaceQuestion, _: Clock, *known: Solution) -> Solution:
+        return solution_of(10**12 // (3 if asked.shards.tensor == 2 else 1))
+
+    plan = over_degrees(question("4xa100-sxm-80g"), Clock(Budget(simulations=9)), solve).plan
+    assert plan is not None
+    assert plan.layout is not None
+    assert plan.layout["tensor"] == 2
+    assert plan.layout["sequence"] is True

@@ -23,7 +23,7 @@ from gdp.search.candidate import Candidate, Figures
 from gdp.search.place import place
 from gdp.search.place_question import PlaceQuestion
 from gdp.search.question import Solution, plan_of, search_record
-from gdp.search.shards import over_degrees, stamped
+from gdp.search.shards import over_degrees
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
@@ -127,9 +127,8 @@ def best_for(target: ExportTarget, question: PlaceQuestion, clock: Clock, **opti
         )
         assert placed.plan.search is not None
         part.spend(placed.plan.search.simulations)
-        solution = stamped(Solution(None, plan=placed.plan), asked.shards)
         found.append(placed)
-        return solution
+        return Solution(None, plan=placed.plan)
 
     best = over_degrees(question, clock, solve)
     assert best.plan is not None

@@ -152,8 +152,8 @@ def answer(question: PlaceQuestion, clock: Clock, on_progress: OnProgress | None
 def _answer(
     question: PlaceQuestion, clock: Clock, on_progress: OnProgress | None, known: Solution | None = None
 ) -> Solution:
-    """Returns the answer on the devices of the question, as they are, after one that is `known`: where op placement is
-    the best, it is searched further."""
+    """Returns the answer on the devices of the question, as they are. Layouts that are `known` take part, and op
+    placement that is known to be the best is searched further."""
     if question.parts is None:
         return _ops_placed(question, clock, on_progress)
     batch = question.about_batch(on_progress)

@@ -206,7 +206,7 @@ class _Contest:
         return time_with_tokens_cut_ns(graph, plan.step_time_ns, base, shards, cluster, num_samples)
 
     def _answer(self, chosen: Shards) -> Solution:
-        found = {shards: stamped(solution, shards) for shards, solution in self.found.items()}
+        found = {shards: stamped(solution, self.opened[shards].shards) for shards, solution in self.found.items()}
         best = found.pop(chosen)
         others = [each for solution in found.values() for each in solution.looked_at]
         reasons: dict[tuple[bool, str], list[Shards]] = {}

@@ -51,8 +51,10 @@ def choose_layout(question: BatchQuestion, clock: Clock, known: Solution | None 
     if layout is None:
         question.parts.read_ahead(question.cluster.num_devices, question.settings.large)
     search = LayoutSearch(question, clock)
-    before = () if known is None else known.looked_at
-    replicas = [each for each in before if each.may_be_answer and each.fits and not each.is_whole]
+    replicas: list[Candidate] = []
+    if known is not None:
+        search.plain = known.baselines.get(DATA_PARALLEL)
+        replicas = [each for each in known.looked_at if each.may_be_answer and each.fits and not each.is_whole]
     screening = Screening(search, _large_ops_placed(search), replicas)
     screening.run()
     simulated = _confirmed(search, screening.simulated)
@@ -327,6 +329,9 @@ def _baselines(search: LayoutSearch, best: Candidate, looked_at: Sequence[Candid
         baselines |= {**search.baselines, **({} if best.is_whole else {OP_PLACEMENT: min(wholes).baseline})}
     plain = [each for each in looked_at if each.layout == Layout((1,) * each.layout.data) and each.layout.data > 1]
     plain = [each for each in plain if each.simulation is not None and len(each.devices[0]) == 1]
-    if plain:  # as it was before a search
+    plain = [each for each in plain if not _is_searched(each)]
+    if search.plain is not None:
+        baselines[DATA_PARALLEL] = search.plain
+    elif plain:  # as it was before a search
         baselines[DATA_PARALLEL] = max(plain, key=lambda each: (each.layout.data, each.step_time_ns)).baseline
     return baselines

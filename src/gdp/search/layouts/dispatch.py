@@ -42,8 +42,8 @@ def best_dispatch(
 ) -> Candidate:
     """Returns the step in the best of all orders of micro-batches and levels of ops: one that fits, then the fastest.
     `problem` is that of placing the graph of `step` [M ops], and `placement` [M] is of it. The first way is always
-    tried, others of a large step while there is time, and the published schedule where none fits; in stages it is the
-    first."""
+    tried, others of a large step while there is time. The published schedule is the first of a large step in stages,
+    and is tried at any time where no other fits."""
     levels = levels_of(problem, step, placement)
     orders = [order for order in problem.orders if order not in (B_LEVEL, PROGRAM, ZERO_BUBBLE_PROGRAM)]  # see levels
     few_levels = levels
@@ -64,9 +64,11 @@ def best_dispatch(
         is_first = is_slow and step.layout.stages is not None
         makers.insert(0 if is_first else len(makers), (ONE_F_ONE_B, published))
     found: list[Candidate] = []
+    is_stopped = clock is not None and clock.stop.is_set()
     for order, make in makers:
         is_late = found and is_slow and not has_time(clock, 2 * problem.simulator.fastest_s)
-        if not is_late or (make is published and not any(each.fits for each in found)):
+        is_needed = make is published and not is_stopped and not any(each.fits for each in found)
+        if not is_late or is_needed:
             found.append(Candidate.of(make(), order))
     return preferred(found)
 

@@ -35,6 +35,7 @@ class LayoutSearch:
     refused: dict[Arrangement, str] = field(default_factory=dict)  # and why
     classical: ClassicalRuns | None = None  # of op placement of a large step
     baselines: Mapping[str, Baseline] = field(default_factory=dict)  # that op placement began from
+    plain: Baseline | None = None  # plain data parallelism, as it was known before
     best: Candidate | None = None  # of those that may be the answer, simulated so far
     estimator: Estimator = field(init=False)
 

@@ -199,9 +199,9 @@ class ReplicaSteps:
 
 
 def _best_alone(problem: Problem, step: Step, placement: Placement, *, in_stages: bool) -> Simulation:
-    """Returns the step of a replica alone in the best of all orders of its micro-batches; `in_stages` that lack memory
-    in the published 1F1B too, which is slow where ops are not in stages. On one device orders differ in memory only,
-    and so does that of the program, which `best_dispatch` prefers."""
+    """Returns the step of a replica alone in the best of all orders of its micro-batches. With `in_stages`, a step that
+    lacks memory is tried in the published 1F1B too, which is slow for other placements. On one device orders differ in
+    memory only, and so does that of the program, which `best_dispatch` prefers."""
     is_one_device = len(np.unique(placement)) == 1
     levels = levels_of(problem, step, placement) if is_one_device else [problem.b_level_ns]
     found: list[Simulation] = []

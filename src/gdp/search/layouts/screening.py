@@ -5,7 +5,8 @@
 Arithmetic says what a step takes at least, so that an arrangement is estimated, and then simulated, when nothing that
 is known of another promises more. What users run, a replica on each device, comes next once a step fits, if it promises
 more than that, and is simulated at the end in any case, unless the step is very large and must lose; where nothing
-fits, so is what takes the least memory."""
+fits, so is what takes the least memory. Where no group of cards of several hosts holds a copy of the model, one copy in
+stages on all groups comes first."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.budget import Clock, has_time
 from gdp.cluster.catalogue import NETWORK
+from gdp.graph.interpolation import have_same_ops
 from gdp.parallel.layout import AUTO, BLOCKS, NONE, Layout
 from gdp.search.candidate import Arrangement, Candidate
 from gdp.search.layouts.arrangement import forced, more_microbatches, replicated_ways
@@ -33,12 +35,20 @@ Attempt = Callable[[Callable[[Arrangement], Candidate], Arrangement], Candidate 
 class EstimateQueue:
     """The arrangements that are left. Where one does not fit, others of its kind that take less memory join."""
 
-    def __init__(self, estimator: Estimator, batch_size: int, attempt: Attempt, *, grows: bool = True) -> None:
-        """With `grows` false none joins."""
+    def __init__(
+        self,
+        estimator: Estimator,
+        batch_size: int,
+        attempt: Attempt,
+        *,
+        grows: bool = True,
+        known: Iterable[Arrangement] = (),
+    ) -> None:
+        """With `grows` false none joins. Those that are `known` are left out."""
         self.estimator = estimator
         self.left: list[Candidate] = []
         self._batch_size, self._attempt, self._grows = batch_size, attempt, grows
-        self._seen: set[Arrangement] = set()
+        self._known, self._seen = set(known), set[Arrangement]()
         self._num_parts: set[int] = set()  # of the batch, that were looked at
 
     def add(self, ways: Iterable[Arrangement], clock: Clock | None = None) -> None:
@@ -54,12 +64,8 @@ class EstimateQueue:
             self._seen.add(way)
             least = self._attempt(self.estimator.least, way)
             if least is not None:
-                self.left.append(least)
+                self.left += [] if way in self._known else [least]
                 pending += self._smaller(least)[::-1]
-
-    def leave_out(self, ways: Iterable[Arrangement]) -> None:
-        """Looks at none of these `ways`, which are known."""
-        self._seen |= set(ways)
 
     def estimate(self, known: Candidate) -> None:
         """Replaces what arithmetic says of an arrangement by an estimate."""
@@ -89,6 +95,7 @@ class EstimateQueue:
 
 
 USUAL_ZERO = (0, 1, 3)  # what users run on each device: DDP, ZeRO 1, FSDP
+_TIGHT = 0.5  # of the memory of a group is held by a copy of the model: stages may be needed; untuned
 _SLOW = 1.5  # times the best step: what users run and takes longer is left
 
 
@@ -105,8 +112,14 @@ class Screening:
         is_asked = search.question.layout is not None  # a layout is asked for
         self._has_least = is_asked  # what takes the least memory was simulated, or is not asked for
         self._is_tight = False  # it alone is known to fit
-        self._queue = EstimateQueue(search.estimator, search.parts.batch_size, search.attempt, grows=not is_asked)
-        self._queue.leave_out(each.way for each in known)
+        self._has_stages = False  # they were simulated
+        self._queue = EstimateQueue(
+            search.estimator,
+            search.parts.batch_size,
+            search.attempt,
+            grows=not is_asked,
+            known=(each.way for each in known),
+        )
         self._num_known = len(known)
         self._put_aside: list[Candidate] = []  # there is no time to look at them
 
@@ -118,8 +131,9 @@ class Screening:
     def run(self) -> None:
         """Simulates what is promising, until the screening's share of the budget is spent, and what users run."""
         self._queue.add(_ways(self.search), self._clock.until(self._settings.screen_share))
-        if self._needs_stages:
-            self.simulated += self._in_stages()
+        is_free = not self._has_least and not self._num_known
+        staged = self._in_stages() if is_free and _share_held(self.search) > 1 else []
+        self.simulated += [each for each in staged if each.fits]
         is_usual_known = False
         while self._queue.left and not self._is_over(next_one := self._next()):
             may_fit = next_one.fits and next_one.has_places and not self.simulated
@@ -134,6 +148,7 @@ class Screening:
         if self.search.question.cluster.is_large and all(candidate.is_whole for candidate in self.simulated):
             self._simulate_most_promising()
         self._simulate_all_usual(_SLOW)
+        self.simulated += [each for each in staged if not each.fits]
 
     def first_that_fits(self) -> Candidate | None:
         """Returns the first layout found that fits, which ends the screening; None where there is none."""
@@ -204,14 +219,6 @@ class Screening:
         else:
             self._queue.estimate(known)
 
-    @property
-    def _needs_stages(self) -> bool:
-        """True where no device holds a copy of the model and its gradients, with its optimizer state cut over all."""
-        search, count = self.search, self.search.question.cluster.num_devices
-        figures = search.estimator.replicas.figures(Layout())
-        held_bytes = figures.resident_bytes - figures.state_bytes * (count - 1) // count + figures.gradient_bytes
-        return held_bytes > int(search.estimator.limits_bytes.max())
-
     def _simulate_most_promising(self) -> None:
         """Simulates the best estimate, if it promises more than op placement: all time may have gone into estimates."""
         estimated = [each for each in self._queue.left if each.has_places and each.fits]
@@ -251,7 +258,7 @@ class Screening:
         """Returns candidates of FSDP with all blocks recomputed, once: with the fewest micro-batches that fit by
         estimate, and more until it fits. The first is simulated at any time, others while there is time."""
         way = None if self._has_least else _least_memory(self.search)
-        candidates = [] if self._has_least else self._in_stages()
+        candidates = [] if self._has_least else self._in_stages()  # not of a layout that is asked for
         self._has_least = True
         if any(each.fits for each in candidates) and self._clock.share_spent > self._settings.late_share:
             return candidates
@@ -266,22 +273,29 @@ class Screening:
         return candidates
 
     def _in_stages(self) -> list[Candidate]:
-        """Returns one copy of the model in stages on groups of cards of several hosts, which is what Megatron-LM's
-        users run where a copy needs several hosts: with the fewest blocks recomputed that memory allows, or else all,
-        if there are no such steps yet."""
-        way = _stages_of_groups(self.search)
-        if way is None or self._clock.stop.is_set():
+        """Simulates, once, one copy of the model in stages on groups of cards of several hosts, which is what
+        Megatron-LM's users run where a copy needs several hosts: with the fewest blocks recomputed that memory allows,
+        or else all. Where the model has no such stages, its ops go anywhere."""
+        way, self._has_stages = None if self._has_stages else _stages_of_groups(self.search), True
+        if way is None:
             return []
-        tight, fewest = (replace(way, layout=replace(way.layout, recompute=blocks)) for blocks in (BLOCKS, AUTO))
-        if any(each.way in (tight, fewest) for each in self.simulated):
-            return []
-        estimate, found = self.search.attempt(self.search.estimator.estimate, tight), list[Candidate]()
+        in_stages = replace(way, layout=replace(way.layout, stages=way.num_places))
+        return self._with_few_blocks(in_stages) or self._with_few_blocks(way)
+
+    def _with_few_blocks(self, way: Arrangement) -> list[Candidate]:
+        """Returns simulations of `way` with more and more blocks recomputed until it fits; none where it has no places
+        for ops."""
+        search, stop, found = self.search, self._clock.stop, list[Candidate]()
+        all_blocks, few_blocks = (replace(way, layout=replace(way.layout, recompute=what)) for what in (BLOCKS, AUTO))
+        estimate = None if stop.is_set() else search.attempt(search.estimator.estimate, all_blocks)
         if estimate is None or not estimate.has_places:
             return []
-        for some in (fewest, fewest, tight):  # the second time with more blocks
-            if not any(each.fits for each in found):
-                lacking_bytes = sum(each.missing_bytes for each in found)
-                found += self._simulated_at(some, estimate.places, lacking_bytes)
+        # with time for more, a simulation of few blocks is made again with more of them until it fits
+        turns = [few_blocks, all_blocks] if search.has_time(few_blocks) else [few_blocks, few_blocks, all_blocks]
+        for turn in turns:
+            is_done = any(each.fits or each.named_layout.recompute == BLOCKS for each in found)
+            if not (is_done or stop.is_set()):
+                found += self._simulated_at(turn, estimate.places, sum(each.missing_bytes for each in found))
         return found
 
     def _simulated_at(self, way: Arrangement, places: I64, reserve_bytes: int) -> list[Candidate]:
@@ -314,25 +328,38 @@ def _ways(search: LayoutSearch) -> list[Arrangement]:
 
 
 def _stages_of_groups(search: LayoutSearch) -> Arrangement | None:
-    """Returns one copy of the model in stages on all groups of cards of several hosts, in the most micro-batches that
-    can be simulated; None on other devices."""
+    """Returns one copy of the model on most groups of cards of several hosts, in the most micro-batches that can be
+    simulated; None on other devices."""
     cluster, most = search.question.cluster, search.settings.large.most_ops
-    if not any(device.group for device in cluster.devices) or NETWORK not in cluster.exchanges:
+    groups = {number for number, device in enumerate(cluster.devices) if device.group}
+    if not groups or NETWORK not in cluster.exchanges:
         return None
     num_ops = search.parts.exact(1).num_ops
     ways = [way for way in _ways(search) if way.layout.data == 1 and way.num_places > 1]
-    ways = [way for way in ways if way.layout.num_parts * num_ops <= most]
-    way = max(ways, key=lambda way: (way.num_places, way.layout.num_parts), default=None)
-    return None if way is None else replace(way, layout=replace(way.layout, stages=way.num_places))
+    ways = [way for way in ways if set(way.all_devices) <= groups and way.layout.num_parts * num_ops <= most]
+    return max(ways, key=lambda way: (way.num_places, way.layout.num_parts), default=None)
+
+
+def _share_held(search: LayoutSearch) -> float:
+    """Returns the share of the memory of a group of cards of several hosts that a copy of the model takes with its
+    gradients, and with its optimizer state cut over all groups; 0 on other devices."""
+    if _stages_of_groups(search) is None:
+        return 0.0
+    is_group = np.array([bool(device.group) for device in search.question.cluster.devices])
+    figures, count = search.estimator.replicas.figures(Layout()), int(is_group.sum())
+    held_bytes = figures.resident_bytes - figures.state_bytes * (count - 1) // count + figures.gradient_bytes
+    return held_bytes / max(int(search.estimator.limits_bytes[is_group].max()), 1)
 
 
 def read_ahead_of_groups(question: BatchQuestion) -> None:
-    """Reads the part of the batch that stages on groups of several hosts need, from which others are interpolated too;
-    on one host that of pipelines, which take more micro-batches than there are groups."""
-    search = LayoutSearch(question, Clock(None))
-    way = _stages_of_groups(search)
-    if way is None or search.attempt(lambda way: question.parts.exact(way.layout.num_parts), way) is None:
-        question.parts.read_ahead(2 * question.cluster.num_devices, question.settings.large)
+    """Reads the part of the batch that stages on groups of several hosts need, if these may be needed, and else that of
+    pipelines, which take more micro-batches than there are groups; others are interpolated from it."""
+    search, parts = LayoutSearch(question, Clock(None)), question.parts
+    if _share_held(search) > _TIGHT and (way := _stages_of_groups(search)) is not None:
+        part = search.attempt(lambda way: parts.exact(way.layout.num_parts), way)
+        if part is not None and have_same_ops(parts.exact(1), part):
+            return
+    parts.read_ahead(2 * question.cluster.num_devices, question.settings.large)
 
 
 def read_ahead(question: BatchQuestion) -> None:
