@@ -283,12 +283,12 @@ class Screening:
         return self._with_few_blocks(in_stages) or self._with_few_blocks(way)
 
     def _with_few_blocks(self, way: Arrangement) -> list[Candidate]:
-        """Returns simulations of `way` with more and more blocks recomputed until it fits; none where it has no places
-        for ops."""
+        """Returns simulations of `way` with more and more blocks recomputed until it fits; none where an estimate says
+        that all blocks are too few, or where it has no places for ops."""
         search, stop, found = self.search, self._clock.stop, list[Candidate]()
         all_blocks, few_blocks = (replace(way, layout=replace(way.layout, recompute=what)) for what in (BLOCKS, AUTO))
         estimate = None if stop.is_set() else search.attempt(search.estimator.estimate, all_blocks)
-        if estimate is None or not estimate.has_places:
+        if estimate is None or not estimate.fits:
             return []
         # with time for more, a simulation of few blocks is made again with more of them until it fits
         turns = [few_blocks, all_blocks] if search.has_time(few_blocks) else [few_blocks, few_blocks, all_blocks]
