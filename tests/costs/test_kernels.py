@@ -14,11 +14,11 @@ from tests.models.test_flop_counter import MODELS
 
 
 def kernels(text: str, flops: int = 0, *, is_trained: bool = True, dtype: str = "") -> list[Kernel]:
-    """Returns the kernels of an op whose calls are `text`, without its empty sizes."""
+    """Returns the kernels of an op whose calls are `text`, but for copies that processor cores make of weights."""
     calls = parsed_calls(text)
     dtype = dtype or calls[0].results[0].dtype
     op = PricedOp(calls[0].kind, "", dtype, flops, sum(map(call_bytes, calls)), calls, is_trained=is_trained)
-    return rule_of(op)[1](op)
+    return [kernel for kernel in rule_of(op)[1](op) if kernel.kind != "weight_transpose"]
 
 
 def moved(text: str) -> list[tuple[str, int]]:
@@ -53,6 +53,13 @@ def test_tf32_is_transposed_where_cards_have_it() -> None:
     text = f"aten.convolution {image} float32[16,8,3,3] - {FORM} > float32[2,16,4,4]"
     _, *copies = kernels(text, dtype="tf32")
     assert copies == [Kernel("tf32_transpose", 0, size, launches=0) for size in (4096, 2048)]
+
+
+def test_cores_copy_weights() -> None:
+    """Libraries on processor cores have weights of 16 x 8 x 3 x 3 floats in a layout of their own: read and written."""
+    (call,) = calls = parsed_calls(f"aten.convolution float32[2,8,4,4] float32[16,8,3,3] - {FORM} > float32[2,16,4,4]")
+    op = PricedOp(call.kind, "", "tf32", 0, call_bytes(call), calls)
+    assert rule_of(op)[1](op)[-1] == Kernel("weight_transpose", 0, 2 * 4 * 16 * 72, launches=0)
 
 
 def test_gradients_of_a_convolution() -> None:

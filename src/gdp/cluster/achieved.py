@@ -38,6 +38,7 @@ OF_BYTES: Mapping[str, str] = MappingProxyType(
         "transpose": "copy",
         "inference_transpose": "transpose",  # beside convolutions, where some read other layouts as they are
         "tf32_transpose": "transpose",  # beside convolutions in TF32, on cards that have it
+        "weight_transpose": "transposed_copy",  # beside convolutions on processor cores
         "transposed_copy": "transpose",  # by PyTorch, not by a library of convolutions
         "gather": "pointwise",
         "element_gather": "gather",  # an index for each element

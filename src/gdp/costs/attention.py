@@ -44,7 +44,7 @@ def attention(op: PricedOp) -> list[Kernel]:
     is_causal = place < len(call.arguments) and call.arguments[place] == 1
     causal = int(is_causal) * (_ZIGZAG if call.kind.startswith("context.") else 1)
     size = (batch * kv_heads, max(heads // max(kv_heads, 1), 1), queries, keys, width, causal)
-    seen = float(_keys_seen(np.array([size], np.float64), 1)[0])
+    seen = float(keys_seen(np.array([size], np.float64), 1)[0])
     flops = round(op.flops * seen / keys) if keys else 0
     kernels = [Kernel("attention_backward" if is_backward else "attention", flops, op.bytes, size)]
     if is_backward:
@@ -59,12 +59,12 @@ def attention_ns(size: F64, flops: F64, processors: Multiprocessors) -> F64:
     sequences x heads of keys, heads of queries for each of them, queries, keys, width and 1 if causal, 2 in zigzag."""
     parts, group, queries, keys, _, _ = size.T
     is_decode = queries == 1
-    pairs = parts * group * queries * _keys_seen(size, 1)
+    pairs = parts * group * queries * keys_seen(size, 1)
     block = np.where(is_decode, _DECODE_BLOCK, _BLOCK)
     blocks = parts * np.where(is_decode, np.ceil(group / block), group * np.ceil(queries / block))
     key_ns = block * flops / np.maximum(pairs, 1) / processors.flops_per_ns
     key_ns = np.where(is_decode, np.maximum(key_ns, _KEY_NS), key_ns)
-    seen = np.where(is_decode, keys, _keys_seen(size, _BLOCK))
+    seen = np.where(is_decode, keys, keys_seen(size, _BLOCK))
     best = np.full(len(size), np.inf)
     for splits in _SPLITS:
         spent_ns = _BLOCK_NS + np.ceil(seen / splits / _KEYS) * _KEYS * key_ns
@@ -76,7 +76,7 @@ def attention_ns(size: F64, flops: F64, processors: Multiprocessors) -> F64:
     return np.asarray(best)
 
 
-def _keys_seen(size: F64, block: int) -> F64:
+def keys_seen(size: F64, block: int) -> F64:
     """Returns the mean number of keys [K] that a block of queries sees; the last query sees all."""
     _, _, queries, keys, _, is_causal = size.T
     rows = np.minimum(queries, keys)  # that see a key

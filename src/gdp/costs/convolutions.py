@@ -74,6 +74,7 @@ class _Convolution:
         copied = "transpose" if self._is_trained or self._is_channels_last else "inference_transpose"
         copied, launches = ("tf32_transpose", 0) if self._is_rounded else (copied, 1)  # TF32 is not on all cards
         copies = [Kernel(copied, 0, num_moved, launches=launches) for num_moved in moved]
+        copies.append(Kernel("weight_transpose", 0, 2 * array_bytes(self._weight), launches=0))  # on processors alone
         if self._groups > 1:
             return [Kernel(f"grouped_convolution{self._end}", flops, num_bytes), *copies]
         kind = "first_convolution" if self._channels[0] < _WIDTH else "convolution"

@@ -10,6 +10,7 @@ from gdp.cluster import Device
 from gdp.cluster.achieved import OF_BYTES, OF_FLOPS, share
 from gdp.costs.attention import attention_ns
 from gdp.costs.collectives import COLLECTIVE, KINDS, AlikeCards
+from gdp.costs.cores import ATTENTION, core_times
 from gdp.costs.kernels import CLASSES, Kernels
 from gdp.costs.products import item_bytes, multiprocessors_of, tiled_ns, together_ns
 
@@ -20,18 +21,43 @@ _BLOCKS_AT_ONCE = 8  # on a multiprocessor: 2,048 threads, in blocks of 256
 _HELD = 0.5  # of the cache, fitted on the 24 set rows of GPT on A100, where 0.25 and 1 are worse
 _SUMS = {name for name in OF_BYTES if "norm" in name or name in ("reduction", "narrow_sum")}
 _OF_ELEMENTS = [CLASSES.index(name) for name in ("function", "softmax")]  # what is computed of each bounds them
-_ATTENTION = [CLASSES.index(name) for name in ("attention", "attention_backward")]
+# Copies into the layouts of libraries: of cards that have TF32, and of processor cores
+_OF_TF32, _OF_CORES = CLASSES.index("tf32_transpose"), CLASSES.index("weight_transpose")
 
 
 def kernel_times(kernels: Kernels, device: Device) -> F64:
     """Returns the ns [K] that kernels take on `device`, each by itself."""
+    times_ns = np.add(*times_on_core(kernels, device)) if device.is_cpu else _times_on_card(kernels, device)
+    times_ns = times_ns + gap_ns(device) * kernels.launches
+    times_ns[np.isin(kernels.kinds, _copies_elsewhere(device))] = 0
+    return np.where(is_collective(kernels), collective_times(kernels, device)[1], times_ns)
+
+
+def times_on_core(kernels: Kernels, device: Device) -> tuple[F64, F64]:
+    """Returns the ns [K] that kernels compute on a processor, and that they read and write memory beside it."""
+    work_ns, bytes_ns = kernels.flops * 1e9 / _achieved_rates(kernels, device), memory_times(kernels, device)
+    return core_times(kernels, work_ns, bytes_ns)
+
+
+def _copies_elsewhere(device: Device) -> list[int]:
+    """Returns the classes of copies that kernels of other devices need."""
+    if device.is_cpu:
+        return []
+    return [_OF_CORES] if "tf32" in device.flops_per_second else [_OF_CORES, _OF_TF32]
+
+
+def _achieved_rates(kernels: Kernels, device: Device) -> F64:
+    """Returns the FLOPs per second [K] that kernels reach."""
     of_flops = np.array([share(device.achieved, name if name in OF_FLOPS else "product") for name in CLASSES])
     rates = np.array([peak_rate(device.flops_per_second, dtype) for dtype in kernels.dtypes] or [1], np.float64)
-    achieved = rates[kernels.dtype_codes] * of_flops[kernels.kinds]
+    return np.asarray(rates[kernels.dtype_codes] * of_flops[kernels.kinds])
+
+
+def _times_on_card(kernels: Kernels, device: Device) -> F64:
+    achieved, bytes_ns = _achieved_rates(kernels, device), memory_times(kernels, device)
     work_ns = kernels.flops * 1e9 / achieved
-    bytes_ns = memory_times(kernels, device)
     is_sized = (kernels.sizes > 0).any(axis=1) & (kernels.flops > 0)
-    is_attention = np.isin(kernels.kinds, _ATTENTION)
+    is_attention = np.isin(kernels.kinds, ATTENTION)
     cut = np.flatnonzero(is_sized & ~is_attention & (kernels.kinds < len(OF_FLOPS)))
     fused = np.flatnonzero(is_sized & is_attention)
     figures, sizes = device.achieved, kernels.sizes
@@ -47,10 +73,7 @@ def kernel_times(kernels: Kernels, device: Device) -> F64:
     times_ns += np.array(passes_ns)[kernels.kinds] * np.minimum(kernels.launches, 1)
     times_ns[cut] += floors_ns[0] * kernels.launches[cut]
     times_ns[fused] += np.where(sizes[fused, 2] == 1, *floors_ns[1:])
-    exchange_ns = collective_times(kernels, device)[1]
-    times_ns += gap_ns(device) * kernels.launches
-    times_ns[(kernels.kinds == CLASSES.index("tf32_transpose")) & ("tf32" not in device.flops_per_second)] = 0
-    return np.where(is_collective(kernels), exchange_ns, times_ns)
+    return times_ns
 
 
 def _block_times(kernels: Kernels, device: Device) -> F64:
@@ -92,6 +115,7 @@ def memory_times(kernels: Kernels, device: Device) -> F64:
     shares = np.array([share(device.achieved, name if name in OF_BYTES else "product_bytes") for name in CLASSES])
     of_wide = np.minimum(2 * shares, shares[CLASSES.index("pointwise")])  # elements bound it, of any size
     is_wide = np.array([item_bytes(dtype) >= 4 for dtype in kernels.dtypes] or [False])[kernels.dtype_codes]
+    is_wide &= not device.is_cpu
     of_kernels = np.where(is_wide & np.isin(kernels.kinds, _OF_ELEMENTS), of_wide[kernels.kinds], shares[kernels.kinds])
     held = _HELD * device.achieved.get("cache_bytes", 0) * ~np.isin(kernels.kinds, _OF_OTHERS)
     moved = kernels.bytes - np.minimum(kernels.bytes / 2, held)

@@ -18,6 +18,7 @@ N ops of one replica (with zero=3 of one micro-batch of it), E (tensor, consumer
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import add
 
 import numpy as np
 
@@ -301,6 +302,20 @@ def _blocks(graph: Graph) -> I64:
     if len(paths.names) < 2:
         return np.full(graph.num_ops, -1)
     return np.array([paths.of_module.get(module, -1) for module in graph.modules], np.int64)
+
+
+def most_gathered_bytes(graph: Graph) -> int:
+    """Returns the bytes that zero=3 gathers of parameters at once at most, of two blocks that follow each other, and
+    those of the largest block's gradients, which are whole until they are summed; `graph` is of one place."""
+    blocks, state = _blocks(graph), HeldState.of(graph)
+    gathers = _gathers(graph, state, blocks, np.zeros(graph.num_ops, np.int64))
+    sizes = [int(state.own_bytes[gather.parameters].sum()) for gather in gathers]
+    of_block: dict[int, int] = {}
+    for gradient in gradients_of(graph, state.is_late).values():
+        block = int(blocks[gradient.updates[0]])
+        key = block if block >= 0 else graph.num_ops + gradient.updates[0]
+        of_block[key] = of_block.get(key, 0) + gradient.num_bytes
+    return max(map(add, [0, *sizes], sizes), default=0) + max(of_block.values(), default=0)
 
 
 def _gathers(graph: Graph, state: HeldState, blocks: I64, places: I64) -> list[_Gather]:

@@ -42,11 +42,11 @@ from torch.nn import functional
 
 from gdp.arrays import I64
 from gdp.cluster import Cluster, Device
-from gdp.cluster.achieved import figures_of_kind, scaled, share
+from gdp.cluster.achieved import OF_FLOPS, figures_of_kind, scaled, share
 from gdp.cluster.catalogue import KINDS
 from gdp.cluster.detect import Detected
 from gdp.costs.kernels import CLASSES, kernels_of
-from gdp.costs.rates import kernel_times
+from gdp.costs.rates import times_on_core
 from gdp.costs.table import rule_of
 from gdp.execute.backends import Target, target_of
 from gdp.execute.calibrate.measured_routes import routes_between
@@ -74,6 +74,7 @@ _DTYPES = {dtype: getattr(torch, dtype) for dtype in ("float32", "float64", "flo
 _OF_PRODUCTS = "bfloat16", "float16", "float32"  # whose rate tells a card's share: the first that it has
 _WORDS, _NUM_LOGITS, _STEPS = 10_000, 1_000, 5
 _LEAST = 0.1  # of an op's time, that kernels of a class have which others leave less
+_LIKE = {"tf32_transpose": "copy", "weight_transpose": "transposed_copy"}  # classes that tell of others
 _NO_LAUNCHES = 3  # ops that take as many launches or fewer tell nothing of rates
 
 
@@ -94,7 +95,8 @@ class Probe(nn.Module):
         x = self.grouped(functional.gelu(self.dense(self.first(images))))
         for layer in self.depthwise:
             x = x + functional.relu(self.norms[0](self.small(layer(x))))
-        y = self.norms[1](functional.max_pool2d(x, 3, 1, 1).flatten(2).transpose(1, 2) + self.words(words))
+        rows = functional.max_pool2d(x, 3, 1, 1).flatten(2).transpose(1, 2).contiguous()
+        y = self.norms[1](rows + self.words(words))
         q, k, v = self.wide(y).unflatten(2, (3, 4, -1)).permute(2, 0, 3, 1, 4)
         y = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         place = words % y.shape[1]
@@ -159,14 +161,16 @@ class _TimedOp(NamedTuple):
 def _timed_ops(graph: Graph, device: Device, times_ns: I64) -> list[_TimedOp]:
     """Returns the ops that take more than launches; `times_ns` [N] is what they took."""
     kernels, timed = kernels_of(graph, rule_of), []
-    kernels_ns, ends = kernel_times(kernels, replace(device, launch_ns=0)), kernels.offsets
+    (work_ns, bytes_ns), ends = times_on_core(kernels, device), kernels.offsets
     launched_ns = kernels.counts * device.launch_ns
     for op in np.flatnonzero(times_ns > _NO_LAUNCHES * launched_ns).tolist():
-        own = slice(ends[kernels.ops[op]], ends[kernels.ops[op] + 1])
         parts_ns: dict[str, float] = defaultdict(float)
-        for kind, kernel_ns in zip(kernels.kinds[own].tolist(), kernels_ns[own].tolist(), strict=True):
-            parts_ns[CLASSES[kind]] += kernel_ns
+        for kernel in range(ends[kernels.ops[op]], ends[kernels.ops[op] + 1]):
+            name = CLASSES[kernels.kinds[kernel]]
+            parts_ns[name] += work_ns[kernel]
+            parts_ns[_LIKE.get(name, "pointwise" if name in OF_FLOPS else name)] += bytes_ns[kernel]
         if sum(parts_ns.values()) > 0:
+            parts_ns = {name: part_ns for name, part_ns in parts_ns.items() if part_ns > 0}
             timed.append(_TimedOp(parts_ns, max(float(times_ns[op] - launched_ns[op]), 1.0)))
     return timed
 

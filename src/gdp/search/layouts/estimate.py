@@ -208,6 +208,7 @@ class Estimator:
         """Returns the bytes [P] that are missing in each place, in the replica that lacks most; 0 or less: none."""
         layout, num_places = arrangement.layout, arrangement.num_places
         saved = self._saved_bytes(self.replicas.figures(replace(layout, recompute=NONE)), layout) // num_places
+        saved -= self.replicas.gathered_bytes(layout)
         lacks = [
             self._simulated(arrangement, replica, places)[0].peak_memory_bytes[:num_places]
             - saved

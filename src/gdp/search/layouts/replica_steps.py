@@ -25,6 +25,7 @@ from gdp.graph.interpolation import have_same_ops
 from gdp.graph.microbatches import shared_ops
 from gdp.parallel.layout import AUTO, NONE, Layout
 from gdp.parallel.recompute import Recomputation, blocks_to_recompute
+from gdp.parallel.replica_step import most_gathered_bytes
 from gdp.parallel.rings import BUCKET_BYTES, MANY_REPLICAS, Rings, bucket_bytes_over, gradients_of, rings_over
 from gdp.parallel.step import Step, with_waits
 from gdp.search.batch_parts import Parts
@@ -157,6 +158,13 @@ class ReplicaSteps:
             return PartFigures.of(graph, self.cluster)
 
         return self._memo(("figures", layout.num_parts, recompute), make)
+
+    def gathered_bytes(self, layout: Layout) -> int:
+        """Returns what a replica holds of other replicas' parameters and gradients at once, at most."""
+        if layout.zero < 3:
+            return 0
+        most = self._memo(("gathered",), lambda: most_gathered_bytes(self.parts.exact(1)))
+        return most * (layout.data - 1) // layout.data
 
     def alone(self, graph: Graph, devices: Sequence[int]) -> Problem:
         """Returns the problem of placing `graph` on `devices`, with the memory that constraints leave there."""

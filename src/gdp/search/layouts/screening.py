@@ -283,8 +283,8 @@ class Screening:
         return self._with_few_blocks(in_stages) or self._with_few_blocks(way)
 
     def _with_few_blocks(self, way: Arrangement) -> list[Candidate]:
-        """Returns simulations of `way` with more and more blocks recomputed until it fits; none where an estimate says
-        that all blocks are too few, or where it has no places for ops."""
+        """Returns simulations of `way` with more and more blocks recomputed until it fits, and of all if an estimate
+        promises more; none where an estimate says that all are too few, or where it has no places for ops."""
         search, stop, found = self.search, self._clock.stop, list[Candidate]()
         all_blocks, few_blocks = (replace(way, layout=replace(way.layout, recompute=what)) for what in (BLOCKS, AUTO))
         estimate = None if stop.is_set() else search.attempt(search.estimator.estimate, all_blocks)
@@ -293,8 +293,9 @@ class Screening:
         # with time for more, a simulation of few blocks is made again with more of them until it fits
         turns = [few_blocks, all_blocks] if search.has_time(few_blocks) else [few_blocks, few_blocks, all_blocks]
         for turn in turns:
-            is_done = any(each.fits or each.named_layout.recompute == BLOCKS for each in found)
-            if not (is_done or stop.is_set()):
+            limit_ns = estimate.step_time_ns if turn == all_blocks and search.has_time(turn) else NEVER
+            fits = any(each.fits and each.step_time_ns <= limit_ns for each in found)
+            if not (fits or stop.is_set() or any(each.named_layout.recompute == BLOCKS for each in found)):
                 found += self._simulated_at(turn, estimate.places, sum(each.missing_bytes for each in found))
         return found
 
