@@ -476,7 +476,9 @@ class CostRow(TypedDict):
     time_ns: Ns
     flops: int
     bytes: Annotated[int, d("that the kernels move")]
-    limit: Annotated[Literal["arithmetic", "memory", "launch", "latency", "link"], d("what bounds most of the time")]
+    limit: Annotated[
+        Literal["arithmetic", "memory", "launch", "latency", "link", "given"], d("what bounds most of the time")
+    ]
     rule: NotRequired[Annotated[str, d("of ops: what says of which kernels they are")]]
 
 

@@ -591,6 +591,14 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (place("--placer", "magic"), ["placer 'magic' is unknown", "auto"]),
     (place("--placer", "hdp"), ["placer 'hdp' trains a policy of its own", "hours", "python -m benchmarks paper"]),
     (place("--ctx", "4096"), ["--ctx: needs --for llama-cpp"]),
+    (
+        ["place", "hf:config", "--devices", "2xl4-24g", "--parallel", "tensor=2", "--for", "hf-device-map"],
+        ["--parallel tensor=2: hf-device-map takes no ops that are cut over cards", "leave --for or tensor out"],
+    ),
+    (
+        ["place", "graph.json.gz", "--devices", "2xl4-24g", "--runtime", "compile", "--times", "t.db"],
+        ["--times: are of ops that run one by one", "--runtime compile"],
+    ),
     (place("--for", "vllm", "--split-layers"), ["--split-layers: is for llama-cpp, not for vllm"]),
     (place("--for", "llama-cpp", "--ctx", "-1"), ["--ctx -1: a number of tokens is expected"]),
     (place("--placer", "gdp-zero-shot", "--checkpoint", "file"), ["file: no such file"]),

@@ -1,10 +1,14 @@
 """`gdp costs`: where the time of a step goes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from gdp.cli import main
+from gdp.cluster import Cluster
+from gdp.costs.hosts import host_times
+from gdp.costs.op_times import op_times
 from gdp.graph import Graph, Op, Tensor
 
 
@@ -56,6 +60,7 @@ def test_the_table_names_the_rule_of_each_op(graph_file, capsys):
         ([], "--devices: name the devices"),
         (["--devices", "cpu-16core"], "tells nothing of kernels"),
         (["--devices", "l4-24g", "--runtime", "fast"], "--runtime is 'fast'"),
+        (["--devices", "l4-24g", "--parallel", "auto"], "give degrees of its group alone"),
     ],
 )
 def test_what_cannot_be_priced_is_refused(args, reason, graph_file, capsys):
@@ -64,6 +69,31 @@ def test_what_cannot_be_priced_is_refused(args, reason, graph_file, capsys):
     error = capsys.readouterr().err
     assert reason in error
     assert error.count("\n") == 1
+
+
+def test_times_that_a_graph_gives_count(tmp_path, capsys):
+    """What was measured is in the sum and in the tables; nothing is said of why. An op that cannot run takes none."""
+    product = "aten.mm bfloat16[4096,4096] bfloat16[4096,4096] > bfloat16[4096,4096]"
+    one = Op("a", "aten.mm", 2 * 4096**3, 3 * 2**25, "bfloat16", shapes=product)
+    ops = [one, replace(one, name="b", time_ns={"l4-24g": 5_000_000}), replace(one, name="c", time_ns={"l4-24g": -1})]
+    graph = Graph.build("block", ops, [])
+    graph.save(tmp_path / "graph.json")
+    cluster = Cluster.parse("l4-24g")
+    times_ns = op_times(graph, cluster)
+    assert main(["costs", str(tmp_path / "graph.json"), "--devices", "l4-24g", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["devices"]
+    assert found["kernels_ns"] == pytest.approx(times_ns.clip(0).sum(), abs=2)
+    assert found["host_ns"] == host_times(graph, cluster, times_ns).sum()
+    rows = [(row["name"], row["count"], row["limit"]) for row in found["classes"]]
+    assert rows == [("given", 1, "given"), ("product", 1, "arithmetic")]
+    assert [row["count"] for row in found["ops"]] == [1, 1]
+
+
+def test_a_graph_without_shapes_is_refused(tmp_path, capsys):
+    """Its kernels are not known."""
+    Graph.build("bare", [Op("a", "aten.mm", 10, 10)], []).save(tmp_path / "graph.json")
+    assert main(["costs", str(tmp_path / "graph.json"), "--devices", "l4-24g"]) == 2
+    assert "its ops have no shapes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shapes", ["aten.convolution > float32[2]", "aten.convolution_backward float32[2] > int8[2]"])

@@ -11,6 +11,7 @@ from gdp.cluster.changes import with_another
 from gdp.cluster.groups import grouped, islands
 from gdp.cluster.prices import Prices
 from gdp.errors import InputError
+from gdp.simulator.constraints import Constraints
 from hand_cases import make_cluster
 
 
@@ -44,6 +45,13 @@ def test_where_there_is_no_group_a_size_that_there_is_is_named() -> None:
         Cluster.parse("a100-sxm-80g+l4-24g+cpu-16core").grouped(2)
     with pytest.raises(InputError, match="no 4 equal cards"):
         Cluster.parse("8xl4-24g").grouped(2).grouped(4)
+
+
+def test_limits_of_memory_are_of_ranks() -> None:
+    """A group has the least of its cards' limits, a rank its part of a CPU's; a card of no group needs none."""
+    cluster = Cluster.parse("3xl4-24g+cpu-16core")
+    limits = Constraints(max_memory_bytes={"gpu0": 7, "gpu1": 5, "gpu2": 3, "cpu0": 10})
+    assert limits.on_groups(cluster.grouped(2)).max_memory_bytes == {"gpu0-1": 5, "cpu0": 5}
 
 
 def bridged() -> Cluster:

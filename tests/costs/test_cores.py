@@ -27,9 +27,7 @@ def time_ns(kind: str, flops: int, num_bytes: int, size: tuple[int, ...] = (), l
     sizes[0, : len(size)] = size
     one, kinds, ends = np.zeros(1, np.int64), np.array([CLASSES.index(kind)]), np.array([0, 1])
     figures = (np.array([float(x)]) for x in (flops, num_bytes))
-    row = Kernels(
-        one, np.array([0, 1]), kinds, *figures, sizes, np.array([float(launches)]), ("float32",), one, (), one
-    )
+    row = Kernels(one, ends, kinds, *figures, sizes, np.array([float(launches)]), ("float32",), one, (), one)
     return float(kernel_times(row, CORE)[0])
 
 

@@ -55,7 +55,18 @@ def test_sizes(text, flops, size):
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("aten.addmm", "product"), ("MatMul", "product"), ("aten.lgamma", "pointwise"), ("upsample_bilinear2d", "pool")],
+    [
+        ("aten.addmm", "product"),
+        ("MatMul", "product"),
+        ("QLinearMatMul", "product"),
+        ("QLinearConv", "convolution"),
+        ("convert_element_type", "pointwise"),
+        ("DequantizeLinear", "pointwise"),
+        ("select_n", "pointwise"),
+        ("gdp.adafactor_", "optimizer"),
+        ("aten.lgamma", "pointwise"),
+        ("upsample_bilinear2d", "pool"),
+    ],
 )
 def test_classes(kind, expected):
     """Names of products are told from others that have parts of theirs."""

@@ -115,7 +115,7 @@ def _answers(directory: Path) -> dict[str, list[Any]]:
             ("export", "layout/plan.json", "--to", "torch-fsdp", "--out", "fsdp"),
             ("export", "plan.json", "--to", "hf-device-map", "--out", "map.json"),
         ),
-        "costs": (("costs", "graph.json", "--devices", "l4-24g"),),
+        "costs": (("costs", "test_schemas:net", "--devices", "l4-24g"),),
         "capture": (("capture", model, "--out", "captured.json"),),
         "train": (
             ("train", "graph.json", "--devices", cards, "--out", "p.safetensors", "--updates", "1", "--samples", "2"),

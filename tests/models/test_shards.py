@@ -62,6 +62,12 @@ def test_slices_of_a_fused_layer() -> None:
     }
 
 
+def test_tokens_that_ranks_do_not_divide_are_told() -> None:
+    """A class token beside patches leaves an odd number, whole on both ranks; a decoder has none."""
+    assert any("2 ranks do not divide" in note for note in captured("vit", 2, sequence=True).notes)
+    assert not any("do not divide" in note for note in captured("llama", 2, sequence=True).notes)
+
+
 @pytest.mark.parametrize("name", [*NAMES, *MIXTURES, "checkpointed"])
 def test_products_are_shared(name: str) -> None:
     """Two ranks together compute the products of the whole model, but for small weights that stay whole."""

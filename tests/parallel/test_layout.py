@@ -56,6 +56,7 @@ def test_words_of_other_tools_are_understood(text: str, meant: str) -> None:
         ("data=2,data=2", "given twice"),
         ("dta=2", "did you mean data"),
         ("tensor=0", "tensor is 0; 1 to 64 ranks"),
+        ("tensor=0:0", "a share of at least 1 for each card"),
         ("tp=2,tensor=2", "tensor is given twice"),
         ("dp=2,data=2", "data is given twice"),
         ("fsdp=8,zero=2", "zero is given twice"),

@@ -225,6 +225,7 @@ def test_the_file_is_of_no_runtime(runs, capsys):
             "row 1: parallel is 'data=2', of tr",
         ),
         ("model,ms,devices\n", "has no rows"),
+        ('model,ms,devices\nlarge.json,3,"l4-24g\n', "runs.csv: is no CSV file (unexpected end of data); mend it"),
     ],
 )
 def test_bad_rows_are_refused_in_one_line(text, reason, runs, tmp_path, capsys):
@@ -233,3 +234,15 @@ def test_bad_rows_are_refused_in_one_line(text, reason, runs, tmp_path, capsys):
     assert main(["devices", "fit", "--runs", "runs.csv", "--out", "mine.yaml"]) == 2
     assert reason in capsys.readouterr().err
     assert not (tmp_path / "mine.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"), [("runtime: 1", "--runtime is '1'"), ("dim: [8]", "--dim"), ("runtime: [eager]", "--runtime")]
+)
+def test_values_of_other_types_are_refused_in_one_line(row, reason, runs, tmp_path, capsys):
+    """YAML has numbers and lists where words are expected."""
+    (tmp_path / "runs.yaml").write_text(f"- {{model: large.json, ms: 3, devices: l4-24g, {row}}}\n")
+    assert main(["devices", "fit", "--runs", "runs.yaml", "--out", "mine.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert reason in error
+    assert error.count("\n") == 1

@@ -69,7 +69,7 @@ def costs(
     from gdp.costs.op_times import ranks_of
     from gdp.models.shards import WHOLE
     from gdp.models.source import ModelSource
-    from gdp.parallel.layout import Layout
+    from gdp.parallel.layout import AUTO, NONE, Layout
     from gdp.planning.options import run_by
     from gdp.report.costs_answer import costs_document, costs_report
 
@@ -81,14 +81,17 @@ def costs(
         raise InputError(f"--devices {devices}: tells nothing of kernels (achieved); name GPUs of a built-in kind")
     source = ModelSource(model, reading)
     if parallel is not None:
-        layout = Layout.parse(parallel)
+        layout = Layout() if parallel in (AUTO, NONE) else Layout.parse(parallel)
         if layout.shards == WHOLE or layout.shards.shares or not layout.of_groups.is_whole:
             raise InputError(
                 f"--parallel {parallel}: costs are of one rank of equal ones; give degrees of its group alone: tensor=8"
             )
         source = source.sharded(layout.shards)
     graph = read_graph(source).graph
-    if (num_ranks := int(ranks_of(graph).max())) > 1:
+    if not any(graph.shapes):
+        raise InputError(f"{model}: its ops have no shapes, so nothing is known of kernels; capture the model again")
+    num_ranks = int(ranks_of(graph).max()) if parallel is None else layout.shards.num_ranks
+    if num_ranks > 1:
         cluster = cluster.grouped(num_ranks)
     kinds = {device.kind: device for device in cluster.devices if device.achieved}
     found = [Breakdown(graph, device) for device in kinds.values()]

@@ -14,6 +14,7 @@ from gdp.budget import Budget, Clock, latest_s, search_s
 from gdp.cli.inputs import read_graph
 from gdp.cli.shared import log, refuse_beside
 from gdp.cluster import Cluster
+from gdp.cluster.device import COMPILE
 from gdp.costs.op_times import unused_names
 from gdp.errors import InputError, prefixed
 from gdp.export.export_target import ExportTarget
@@ -21,6 +22,7 @@ from gdp.export.exportable_plan import answer_for
 from gdp.export.targets_by_name import server_units, serving_target
 from gdp.graph import Graph
 from gdp.models.model import Model, Reading
+from gdp.models.shards import WHOLE
 from gdp.models.source import ModelSource
 from gdp.parallel.layout import NONE, Layout
 from gdp.planning import plan_cache
@@ -86,6 +88,9 @@ class PlaceRequest:
             if not 0 < self.requests < math.inf:
                 raise InputError(f"--requests is {self.requests}; a rate per second above 0 is expected")
             refuse_beside("--requests", {"--sweep": sweep is not None, "--parallel": self.parallel is not None})
+        is_compiled = any(device.runtime == COMPILE and not device.is_cpu for device in self.cluster.devices)
+        if self.times is not None and is_compiled:
+            raise InputError("--times: are of ops that run one by one, and --runtime compile joins them; leave one out")
         has_layout = self.parallel not in (None, "none")
         others = {"--placer": self.options.placer != "auto", "--for": self.target is not None}
         if self.batches is not None:
@@ -97,6 +102,11 @@ class PlaceRequest:
         elif has_layout and not (isinstance(self.parallel, Layout) and self.parallel.of_groups.is_whole):
             _check_reading_for_layouts(self.reading, is_file=self.source.is_file)
             refuse_beside("--parallel", others)
+        elif self.target is not None and _has_shards(self.parallel) and not self.target.takes_shards:
+            raise InputError(
+                f"--parallel {self.parallel}: {self.target.name} takes no ops that are cut over cards; leave --for or "
+                "tensor out"
+            )
 
     def question(self, model: Model) -> PlaceQuestion:
         """Returns what is asked about MODEL, read as `model`. InputError for what a search would be in vain with."""
@@ -190,6 +200,10 @@ class PlaceRequest:
     def is_local(self) -> bool:
         """True for the devices of this machine."""
         return self.devices.strip() == "local"
+
+
+def _has_shards(parallel: Layout | str | None) -> bool:
+    return isinstance(parallel, Layout) and parallel.shards != WHOLE
 
 
 def _check_reading_for_layouts(reading: Reading, *, is_file: bool) -> None:

@@ -32,6 +32,7 @@ def times_import(
 ) -> int:
     """Read the times of MODEL's ops from a trace of torch.profiler, made with record_shapes=True."""
     from gdp.cluster import Cluster
+    from gdp.cluster.catalogue import KINDS
     from gdp.cluster.detect.gpu_figures import kind_of
     from gdp.cluster.detect.nvml import Gpu
     from gdp.models.measured_times import MeasuredTimes
@@ -51,6 +52,9 @@ def times_import(
     if kinds and kinds[kind].is_cpu == bool(read.kernels):
         remedy = "name their card with --device" if read.kernels else "profile with ProfilerActivity.CUDA too"
         raise InputError(f"{trace}: has {len(read.kernels):,} kernels, and --device is {kind}; {remedy}")
+    own = kind_of(Gpu(read.card)) if read.card else kind
+    if own in KINDS and own != kind:
+        raise InputError(f"--device {device}: {trace} is of {own}; leave --device out")
     source = ModelSource(model, model_options.reading())
     with live(f"reading {model}"):
         capture = source.capture()

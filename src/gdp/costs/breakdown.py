@@ -6,17 +6,18 @@ from functools import cached_property
 
 import numpy as np
 
-from gdp.arrays import F64, I64
-from gdp.cluster import Device
-from gdp.cluster.device import CUDA_GRAPHS
+from gdp.arrays import F64, I64, Bool
+from gdp.cluster import Cluster, Device
+from gdp.costs.hosts import host_times
 from gdp.costs.kernels import CLASSES, Kernels
-from gdp.costs.op_times import step_kernels
+from gdp.costs.op_times import op_times, step_kernels, times_given
 from gdp.costs.overlap import exposed
 from gdp.costs.rates import collective_times, gap_ns, is_collective, kernel_times, memory_times
 from gdp.graph import Graph
 
 LIMITS = ("arithmetic", "memory", "launch", "latency", "link")
 """What may bound a kernel: multiplying, memory, or its start and end; an exchange: the time of its steps, or bytes."""
+GIVEN = "given"  # the class, limit and rule of ops whose time the graph gives
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,25 @@ class Breakdown:
 
     @cached_property
     def num_ops(self) -> I64:
-        """[R] the ops that are alike."""
-        return np.bincount(self.kernels.ops, minlength=len(self.kernels.offsets) - 1)
+        """[R] the ops that are alike, but for those whose time is given."""
+        return self._sums_of(np.ones(self.graph.num_ops)).astype(np.int64)
+
+    @cached_property
+    def _given(self) -> tuple[I64, Bool]:
+        return times_given(self.graph, self.device)
+
+    @cached_property
+    def _exposed_ns(self) -> F64:
+        """[N] what is left of each op's time beside exchanges that others hide; none of those that cannot run."""
+        given_ns, is_given = self._given
+        summed = self.kernels.summed(kernel_times(self.kernels, self.device))
+        return exposed(self.graph, np.where(is_given, np.maximum(given_ns, 0), summed))
+
+    def _sums_of(self, values: F64) -> F64:
+        """Returns the sums [R] of `values` [N] over ops that are alike, and are priced by kernels."""
+        return np.asarray(
+            np.bincount(self.kernels.ops, values * ~self._given[1], len(self.kernels.offsets) - 1), np.float64
+        )
 
     @cached_property
     def _row(self) -> I64:
@@ -56,8 +74,7 @@ class Breakdown:
     @cached_property
     def _times_ns(self) -> F64:
         times_ns = kernel_times(self.kernels, self.device)
-        of_ops = self.kernels.summed(times_ns)
-        left, whole = (np.bincount(self.kernels.ops, each) for each in (exposed(self.graph, of_ops), of_ops))
+        left, whole = map(self._sums_of, (self._exposed_ns, self.kernels.summed(times_ns)))
         return times_ns * (left / np.where(whole > 0, whole, 1))[self._row]
 
     @cached_property
@@ -71,17 +88,18 @@ class Breakdown:
     @property
     def time_ns(self) -> float:
         """The time of all kernels, one after the other."""
-        return float(self._times_ns @ self.num_ops[self._row])
+        return float(self._exposed_ns.sum())
 
     @property
     def host_ns(self) -> float:
         """The time that the host takes to issue them."""
-        issue_ns = 0 if self.device.runtime == CUDA_GRAPHS else self.device.issue_ns
-        return float(self.kernels.launches @ self.num_ops[self._row]) * issue_ns + float(self.graph.host_ns.sum())
+        alone = Cluster.build(self.device.name, [self.device], {})
+        return float(host_times(self.graph, alone, op_times(self.graph, alone)).sum())
 
     def by_class(self) -> list[CostRow]:
         """Returns a row for each class of kernels, the longest first."""
-        return self._rows(self.kernels.kinds, [(name, "") for name in CLASSES], self.num_ops[self._row])
+        rows = self._rows(self.kernels.kinds, [(name, "") for name in CLASSES], self.num_ops[self._row])
+        return _longest([*rows, *self._given_rows([GIVEN] * self.graph.num_ops)])
 
     def by_op(self, most: int) -> list[CostRow]:
         """Returns a row for each of the `most` sets of equal ops that take longest."""
@@ -94,7 +112,21 @@ class Breakdown:
             for op, code in zip(first.tolist(), rule.tolist(), strict=True)
         ]
         rows = self._rows(self._row, names, self.num_ops[self._row], self.num_ops)
-        return rows[:most]
+        texts = [shapes or kind for shapes, kind in zip(self.graph.shapes, self.graph.kinds, strict=True)]
+        return _longest([*rows, *self._given_rows(texts)])[:most]
+
+    def _given_rows(self, names: Sequence[str]) -> list[CostRow]:
+        """Returns a row for each name of ops [N] whose time is given."""
+        ops_of: dict[str, list[int]] = {}
+        for op in np.flatnonzero(self._given[1] & (self._exposed_ns > 0)).tolist():
+            ops_of.setdefault(names[op], []).append(op)
+        time_ns, flops, moved = self._exposed_ns, self.graph.flops, self.graph.bytes_accessed
+        return [
+            CostRow(
+                name, len(ops), float(time_ns[ops].sum()), int(flops[ops].sum()), int(moved[ops].sum()), GIVEN, GIVEN
+            )
+            for name, ops in ops_of.items()
+        ]
 
     def _rows(
         self, group: I64, names: Sequence[tuple[str, str]], weight: I64, counts: I64 | None = None
@@ -120,3 +152,8 @@ class Breakdown:
             )
             for number in order
         ]
+
+
+def _longest(rows: Sequence[CostRow]) -> list[CostRow]:
+    """Returns the rows, those that take longest first."""
+    return sorted(rows, key=lambda row: -row.time_ns)

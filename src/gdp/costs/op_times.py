@@ -186,6 +186,11 @@ def _measured_times(graph: Graph) -> Mapping[str, tuple[list[int], list[int]]]:
     return entries
 
 
+def times_given(graph: Graph, device: Device) -> tuple[I64, Bool]:
+    """Returns the times [N] that the graph gives on `device`, 0 where it gives none, and where it gives one."""
+    return _times_on(device, _measured_times(graph), graph.num_ops)
+
+
 def _times_on(device: Device, measured: Mapping[str, tuple[list[int], list[int]]], num_ops: int) -> tuple[I64, Bool]:
     """Returns the times [N] that the graph gives on `device`, 0 where it gives none, and where it gives one."""
     times_ns, is_measured = np.zeros(num_ops, np.int64), np.zeros(num_ops, np.bool_)

@@ -13,18 +13,19 @@ from gdp.costs.kernels import Kernel, PricedOp, Rule
 from gdp.costs.products import PRODUCTS, RECURRENT, product, recurrent
 
 _CLASS_OF_NAME = (  # the first that a kind's name has decides
+    ("^add_any$|^select_n$|^qlinear(?:add|mul|sigmoid|leakyrelu)|quantizelinear", "pointwise"),
     ("attention|sdpa", "attention"),
-    ("conv", "convolution"),
+    ("conv(?!ert)", "convolution"),
     ("pool|upsample|interpolate|resize", "pool"),
     ("(?<!ga)mm|matmul|linear|gemm|dot|einsum|baddbmm|addmv|bilinear|_mv$", "product"),
     ("norm", "norm"),
     ("softmax|logsumexp|nll|cross_entropy", "softmax"),
-    ("rnn_layer|^lstm|^gru", "product"),
+    ("rnn_layer|^lstm|^gru|^rnn$", "product"),
     (r"^(?:gather|take|put|scatter(?:_\w+)?)$", "element_gather"),
     ("embedding|gather|index|scatter|take|select|sort|topk|unique|nonzero", "gather"),
     ("sum|mean|var|std|amax|amin|argmax|argmin|prod|cumsum|any|all_|reduce", "reduction"),
     ("transpose|permute|contiguous|clone|copy|cat|stack|roll|flip|im2col|col2im", "transpose"),
-    ("adam|sgd|optimizer|lamb|adagrad|rmsprop|update", "optimizer"),
+    ("adam|adafactor|sgd|optimizer|lamb|adagrad|rmsprop|update", "optimizer"),
 )
 _BATCH_NORMS = (
     "native_batch_norm",

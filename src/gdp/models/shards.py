@@ -89,6 +89,8 @@ class Shards:
 def in_shares(tensor: int, *shares: int) -> tuple[int, tuple[int, ...]]:
     """Returns the ranks, and their shares in lowest terms; equal ones are ()."""
     every = (tensor, *shares)
+    if shares and not any(every):  # refused, as a share of 0 is
+        return len(every), every
     lowest = tuple(share // max(gcd(*every), 1) for share in every)
     return (len(every), lowest if len(set(lowest)) > 1 else ()) if shares else (tensor, ())
 

@@ -182,6 +182,8 @@ def machine_changes(
     if simulation.host_wait_fraction.max() > HOST_MATTERS:
         waits = f"now a device waits for its host for {simulation.host_wait_fraction.max():.0%}"
         for name, runtime in RUNTIMES.items():
+            if runtime == COMPILE and any(simulation.problem.graph.times_ns):  # of ops that run one by one
+                continue
             if any(device.runtime != runtime and not device.is_cpu for device in devices):
                 yield MachineChange(name, waits, cluster.run_by(runtime), constraints)
 

@@ -72,8 +72,12 @@ class MeasuredStep:
 def read_steps(path: Path, devices: str | None = None) -> list[MeasuredStep]:
     """Reads a CSV, YAML or JSON file of rows; `devices` are those of rows that name none. InputError names the row."""
     if path.suffix == ".csv":
-        reader = csv.DictReader(files.read_bytes(path).decode("utf-8-sig", "replace").splitlines())
-        rows: object = [_cells(row, f"{path}: row {number}") for number, row in enumerate(reader, 1)]
+        lines = files.read_bytes(path).decode("utf-8-sig", "replace").splitlines()
+        try:
+            cells = list(csv.DictReader(lines, strict=True))
+        except csv.Error as error:
+            raise InputError(f"{path}: is no CSV file ({error}); mend it") from None
+        rows: object = [_cells(row, f"{path}: row {number}") for number, row in enumerate(cells, 1)]
     else:
         rows = read_document(path, "list of rows")
     if not isinstance(rows, list) or not rows:
@@ -107,7 +111,8 @@ def _read(row: object, where: str, devices: str | None, clusters: dict[str, Clus
         raise InputError(f"{where}: ms is {values['ms']!r}; the time of a step in ms, above 0, is expected")
     with prefixed(where):
         options = {name: _option(name, value) for name, value in values.items() if name in READING}
-        text = run_by(str(values["devices"]), values.get("runtime"), reading_of(options).serving)
+        runtime = None if "runtime" not in values else str(values["runtime"])
+        text = run_by(str(values["devices"]), runtime, reading_of(options).serving)
         if text not in clusters:
             clusters[text] = Cluster.parse(text)
         asked = str(values.get("parallel", NONE))
@@ -131,5 +136,5 @@ def _option(name: str, value: object) -> Any:
             raise InputError(f"{name} is {value!r}; yes or no is expected")
         return str(value).lower() in ("true", "yes", "1")
     if name == "dim":
-        return value if isinstance(value, list) else str(value).split()
+        return [str(item) for item in value] if isinstance(value, list) else str(value).split()
     return str(value)

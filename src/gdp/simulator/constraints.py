@@ -102,12 +102,17 @@ class Constraints:
         return replace(self, max_memory_bytes=limits, forbid=forbid)
 
     def on_groups(self, cluster: Cluster) -> "Constraints":
-        """On the groups of cards of `cluster`: each has the limits of its cards, the least memory."""
+        """On the groups of cards of `cluster`: each has the limits of its cards, the least memory; a CPU is shared by
+        the ranks of a group, and cards of none have no limit."""
         groups = {name: group.name for group in cluster.devices for name in group.group}
+        num_ranks = max((len(device.group) for device in cluster.devices), default=1)
+        shared = {device.name: max(num_ranks, 1) for device in cluster.devices if not device.group}
         limits: dict[str, int] = {}
         for name, limit in (self.max_memory_bytes or {}).items():
-            group = groups.get(name, name)
-            limits[group] = min(limit, limits.get(group, limit))
+            if (group := groups.get(name)) is not None:
+                limits[group] = min(limit, limits.get(group, limit))
+            elif name in shared:
+                limits[name] = limit // shared[name]
         pins, forbid = (
             tuple((pattern, groups.get(name, name)) for pattern, name in rules) for rules in (self.pins, self.forbid)
         )

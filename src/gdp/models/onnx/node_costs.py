@@ -133,9 +133,16 @@ def _product(call: OnnxCall) -> int:
 
 
 def product_shapes(call: OnnxCall, flops: int, dtype: str) -> str:
-    """Returns the shapes of a product of matrices or a convolution, as graphs carry them, by PyTorch's call of it. ""
-    for other operators. ONNX Runtime adds the bias in the kernel."""
+    """Returns the shapes of a product of matrices, a convolution or a recurrent layer in each direction, as graphs
+    carry them, by PyTorch's call of it. "" for other operators. ONNX Runtime adds the bias in the kernel."""
     name = table_name(call.kind)
+    if name in ("LSTM", "GRU", "RNN"):
+        sequence, *weights = (call.input(place).shape for place in range(3))
+        batch_first = bool(call.attributes.get("layout", 0))
+        steps = (sequence[batch_first], sequence[not batch_first], sequence[2])
+        arrays = [Array(dtype, steps), *(Array(dtype, weight[1:]) for weight in weights)]
+        one = call_text("aten.mkldnn_rnn_layer", arrays, (Array(dtype, (*steps[:2], weights[1][-1])),))
+        return "; ".join([one] * weights[0][0])
     if name in ("Conv", "ConvTranspose", "FusedConv"):
         image, weight, result = (Array(dtype, one.shape) for one in (call.input(0), call.input(1), call.out))
         options = None, None, None, None, int(name == "ConvTranspose"), None, int(call.attributes.get("group", 1))

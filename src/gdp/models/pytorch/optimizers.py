@@ -158,8 +158,9 @@ class AdafactorRule(UpdateRule):
         return own * num_bytes(weight) + of_gradient * num_bytes(gradient)
 
     def shapes(self, weight: StridedLayout, gradient: StridedLayout) -> str:
-        """Returns nothing: the bytes are those of PyTorch's loop already."""
-        return ""
+        """Returns the bytes of PyTorch's loop and its kernels, two of which bring a number to the host."""
+        once = self.bytes_accessed(weight, gradient)
+        return call_text("optimizer.for-loop", (once, once, 20 if _is_matrix(weight) else 11), ())
 
     def calls(self, weight: Ref, gradient: Ref, state: Sequence[Ref], widened: Widened) -> list[Call]:
         """Returns PyTorch's own function."""

@@ -146,7 +146,10 @@ class RankExchanges(TorchFunctionMode):
         if cut is None or not cut.is_partial:
             return x
         dim = max(x.dim() - 2, 0)
-        if not self.by_tokens or is_whole or x.dim() < 2 or x.shape[dim] % self.num_ranks:
+        is_uneven = x.dim() > 1 and x.shape[dim] % self.num_ranks > 0
+        if is_uneven and not is_whole and self.by_tokens and self.plan is not None and x.dim() > 2:
+            self.plan.uneven.add(x.shape[dim])
+        if not self.by_tokens or is_whole or x.dim() < 2 or is_uneven:
             return self.kept(("sum",), x, lambda: self.applied(Leave.apply, x, self.num_ranks))
         tokens = AxisCut(cut.shape, dim, self.num_ranks, sources=frozenset({SEQUENCE}))
         return self.kept(("sum",), x, lambda: mark(Scatter.apply(x, dim, self.num_ranks), tokens))

@@ -120,6 +120,9 @@ def _notes(plan: CutPlan, shards: Shards, share: float, name: str, differences: 
         )
     notes = [] if plan.given is None else [_GIVEN]
     notes += differences
+    if plan.uneven:
+        sizes = " and ".join(map(str, sorted(plan.uneven)))
+        notes.append(f"sequence=on: {num_ranks} ranks do not divide {sizes} tokens, which stay whole on each card")
     if plan.num_expert_parts > 1:
         notes.append(_BALANCED.format(plan.num_expert_parts))
     if share * (num_ranks - 1) > _NAMED:

@@ -95,6 +95,7 @@ class CutPlan:
             self._parameters[memory] = None if memory in self._parameters else (path, parameter)
             self._numels[pattern_of(path)] = self._numels.get(pattern_of(path), 0) + parameter.numel()
         self.refused: dict[str, str] = {}  # by pattern: why a weight's columns are not left cut
+        self.uneven: set[int] = set()  # numbers of tokens that ranks do not divide
         self.whole: dict[str, str] = {}  # by pattern: why a weight is not cut at all
         self._bounds: dict[str, tuple[int, ...]] = {}  # by pattern: the sizes of the segments of columns
         self._repeated: dict[str, dict[tuple[int, int], int]] = {}  # by pattern: parts, fewer than ranks, of columns
