@@ -11,6 +11,7 @@ from torch import nn
 
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.graph.accumulation import accumulated
 from gdp.graph.shapes import parsed_calls
 from gdp.models.lora import Lora
 from gdp.models.model import Model, Reading
@@ -111,6 +112,24 @@ def test_tokens_are_cut_between_blocks() -> None:
     pairs = {("forward", "reduce_scatter"): 5, ("forward", "all_gather"): 5}
     pairs |= {("backward", "reduce_scatter"): 5, ("backward", "all_gather"): 5}
     assert exchanges(graph, ACTIVATION) == pairs
+
+
+def test_gradients_of_whole_weights_are_summed_once() -> None:
+    """Micro-batches add up the gradients of norms, which ranks sum then, as Megatron-LM does; all else is in each."""
+    one = captured("llama", 2, sequence=True).graph
+    is_sum = [
+        kind == "collective.all_reduce" and phase == "backward"
+        for kind, phase in zip(one.kinds, one.phases, strict=True)
+    ]
+    is_update = one.is_in_phase("update")
+    of_weights = sum(
+        is_update[one.consumers_of(int(np.flatnonzero(one.producers == op)[0]))].all() for op in np.flatnonzero(is_sum)
+    )
+    assert of_weights == 5  # two norms a layer, and the last one
+    found, four = exchanges(one), exchanges(accumulated(one, 4))
+    assert four == {
+        key: 4 * count - 3 * of_weights * (key == ("backward", "all_reduce")) for key, count in found.items()
+    }
 
 
 def test_rows_go_to_their_experts() -> None:

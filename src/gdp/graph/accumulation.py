@@ -25,6 +25,7 @@ from gdp.graph.graph import Graph
 from gdp.graph.held_memory import is_cache
 from gdp.graph.microbatches import SHARED, check_count, count_microbatches, microbatch_of, shared_ops
 
+RANK_SUM = "collective.all_reduce"
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of gradients
 
 
@@ -63,7 +64,8 @@ class _Accumulation:
 
     def __init__(self, graph: Graph, num_microbatches: int) -> None:
         self.graph, self.num_microbatches = graph, num_microbatches
-        self.is_source, self.is_update = shared_ops(graph)
+        self.is_source, is_update = shared_ops(graph)
+        self.is_update = is_update | _sums_for_updates(graph, is_update)  # and what comes once before them
         self.is_repeated = ~(self.is_source | self.is_update)
         self.writers = _buffer_writers(graph, self.is_repeated)
         self.by_update = self.is_update[graph.consumers]  # [E]
@@ -186,6 +188,17 @@ class _Accumulation:
                 for writer in writers:
                     after[int(before[writer])].update(later[users].tolist())
         return after
+
+
+def _sums_for_updates(graph: Graph, is_update: Bool) -> Bool:
+    """Returns the sums [N] over ranks of a group that updates alone read: of gradients, which are added up before."""
+    is_sum = np.array([kind == RANK_SUM for kind in graph.kinds], np.bool_)
+    sources = graph.producers[graph.edge_tensors]
+    is_other = np.zeros(graph.num_ops, np.bool_)
+    is_other[sources[~is_update[graph.consumers]]] = True
+    is_read = np.zeros(graph.num_ops, np.bool_)
+    is_read[sources[is_update[graph.consumers]]] = True
+    return is_sum & is_read & ~is_other
 
 
 def _ignores_buffers(kind: str) -> bool:
