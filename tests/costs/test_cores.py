@@ -37,6 +37,11 @@ def test_products_and_memory_take_turns() -> None:
     assert time_ns("copy", 0, 300) == 300 / 0.25 + 100
 
 
+def test_parameters_are_updated_one_by_one() -> None:
+    """An update takes as long to begin as six tiny ops, however many parameters share a kernel on a card."""
+    assert time_ns("optimizer", 0, 0, launches=0) == 6 * 100
+
+
 def test_weights_and_images_of_convolutions_are_copied() -> None:
     """What is of other devices' libraries takes no time on cards, and its bytes on a core."""
     assert time_ns("weight_transpose", 0, 300, launches=0) == time_ns("tf32_transpose", 0, 300, launches=0) == 1200

@@ -62,6 +62,24 @@ def test_cores_copy_weights() -> None:
     assert rule_of(op)[1](op)[-1] == Kernel("weight_transpose", 0, 2 * 4 * 16 * 72, launches=0)
 
 
+def test_rows_that_share_a_place_in_the_cache() -> None:
+    """Keys 4 KiB apart are read slowly on a core, once for each block of 32 queries; others are not."""
+    near, apart = "float32[2,3,40,16]{1920,16,48,1}", "float32[2,3,40,16]{16,32,1024,1}"
+    for key, blocks in ((near, 0), (apart, 2)):
+        text = f"aten._scaled_dot_product_flash_attention_for_cpu {key} {key} {key} > {near} float32[2,3,40]"
+        (*_, last) = kernels(text, 10**6)
+        expected = Kernel("conflicting_read", 0, 6 * 2 * 3 * blocks * 2 * 40 * 16 * 4, launches=0)
+        assert (last == expected) == (blocks > 0)
+        assert len(kernels(text, 10**6)) == 1 + (blocks > 0)
+
+
+def test_random_numbers_and_masks() -> None:
+    """Dropout draws a number for each element; its gradient converts the mask."""
+    text = "aten.native_dropout float32[8] ~ 1 > float32[8] bool[8]"
+    assert moved(text) == [("random", 72)]
+    assert moved("aten.native_dropout_backward float32[8] bool[8] ~ > float32[8]") == [("masked", 72)]
+
+
 def test_gradients_of_a_convolution() -> None:
     """Input and weights have a kernel each, a strided one a fourth of the window for each pixel of the input."""
     gradient, weight = "float16[2,16,2,2]{64,1,32,16}", "float16[16,8,3,3]{72,1,24,8}"
@@ -85,6 +103,15 @@ def test_recurrent_layers_are_products_step_by_step() -> None:
     backward = kernels(f"aten.mkldnn_rnn_layer_backward {layer} > float32[5,4,16]")
     assert [kernel.size for kernel in backward[5:]] == [(1, 20, 16, 128), (1, 128, 16, 20), (1, 128, 32, 20)]
     assert sum(kernel.flops for kernel in backward) == 2 * 2 * 20 * 128 * (16 + 32)
+
+
+def test_gradients_of_a_gru_are_summed_in_each_step() -> None:
+    """oneDNN adds to the gradients of both weights of a GRU, which has three gates, in every step on a core."""
+    layer = "float32[5,4,16] float32[96,16] float32[96,32] float32[96] float32[96] float32[4,32]"
+    backward = kernels(f"aten.mkldnn_rnn_layer_backward {layer} > float32[5,4,16]")
+    again = [kernel for kernel in backward if kernel.kind == "core_product"]
+    assert [(kernel.size, kernel.launches) for kernel in again[:2]] == [((1, 96, 16, 4), 0), ((1, 96, 32, 4), 0)]
+    assert len(again) == 2 * 5
 
 
 def test_transposed_convolution_is_a_gradient() -> None:

@@ -12,6 +12,7 @@ from gdp.errors import InputError, suggest
 OF_FLOPS: Mapping[str, str] = MappingProxyType(
     {
         "product": "",
+        "core_product": "product",  # of gradients of recurrent layers, step by step, on processor cores
         "attention": "product",
         "attention_backward": "attention",
         "convolution": "product",
@@ -39,12 +40,15 @@ OF_BYTES: Mapping[str, str] = MappingProxyType(
         "inference_transpose": "transpose",  # beside convolutions, where some read other layouts as they are
         "tf32_transpose": "transpose",  # beside convolutions in TF32, on cards that have it
         "weight_transpose": "transposed_copy",  # beside convolutions on processor cores
+        "conflicting_read": "transposed_copy",  # of attention there, in rows that are 4 KiB apart
         "transposed_copy": "transpose",  # by PyTorch, not by a library of convolutions
         "gather": "pointwise",
         "element_gather": "gather",  # an index for each element
         "reduction": "pointwise",
         "narrow_sum": "reduction",  # beside a norm of narrow rows: gradients of its weights
         "function": "pointwise",  # exponentials and the like, which processor cores compute for long
+        "random": "function",  # numbers, one after the other on processor cores
+        "masked": "pointwise",  # by booleans, which these convert
         "norm": "pointwise",
         "narrow_norm": "norm",  # of rows of up to 1,024 elements
         "evaluated_batch_norm": "norm",  # of known statistics, but in channels_last

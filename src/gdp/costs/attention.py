@@ -16,6 +16,11 @@ _LEAST_SPLIT = 128
 # end, and what a key takes one multiprocessor that decodes, of any card: it waits for memory.
 _BLOCK_NS, _KEY_NS = 2_500, 20.0
 
+_CORE_BLOCKS = (768, 256), (192, 64), (0, 32)  # on a processor core: from so many queries on, queries of a block
+# Rows so many bytes apart share a place in a core's cache. What they take longer then, in bytes that are copied across
+# the order of memory, was read off a layer of `nn.MultiheadAttention` on a Xeon
+_CONFLICT_BYTES, _CONFLICTS = 4096, 6
+
 _PREFIX = "_scaled_dot_product_"
 _CAUSAL = {  # where calls say whether they are causal
     "flash_attention": 4,
@@ -47,11 +52,20 @@ def attention(op: PricedOp) -> list[Kernel]:
     seen = float(keys_seen(np.array([size], np.float64), 1)[0])
     flops = round(op.flops * seen / keys) if keys else 0
     kernels = [Kernel("attention_backward" if is_backward else "attention", flops, op.bytes, size)]
+    row_bytes = item_bytes(key.dtype)
+    if key.strides[-2] and key.strides[-2] * row_bytes % _CONFLICT_BYTES == 0:
+        rows = batch * heads * -(-queries // core_block(queries)) * 2 * keys
+        kernels.append(Kernel("conflicting_read", 0, int(_CONFLICTS * rows * width * row_bytes), launches=0))
     if is_backward:
         elements, held = query.num_elements, item_bytes(query.dtype)
         kernels.append(Kernel("pointwise", 0, int(elements * 2 * held) + 4 * batch * heads * queries))
         kernels.append(Kernel("pointwise", 0, int(elements * (4 + held))))
     return kernels
+
+
+def core_block(queries: int) -> int:
+    """Returns the queries of a block on a processor core."""
+    return next(rows for least, rows in _CORE_BLOCKS if queries >= least)
 
 
 def attention_ns(size: F64, flops: F64, processors: Multiprocessors) -> F64:

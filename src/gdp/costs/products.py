@@ -38,6 +38,7 @@ _weight_int4pack_mm_for_cpu _grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2
 _sparse_semi_structured_addmm _sparse_semi_structured_linear _cslt_sparse_mm _foreach_mm"""
 PRODUCTS = *_ADDED, *_OTHERS.split(), "transformers.grouped_mm_fallback"
 """Kinds of PyTorch's calls that are one product of matrices."""
+_GRU_GATES = 3
 RECURRENT = "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"  # kinds of calls that are a layer of a recurrent net
 
 
@@ -71,7 +72,11 @@ def recurrent(op: PricedOp) -> list[Kernel]:
         return Kernel("product", 2 * m * n * k, int(held * (m * n + m * k + n * k + more)), (1, m, n, k))
 
     if call.kind.endswith("_backward"):
-        wholes = [of(rows, width, gates), of(gates, width, rows), of(gates, hidden, rows)]
+        each = [
+            of(gates, size, batch, gates * size)._replace(kind="core_product", launches=0) for size in (width, hidden)
+        ]
+        again = each * steps * (gates == _GRU_GATES * hidden)  # oneDNN sums gradients of a GRU's weights in each step
+        wholes = [*again, of(rows, width, gates), of(gates, width, rows), of(gates, hidden, rows)]
         return [of(batch, hidden, gates, batch * (hidden + gates))] * steps + wholes
     return [of(rows, gates, width)] + [of(batch, gates, hidden, batch * (hidden + gates))] * steps
 

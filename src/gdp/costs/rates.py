@@ -10,7 +10,7 @@ from gdp.cluster import Device
 from gdp.cluster.achieved import OF_BYTES, OF_FLOPS, share
 from gdp.costs.attention import attention_ns
 from gdp.costs.collectives import COLLECTIVE, KINDS, AlikeCards
-from gdp.costs.cores import ATTENTION, core_times
+from gdp.costs.cores import ATTENTION, core_times, launches_on_core
 from gdp.costs.kernels import CLASSES, Kernels
 from gdp.costs.products import item_bytes, multiprocessors_of, tiled_ns, together_ns
 
@@ -20,16 +20,19 @@ _OF_OTHERS = [CLASSES.index(name) for name in (*OF_FLOPS, "product_bytes", "gath
 _BLOCKS_AT_ONCE = 8  # on a multiprocessor: 2,048 threads, in blocks of 256
 _HELD = 0.5  # of the cache, fitted on the 24 set rows of GPT on A100, where 0.25 and 1 are worse
 _SUMS = {name for name in OF_BYTES if "norm" in name or name in ("reduction", "narrow_sum")}
-_OF_ELEMENTS = [CLASSES.index(name) for name in ("function", "softmax")]  # what is computed of each bounds them
-# Copies into the layouts of libraries: of cards that have TF32, and of processor cores
-_OF_TF32, _OF_CORES = CLASSES.index("tf32_transpose"), CLASSES.index("weight_transpose")
+_OF_ELEMENTS = [
+    CLASSES.index(name) for name in ("function", "random", "softmax")
+]  # what is computed of each bounds them
+# What only some devices do: cards that have TF32, and processor cores
+_OF_TF32 = CLASSES.index("tf32_transpose")
+_OF_CORES = [CLASSES.index(name) for name in ("weight_transpose", "conflicting_read", "core_product")]
 
 
 def kernel_times(kernels: Kernels, device: Device) -> F64:
     """Returns the ns [K] that kernels take on `device`, each by itself."""
     times_ns = np.add(*times_on_core(kernels, device)) if device.is_cpu else _times_on_card(kernels, device)
-    times_ns = times_ns + gap_ns(device) * kernels.launches
-    times_ns[np.isin(kernels.kinds, _copies_elsewhere(device))] = 0
+    times_ns = times_ns + gap_ns(device) * (launches_on_core(kernels) if device.is_cpu else kernels.launches)
+    times_ns[np.isin(kernels.kinds, _of_others(device))] = 0
     return np.where(is_collective(kernels), collective_times(kernels, device)[1], times_ns)
 
 
@@ -39,11 +42,11 @@ def times_on_core(kernels: Kernels, device: Device) -> tuple[F64, F64]:
     return core_times(kernels, work_ns, bytes_ns)
 
 
-def _copies_elsewhere(device: Device) -> list[int]:
-    """Returns the classes of copies that kernels of other devices need."""
+def _of_others(device: Device) -> list[int]:
+    """Returns the classes of what other devices do."""
     if device.is_cpu:
         return []
-    return [_OF_CORES] if "tf32" in device.flops_per_second else [_OF_CORES, _OF_TF32]
+    return _OF_CORES if "tf32" in device.flops_per_second else [*_OF_CORES, _OF_TF32]
 
 
 def _achieved_rates(kernels: Kernels, device: Device) -> F64:

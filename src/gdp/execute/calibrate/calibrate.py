@@ -45,6 +45,7 @@ from gdp.cluster import Cluster, Device
 from gdp.cluster.achieved import OF_FLOPS, figures_of_kind, scaled, share
 from gdp.cluster.catalogue import KINDS
 from gdp.cluster.detect import Detected
+from gdp.costs.cores import launches_on_core
 from gdp.costs.kernels import CLASSES, kernels_of
 from gdp.costs.rates import times_on_core
 from gdp.costs.table import rule_of
@@ -74,7 +75,8 @@ _DTYPES = {dtype: getattr(torch, dtype) for dtype in ("float32", "float64", "flo
 _OF_PRODUCTS = "bfloat16", "float16", "float32"  # whose rate tells a card's share: the first that it has
 _WORDS, _NUM_LOGITS, _STEPS = 10_000, 1_000, 5
 _LEAST = 0.1  # of an op's time, that kernels of a class have which others leave less
-_LIKE = {"tf32_transpose": "copy", "weight_transpose": "transposed_copy"}  # classes that tell of others
+# Classes that tell of others
+_LIKE = {"tf32_transpose": "copy", **dict.fromkeys(("weight_transpose", "conflicting_read"), "transposed_copy")}
 _NO_LAUNCHES = 3  # ops that take as many launches or fewer tell nothing of rates
 
 
@@ -96,7 +98,7 @@ class Probe(nn.Module):
         for layer in self.depthwise:
             x = x + functional.relu(self.norms[0](self.small(layer(x))))
         rows = functional.max_pool2d(x, 3, 1, 1).flatten(2).transpose(1, 2).contiguous()
-        y = self.norms[1](rows + self.words(words))
+        y = functional.dropout(self.norms[1](rows + self.words(words)), 0.1)
         q, k, v = self.wide(y).unflatten(2, (3, 4, -1)).permute(2, 0, 3, 1, 4)
         y = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         place = words % y.shape[1]
@@ -162,7 +164,7 @@ def _timed_ops(graph: Graph, device: Device, times_ns: I64) -> list[_TimedOp]:
     """Returns the ops that take more than launches; `times_ns` [N] is what they took."""
     kernels, timed = kernels_of(graph, rule_of), []
     (work_ns, bytes_ns), ends = times_on_core(kernels, device), kernels.offsets
-    launched_ns = kernels.counts * device.launch_ns
+    launched_ns = kernels.summed(launches_on_core(kernels)) * device.launch_ns
     for op in np.flatnonzero(times_ns > _NO_LAUNCHES * launched_ns).tolist():
         parts_ns: dict[str, float] = defaultdict(float)
         for kernel in range(ends[kernels.ops[op]], ends[kernels.ops[op] + 1]):
