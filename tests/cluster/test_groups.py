@@ -51,7 +51,9 @@ def test_limits_of_memory_are_of_ranks() -> None:
     """A group has the least of its cards' limits, a rank its part of a CPU's; a card of no group needs none."""
     cluster = Cluster.parse("3xl4-24g+cpu-16core")
     limits = Constraints(max_memory_bytes={"gpu0": 7, "gpu1": 5, "gpu2": 3, "cpu0": 10})
-    assert limits.on_groups(cluster.grouped(2)).max_memory_bytes == {"gpu0-1": 5, "cpu0": 5}
+    assert limits.on_groups(cluster.grouped(2), cluster).max_memory_bytes == {"gpu0-1": 5, "cpu0": 5}
+    named = Constraints(max_memory_bytes={"gpu0-1": 4, "gpuu0": 3}).on_groups(cluster.grouped(2), cluster)
+    assert named.max_memory_bytes == {"gpu0-1": 4, "gpuu0": 3}  # a wrong name is refused where limits are read
 
 
 def bridged() -> Cluster:

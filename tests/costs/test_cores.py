@@ -1,5 +1,6 @@
 """Times of kernels on processor cores, by hand."""
 
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -17,18 +18,20 @@ CORE = Device(
     flops_per_second=MappingProxyType({"float32": 10**9}),
     memory_bytes_per_second=10**9,
     launch_ns=100,
-    achieved=MappingProxyType({"product": 0.5, "copy": 0.25}),
+    achieved=MappingProxyType({"product": 0.5, "copy": 0.25, "random": 0.1}),
 )
 
 
-def time_ns(kind: str, flops: int, num_bytes: int, size: tuple[int, ...] = (), launches: int = 1) -> float:
+def time_ns(
+    kind: str, flops: int, num_bytes: int, size: tuple[int, ...] = (), launches: int = 1, on: Device = CORE
+) -> float:
     """Returns what one kernel takes."""
     sizes = np.zeros((1, 6))
     sizes[0, : len(size)] = size
     one, kinds, ends = np.zeros(1, np.int64), np.array([CLASSES.index(kind)]), np.array([0, 1])
     figures = (np.array([float(x)]) for x in (flops, num_bytes))
     row = Kernels(one, ends, kinds, *figures, sizes, np.array([float(launches)]), ("float32",), one, (), one)
-    return float(kernel_times(row, CORE)[0])
+    return float(kernel_times(row, on)[0])
 
 
 def test_products_and_memory_take_turns() -> None:
@@ -40,6 +43,13 @@ def test_products_and_memory_take_turns() -> None:
 def test_parameters_are_updated_one_by_one() -> None:
     """An update takes as long to begin as six tiny ops, however many parameters share a kernel on a card."""
     assert time_ns("optimizer", 0, 0, launches=0) == 6 * 100
+
+
+def test_shares_of_another_form_are_used_as_they_were_measured() -> None:
+    """A file of cores that were measured before has no share of random numbers: the longer of work and bytes counts."""
+    before = replace(CORE, achieved=MappingProxyType({"product": 0.5}))
+    assert time_ns("product", 1000, 300, on=before) == 1000 / 0.5 + 100
+    assert time_ns("weight_transpose", 0, 300, launches=0, on=before) == 0
 
 
 def test_weights_and_images_of_convolutions_are_copied() -> None:

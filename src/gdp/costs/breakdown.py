@@ -8,6 +8,7 @@ import numpy as np
 
 from gdp.arrays import F64, I64, Bool
 from gdp.cluster import Cluster, Device
+from gdp.costs.cores import launches_on_core
 from gdp.costs.hosts import host_times
 from gdp.costs.kernels import CLASSES, Kernels
 from gdp.costs.op_times import op_times, step_kernels, times_given
@@ -59,7 +60,8 @@ class Breakdown:
         """[N] what is left of each op's time beside exchanges that others hide; none of those that cannot run."""
         given_ns, is_given = self._given
         summed = self.kernels.summed(kernel_times(self.kernels, self.device))
-        return exposed(self.graph, np.where(is_given, np.maximum(given_ns, 0), summed))
+        known_ns = np.where(is_given, np.maximum(given_ns, 0), summed)
+        return np.where(is_given, known_ns, exposed(self.graph, known_ns))
 
     def _sums_of(self, values: F64) -> F64:
         """Returns the sums [R] of `values` [N] over ops that are alike, and are priced by kernels."""
@@ -79,7 +81,8 @@ class Breakdown:
 
     @cached_property
     def _limit(self) -> I64:
-        launch_ns = gap_ns(self.device) * self.kernels.launches
+        launches = launches_on_core(self.kernels) if self.device.is_cpu else self.kernels.launches
+        launch_ns = gap_ns(self.device) * launches
         is_in_memory = memory_times(self.kernels, self.device) * 2 >= self._times_ns - launch_ns
         limit = np.where(launch_ns * 2 > self._times_ns, 2, np.where(is_in_memory, 1, 0))
         begin_ns = collective_times(self.kernels, self.device)[0]
@@ -136,8 +139,8 @@ class Breakdown:
         times_ns = np.bincount(group, self._times_ns * weight, num_groups)
         parts_ns = [self._times_ns * weight * (self._limit == number) for number in range(len(LIMITS))]
         limits = np.stack([np.bincount(group, part_ns, num_groups) for part_ns in parts_ns])
-        amounts = self.kernels.flops, self.kernels.bytes
-        flops, moved = (np.bincount(group, amount * weight, num_groups) for amount in amounts)
+        amounts, runs = (self.kernels.flops, self.kernels.bytes), self._times_ns > 0  # others are of other devices
+        flops, moved = (np.bincount(group, amount * weight * runs, num_groups) for amount in amounts)
         counts = np.bincount(group, weight, num_groups).astype(np.int64) if counts is None else counts
         order = [number for number in np.argsort(-times_ns, kind="stable").tolist() if times_ns[number] > 0]
         return [

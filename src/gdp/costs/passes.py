@@ -13,7 +13,6 @@ _TENSORS_OF_A_KERNEL = 48  # of three lists: depth_to_max_tensors in PyTorch's M
 _FUNCTIONS = re.compile(
     r"gelu|silu|swish|mish|\.elu|celu|selu|softplus|sigmoid|tanh|exp(?!and)|log(?!ical)|erf|pow|rsqrt|sin|cos"
 )
-_RANDOM = re.compile(r"native_dropout$|bernoulli|\.rand|uniform")
 _COPIES = "aten.cat", "aten.stack"
 _NARROW = 1024  # elements of a row; a thread block has it, and waits for its sum
 # ns that a thread block takes, however many run beside it: of a row of a norm, backward of an element and at most; of a
@@ -120,10 +119,8 @@ def _kind(call: ShapedCall) -> str:
         return "interleaved_copy" if any(map(is_channels_last, call.results)) else "copy"
     if not _are_alike(of_all) or any(1 < array.num_elements < large for array in call.arrays):
         return "strided_copy"
-    if _RANDOM.search(call.kind):
-        return "random"
-    if call.kind.endswith("dropout_backward"):
-        return "masked"
+    if call.kind.endswith(("native_dropout", "native_dropout_backward")):
+        return "masked" if call.kind.endswith("backward") else "random"
     return "function" if _FUNCTIONS.search(call.kind) else "pointwise"
 
 

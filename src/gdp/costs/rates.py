@@ -1,5 +1,6 @@
-"""Achieved rates: the time of kernels on a device, from its sheet and from what it reaches of it. A kernel takes the
-longer of its FLOPs at the achieved rate and its bytes at the achieved bandwidth, and the device's launch. K kernels."""
+"""Achieved rates: the time of kernels on a device, from its sheet and from what it reaches of it. On a card a kernel
+takes the longer of its FLOPs at the achieved rate and its bytes at the achieved bandwidth, and the device's launch; on
+processor cores see `gdp.costs.cores`. K kernels."""
 
 from collections.abc import Mapping
 
@@ -30,8 +31,9 @@ _OF_CORES = [CLASSES.index(name) for name in ("weight_transpose", "conflicting_r
 
 def kernel_times(kernels: Kernels, device: Device) -> F64:
     """Returns the ns [K] that kernels take on `device`, each by itself."""
-    times_ns = np.add(*times_on_core(kernels, device)) if device.is_cpu else _times_on_card(kernels, device)
-    times_ns = times_ns + gap_ns(device) * (launches_on_core(kernels) if device.is_cpu else kernels.launches)
+    is_core = _is_core(device)
+    times_ns = np.add(*times_on_core(kernels, device)) if is_core else _times_on_card(kernels, device)
+    times_ns = times_ns + gap_ns(device) * (launches_on_core(kernels) if is_core else kernels.launches)
     times_ns[np.isin(kernels.kinds, _of_others(device))] = 0
     return np.where(is_collective(kernels), collective_times(kernels, device)[1], times_ns)
 
@@ -42,9 +44,15 @@ def times_on_core(kernels: Kernels, device: Device) -> tuple[F64, F64]:
     return core_times(kernels, work_ns, bytes_ns)
 
 
+def _is_core(device: Device) -> bool:
+    """Returns whether a device is a processor whose shares were measured by what cores do: those that were measured
+    before dropout was a class have shares of another form."""
+    return device.is_cpu and ("random" in device.achieved or not device.achieved)
+
+
 def _of_others(device: Device) -> list[int]:
     """Returns the classes of what other devices do."""
-    if device.is_cpu:
+    if _is_core(device):
         return []
     return _OF_CORES if "tf32" in device.flops_per_second else [*_OF_CORES, _OF_TF32]
 

@@ -5,8 +5,8 @@
     input -----> forward, backward ------|------- gradient ------> accumulate@1 -----+
     input@1 -------------------------> forward@1, backward@1 ----------^
 
-`accumulated` copies the forward and backward ops of the graph of one micro-batch. Parameters, buffers and updates
-occur once. `one_microbatch` is the way back.
+`accumulated` copies the forward and backward ops of the graph of one micro-batch. Parameters, buffers, updates
+and sums of gradients over ranks of a group occur once. `one_microbatch` is the way back.
 
 N ops, T tensors of one micro-batch; M micro-batches."""
 
@@ -64,8 +64,7 @@ class _Accumulation:
 
     def __init__(self, graph: Graph, num_microbatches: int) -> None:
         self.graph, self.num_microbatches = graph, num_microbatches
-        self.is_source, is_update = shared_ops(graph)
-        self.is_update = is_update | _sums_for_updates(graph, is_update)  # and what comes once before them
+        self.is_source, self.is_update = once_ops(graph)
         self.is_repeated = ~(self.is_source | self.is_update)
         self.writers = _buffer_writers(graph, self.is_repeated)
         self.by_update = self.is_update[graph.consumers]  # [E]
@@ -188,6 +187,13 @@ class _Accumulation:
                 for writer in writers:
                     after[int(before[writer])].update(later[users].tolist())
         return after
+
+
+def once_ops(graph: Graph) -> tuple[Bool, Bool]:
+    """Returns [N] the sources that all micro-batches share, and what comes once after them: updates, and the sums over
+    ranks of gradients."""
+    is_source, is_update = shared_ops(graph)
+    return is_source, is_update | _sums_for_updates(graph, is_update)
 
 
 def _sums_for_updates(graph: Graph, is_update: Bool) -> Bool:

@@ -8,7 +8,7 @@ from gdp.errors import InputError
 from gdp.graph.graph import Graph
 
 MAX_MICROBATCHES = 1024  # far beyond any use; a number with more digits is a typing error
-SHARED = -1  # the micro-batch number of ops that all micro-batches share: parameters, buffers, updates
+SHARED = -1  # the micro-batch number of what all micro-batches share: parameters, buffers, updates, sums over ranks
 
 _SOURCE_KINDS = ("parameter", "buffer", "constant")
 

@@ -212,8 +212,13 @@ class PlanSource:
 
     @property
     def constraints(self) -> Constraints:
-        """The limits of the plan."""
-        limits = constraints_of(self.options, self.cluster).on_groups(self.cluster)
+        """The limits of the plan; those of cards that are in no group are left out."""
+        options = dict(self.options)
+        if self.plan.shards != WHOLE:
+            known = {name for device in self.cluster.devices for name in (device.name, *device.group)}
+            texts = options.get("max_memory") or ()
+            options["max_memory"] = [text for text in texts if text.rpartition("=")[0] in known]
+        limits = constraints_of(options, self.cluster).on_groups(self.cluster, self.cluster)
         return replace(limits, max_memory_bytes=None) if self.plan.shards.shares else limits
 
     def problem(self) -> Problem:

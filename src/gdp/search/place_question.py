@@ -126,8 +126,8 @@ class PlaceQuestion:
         if shards != WHOLE:
             if isinstance(model, ModelSource) and model.unequal is not None:
                 constraints = _checked(model.unequal, cluster, constraints)
-            cluster = cluster.grouped(shards.num_ranks, shards.shares)
-            constraints = constraints.on_groups(cluster)
+            grouped = cluster.grouped(shards.num_ranks, shards.shares)
+            constraints, cluster = constraints.on_groups(grouped, cluster), grouped
         asked = cls(_whole_step(model, read), cluster, constraints, options, parallel=parallel, shards=shards)
         if isinstance(model, ModelSource) and read is not None:
             asked = replace(asked, source=model, notes=read.notes, captured_s=read.captured_s)
@@ -180,7 +180,7 @@ class PlaceQuestion:
             self,
             step=parts.exact(1),
             cluster=cluster,
-            constraints=limits.on_groups(cluster),
+            constraints=limits.on_groups(cluster, self.cluster),
             parts=parts,
             source=source,
             shards=source.reading.shards,

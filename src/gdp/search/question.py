@@ -197,7 +197,9 @@ class BatchQuestion(SearchTerms):
         model is not cut so, or there is no such group."""
         parts, cluster = self.parts.sharded(shards), self.cluster.grouped(shards.num_ranks)
         parts.exact(1)
-        return replace(self, parts=parts, cluster=cluster, constraints=self.constraints.on_groups(cluster))
+        return replace(
+            self, parts=parts, cluster=cluster, constraints=self.constraints.on_groups(cluster, self.cluster)
+        )
 
     def about(self, problem: Problem, **others: object) -> Question:
         """Returns the question of how to place the ops of `problem`; `others` are further fields."""

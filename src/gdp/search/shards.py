@@ -200,7 +200,7 @@ class _Contest:
         assert plan is not None, "it fits"
         is_group = [bool(device.group) for device in cluster.devices]
         held = int(question.graph.resident_bytes.sum()) / (shards.tensor * sum(is_group))  # with ZeRO
-        if held > memory_limits(cluster, question.constraints.on_groups(cluster))[is_group].max():
+        if held > memory_limits(cluster, question.constraints.on_groups(cluster, question.cluster))[is_group].max():
             return inf
         graph, num_samples = self.opened[base].graph, self.source.batch_size or 1
         return time_with_tokens_cut_ns(graph, plan.step_time_ns, base, shards, cluster, num_samples)

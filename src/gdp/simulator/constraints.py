@@ -101,18 +101,18 @@ class Constraints:
         forbid = [(pattern, device) for pattern, device in self.forbid if device in known]
         return replace(self, max_memory_bytes=limits, forbid=forbid)
 
-    def on_groups(self, cluster: Cluster) -> "Constraints":
-        """On the groups of cards of `cluster`: each has the limits of its cards, the least memory; a CPU is shared by
-        the ranks of a group, and cards of none have no limit."""
-        groups = {name: group.name for group in cluster.devices for name in group.group}
-        num_ranks = max((len(device.group) for device in cluster.devices), default=1)
-        shared = {device.name: max(num_ranks, 1) for device in cluster.devices if not device.group}
+    def on_groups(self, grouped: Cluster, cluster: Cluster) -> "Constraints":
+        """On groups of the cards of `cluster`: each has the limits of its cards, the least memory, a rank its part of a
+        CPU's; those of cards that are in no group are left out."""
+        groups = {name: group.name for group in grouped.devices for name in group.group}
+        num_ranks = max(1, *(len(device.group) for device in grouped.devices))
+        shared = {device.name for device in grouped.devices if not device.group}
+        left_out = {device.name for device in cluster.devices} - groups.keys() - {one.name for one in grouped.devices}
         limits: dict[str, int] = {}
         for name, limit in (self.max_memory_bytes or {}).items():
-            if (group := groups.get(name)) is not None:
-                limits[group] = min(limit, limits.get(group, limit))
-            elif name in shared:
-                limits[name] = limit // shared[name]
+            if name not in left_out:
+                group, own = groups.get(name, name), limit // num_ranks if name in shared else limit
+                limits[group] = min(own, limits.get(group, own))
         pins, forbid = (
             tuple((pattern, groups.get(name, name)) for pattern, name in rules) for rules in (self.pins, self.forbid)
         )

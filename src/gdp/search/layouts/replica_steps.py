@@ -21,6 +21,7 @@ from gdp.cluster.changes import only
 from gdp.costs.collectives import exchange_times
 from gdp.costs.hosts import loads_ns
 from gdp.graph import Graph, Op, Tensor
+from gdp.graph.accumulation import once_ops
 from gdp.graph.interpolation import have_same_ops
 from gdp.graph.microbatches import shared_ops
 from gdp.parallel.layout import AUTO, NONE, Layout
@@ -60,7 +61,7 @@ class PartFigures:
 
     once_ns: I64  # [D] updates
     backward_ns: I64  # [D]
-    each_ns: I64  # [D] what is done for every micro-batch, the backward pass too
+    each_ns: I64  # [D] what is done for every micro-batch, the backward pass too, but for sums over a group's ranks
     gradient_bytes: int
     state_bytes: int  # of the optimizer
     parameter_bytes: int
@@ -70,8 +71,9 @@ class PartFigures:
     def of(cls, graph: Graph, cluster: Cluster) -> "PartFigures":
         """Returns the sums of the step `graph`."""
         is_source, is_update = shared_ops(graph)
+        is_each = ~np.logical_or(*once_ops(graph))
         is_backward = graph.is_in_phase("backward") & ~is_update
-        once_ns, backward_ns, each_ns = loads_ns(graph, cluster, is_update, is_backward, ~is_update & ~is_source)
+        once_ns, backward_ns, each_ns = loads_ns(graph, cluster, is_update, is_backward, is_each)
         gradients = gradients_of(graph, is_update)
         has_update = np.isin(graph.groups, graph.groups[is_update & (graph.groups >= 0)])
         own = is_source & has_update
@@ -131,7 +133,7 @@ class ReplicaSteps:
                 problem = self.alone(graph, devices)
                 placement = step.placement(places, [range(len(own))], None if cpu is None else [len(own)])
                 best = _best_alone(problem, step, placement, in_stages=layout.stages is not None)
-                is_once = np.logical_or(*shared_ops(step.graph))
+                is_once = np.logical_or(*once_ops(step.graph))
                 loads_ns = [
                     np.bincount(
                         placement, np.where(is_once, 0, times[np.arange(len(placement)), placement]), len(devices)

@@ -27,6 +27,7 @@ from gdp.cluster import Cluster
 from gdp.costs.op_times import op_times
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.graph.accumulation import once_ops
 from gdp.graph.copies import RECOMPUTED
 from gdp.graph.layers import LayerPaths
 from gdp.graph.microbatches import shared_ops
@@ -281,8 +282,8 @@ def _bounded(
     devices: I64,
 ) -> _Grid:
     graph, count = problem.graph, layout.microbatches[0]
-    is_source, is_update = shared_ops(graph)
-    times = np.where(is_source | is_update, 1, count)[:, None] * np.maximum(problem.op_time_ns, 0)
+    is_update = shared_ops(graph)[1]
+    times = np.where(np.logical_or(*once_ops(graph)), 1, count)[:, None] * np.maximum(problem.op_time_ns, 0)
     num_stages, resident = devices.shape[1], graph.resident_bytes
     if layout.zero:
         times[is_update] //= layout.data
