@@ -20,7 +20,7 @@ from benchmarks.measured_sources.op_tables import AttentionTable, ProductTable
 from benchmarks.measured_sources.own_card import H100Steps, H200Steps
 from benchmarks.measured_sources.ranges import coverage, table_of, text_of
 from benchmarks.measured_sources.source import CapturedGraphs, MeasuredRow, MeasuredSource, PredictedRow
-from benchmarks.measured_sources.statistics import by_factor, by_part, figures
+from benchmarks.measured_sources.statistics import by_factor, by_part, figures, speed_ups
 from benchmarks.rows import Rows
 from gdp import files
 from gdp.errors import InputError
@@ -116,6 +116,7 @@ def _table(
         "num_held": len(of_memory),
         "left_out": left_out,
         "parts": by_part(predictions),
+        "speed_ups": speed_ups(predictions),
         "factors": by_factor(predictions),  # all rows
         "predictions": [_document(each) for each in predictions],
     }

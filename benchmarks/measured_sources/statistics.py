@@ -5,8 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from scipy.stats import spearmanr
 
 from benchmarks.measured_sources.source import PredictedRow
+from gdp.cluster.device import COMPILE, EAGER
 
 PARTS = SET, JUDGED = "set", "judged"
 FACTORS: Mapping[str, Callable[[PredictedRow], str]] = {
@@ -65,6 +67,26 @@ def _grouped(predictions: Sequence[PredictedRow], key: Callable[[PredictedRow], 
         if key(prediction):
             groups[key(prediction)].append(prediction)
     return list(groups.values())
+
+
+def speed_ups(predictions: Sequence[PredictedRow]) -> dict[str, float] | None:
+    """Returns how well the speed-up of torch.compile is predicted, over rows that were measured eagerly too; None where
+    there are fewer than three."""
+    eager = {each.row.key: each for each in predictions if each.row.runtime == EAGER}
+    pairs = [
+        (eager[key], each)
+        for each in predictions
+        if each.row.runtime == COMPILE and (key := each.row.key.replace(f"-{COMPILE}-", f"-{EAGER}-")) in eager
+    ]
+    if len(pairs) < 3:
+        return None
+    predicted = np.array([before.predicted_ms / after.predicted_ms for before, after in pairs])
+    measured = np.array([before.row.measured_ms / after.row.measured_ms for before, after in pairs])
+    return {
+        "count": len(pairs),
+        "rank_correlation": float(spearmanr(predicted, measured).statistic),
+        "median_error": float(np.median(np.abs(predicted / measured - 1))),
+    }
 
 
 def _spearman(group: Sequence[PredictedRow]) -> float:

@@ -23,7 +23,7 @@ from benchmarks.measured_sources.source import (
     PredictedRow,
     read_table,
 )
-from benchmarks.measured_sources.statistics import figures
+from benchmarks.measured_sources.statistics import figures, speed_ups
 from benchmarks.rows import Rows
 from benchmarks.torchvision_stand_in import torchvision_stand_in
 from gdp.costs.ranges import StepKind, range_on
@@ -188,3 +188,19 @@ def test_ranges_of_the_fixed_part(tmp_path: Path) -> None:
     ranges = [range_on(each.step_kind, [each.row.card]) for each in predictions if each.step_kind is not None]
     inside = [of.low <= 1 / each.ratio <= of.high for of, each in zip(ranges, predictions, strict=True)]
     assert sum(inside) >= 0.7 * len(inside)
+
+
+def test_speed_ups_of_compiled_steps() -> None:
+    """Rows of one model, compiled and not, are pairs; a row without the other one is left out."""
+    times = {"a": (10, 5, 12, 5), "b": (10, 4, 10, 4), "c": (10, 8, 10, 8)}  # predicted eager, compiled, then measured
+    rows = [
+        PredictedRow(
+            MeasuredRow(f"nchw-{runtime}-{model}", times[model][2 + place], "t4-16g", None, runtime), value, ""
+        )
+        for model in times
+        for place, runtime in enumerate(("eager", "compile"))
+        for value in [times[model][place]]
+    ]
+    found = speed_ups([*rows, PredictedRow(MeasuredRow("nchw-compile-d", 1, "t4-16g", None, "compile"), 1, "")])
+    assert found == {"count": 3, "rank_correlation": pytest.approx(1.0), "median_error": 0.0}
+    assert speed_ups(rows[:4]) is None
