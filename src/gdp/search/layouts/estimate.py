@@ -81,6 +81,12 @@ class Estimator:
         guesses = [self._with_places(arrangement, places) for places in self._candidates(arrangement)]
         return min(guesses)
 
+    def fits_beside_gathers(self, estimate: Candidate) -> bool:
+        """Returns whether an estimate fits with what ZeRO 3 gathers at once on top, be it there at the peak or not."""
+        cut = replace(estimate.way, layout=self.resolved(estimate.way, estimate.places))
+        lacks = self._lacking(cut, estimate.places) + self.replicas.gathered_bytes(cut.layout)
+        return not (lacks > 0).any()
+
     def has_time(self, arrangement: Arrangement) -> bool:
         """Returns whether there is time for an estimate."""
         layout, num_places = arrangement.layout, arrangement.num_places
@@ -208,7 +214,6 @@ class Estimator:
         """Returns the bytes [P] that are missing in each place, in the replica that lacks most; 0 or less: none."""
         layout, num_places = arrangement.layout, arrangement.num_places
         saved = self._saved_bytes(self.replicas.figures(replace(layout, recompute=NONE)), layout) // num_places
-        saved -= self.replicas.gathered_bytes(layout)
         lacks = [
             self._simulated(arrangement, replica, places)[0].peak_memory_bytes[:num_places]
             - saved

@@ -396,10 +396,13 @@ def _least_memory(search: LayoutSearch) -> Arrangement | None:
 
 
 def _fitting(search: LayoutSearch, way: Arrangement) -> Arrangement | None:
-    """Returns `way` with the fewest micro-batches that fit by estimate; None: there is none."""
+    """Returns `way` with the fewest micro-batches that fit by estimate; None: there is none. With all blocks recomputed
+    those come first that fit beside what is gathered, since no other layout may take less."""
     cut: Arrangement | None = way
+    fitting: Arrangement | None = None
     while cut is not None and (estimate := search.attempt(search.estimator.estimate, cut)) is not None:
-        if estimate.fits:
+        if estimate.fits and (way.layout.recompute != BLOCKS or search.estimator.fits_beside_gathers(estimate)):
             return cut
+        fitting = cut if estimate.fits else fitting
         cut = more_microbatches(cut, search.parts.batch_size)
-    return None
+    return fitting
