@@ -8,12 +8,11 @@ import numpy as np
 
 from gdp.arrays import F64, I64, Bool
 from gdp.cluster import Cluster, Device
-from gdp.costs.cores import launches_on_core
 from gdp.costs.hosts import host_times
 from gdp.costs.kernels import CLASSES, Kernels
 from gdp.costs.op_times import op_times, step_kernels, times_given
 from gdp.costs.overlap import exposed
-from gdp.costs.rates import collective_times, gap_ns, is_collective, kernel_times, memory_times
+from gdp.costs.rates import collective_times, is_collective, kernel_times, launch_times, memory_times
 from gdp.graph import Graph
 
 LIMITS = ("arithmetic", "memory", "launch", "latency", "link")
@@ -81,8 +80,7 @@ class Breakdown:
 
     @cached_property
     def _limit(self) -> I64:
-        launches = launches_on_core(self.kernels) if self.device.is_cpu else self.kernels.launches
-        launch_ns = gap_ns(self.device) * launches
+        launch_ns = launch_times(self.kernels, self.device)
         is_in_memory = memory_times(self.kernels, self.device) * 2 >= self._times_ns - launch_ns
         limit = np.where(launch_ns * 2 > self._times_ns, 2, np.where(is_in_memory, 1, 0))
         begin_ns = collective_times(self.kernels, self.device)[0]

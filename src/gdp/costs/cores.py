@@ -11,7 +11,7 @@ from gdp.costs.kernels import CLASSES, Kernels
 ATTENTION = [CLASSES.index(name) for name in ("attention", "attention_backward")]
 # Attention in FLOPs that take as long as the rest of it: an exponential of each pair of query and key, and the products
 # and sums that begin for each block of queries. Fitted on the attention of
-# six models on one core (Xeon with AVX-512, PyTorch 2.13); a core's share scales all of it.
+# five models on one core (Xeon with AVX-512, PyTorch 2.13); a core's share scales all of it.
 _PAIR_FLOPS, _BLOCK_FLOPS = 110.0, np.array([540e3, 1050e3])
 UPDATE_LAUNCHES = 6  # that the update of a parameter takes at least; read off nets of small layers
 

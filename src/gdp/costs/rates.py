@@ -31,9 +31,8 @@ _OF_CORES = [CLASSES.index(name) for name in ("weight_transpose", "conflicting_r
 
 def kernel_times(kernels: Kernels, device: Device) -> F64:
     """Returns the ns [K] that kernels take on `device`, each by itself."""
-    is_core = _is_core(device)
-    times_ns = np.add(*times_on_core(kernels, device)) if is_core else _times_on_card(kernels, device)
-    times_ns = times_ns + gap_ns(device) * (launches_on_core(kernels) if is_core else kernels.launches)
+    times_ns = np.add(*times_on_core(kernels, device)) if _is_core(device) else _times_on_card(kernels, device)
+    times_ns = times_ns + launch_times(kernels, device)
     times_ns[np.isin(kernels.kinds, _of_others(device))] = 0
     return np.where(is_collective(kernels), collective_times(kernels, device)[1], times_ns)
 
@@ -48,6 +47,11 @@ def _is_core(device: Device) -> bool:
     """Returns whether a device is a processor whose shares were measured by what cores do: those that were measured
     before dropout was a class have shares of another form."""
     return device.is_cpu and ("random" in device.achieved or not device.achieved)
+
+
+def launch_times(kernels: Kernels, device: Device) -> F64:
+    """Returns the ns [K] that kernels take to begin on `device`."""
+    return gap_ns(device) * (launches_on_core(kernels) if _is_core(device) else kernels.launches)
 
 
 def _of_others(device: Device) -> list[int]:
