@@ -42,7 +42,6 @@ from gdp.simulator.problem import Problem
 HF = "hf:"  # prefix of the published configs among the models
 AUTO, OPS = "auto", "op placement"
 BOUND = "bound of any layout"
-FASTEST = "the fastest that auto simulated"
 OTHERS = (OPS, *RIVALS)
 ALL, OF_LARGE = "all", "large"
 FURTHER = (
@@ -102,7 +101,6 @@ class Attempt:
     reason: str  # why there is no step that fits
     seconds: float
     plan: Plan | None
-    fastest_ns: int | None = None  # that `auto` simulated: its answer may be the simplest in a tie
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +111,8 @@ class ParallelRow(WorkloadRow):
     is_equal: bool  # all accelerators are of one kind
     layouts: Mapping[str, str]  # by method
     reasons: Mapping[str, str]
-    fastest_ns: int | None  # of all that `auto` simulated
 
     def times_ns(self, name: str) -> tuple[int, ...] | None:
-        if name == FASTEST:
-            return None if self.fastest_ns is None else (self.fastest_ns,)
         return (self.lower_bound_ns,) if name == BOUND else super().times_ns(name)
 
     @property
@@ -178,8 +173,6 @@ class ParallelBenchmark(Benchmark):
                 if part
             },
             "mean": compare(placed, AUTO, BEST_CLASSICAL),
-            "fastest": compare(placed, FASTEST, BEST_CLASSICAL),
-            "worst_of_fastest": max(ratio_dots(placed, FASTEST, BEST_CLASSICAL), default=None),
             "over_ops": MeanRatio.of([row.ratios(AUTO, OPS) for row in placed]),
             "worst": max(ratio_dots(placed, AUTO, BEST_CLASSICAL), default=None),
         }
@@ -225,7 +218,6 @@ class ParallelBenchmark(Benchmark):
             is_equal=len({cluster.devices[number].kind for number in accelerators(question)}) == 1,
             layouts={key: row["layout"] for key, row in attempts.items()},
             reasons={key: row["reason"] for key, row in attempts.items()},
-            fastest_ns=ours.get("fastest_ns"),
         )
 
 
@@ -290,9 +282,7 @@ def choose(question: BatchQuestion, budget: Budget) -> Attempt:
     solution = answer(asked, Clock(budget, timer=time.process_time))
     assert solution.best is not None, "it was looked for"
     assert solution.plan is not None, "it is of the best"
-    simulated = [each.step_time_ns for each in solution.looked_at if each.may_be_answer and each.fits]
-    attempt = _attempt(solution.plan, str(solution.best.layout), began)
-    return replace(attempt, fastest_ns=min(simulated, default=attempt.step_time_ns))
+    return _attempt(solution.plan, str(solution.best.layout), began)
 
 
 def _attempt(plan: Plan, layout: str, began: float) -> Attempt:

@@ -53,11 +53,13 @@ def test_a_layout_that_is_asked_for_is_the_answer() -> None:
     assert plan.layout["zero"] == 3
 
 
+@pytest.mark.parametrize(("kind", "limit"), [(CPU, 1.066), (GPU, 1.001)])
 @pytest.mark.parametrize("seed", range(5))
-def test_the_answer_loses_a_tie_at_most(seed: int) -> None:
-    """Of any candidates, the simplest in the tie is at most the known error slower than the best, and it fits."""
+def test_the_answer_loses_a_tie_at_most(seed: int, kind: str, limit: float) -> None:
+    """Of any candidates, the simplest in the tie is at most the known error slower than the best, and it fits; on cards
+    it is no slower than what users run."""
     random = np.random.default_rng(seed)
-    problem = Problem.build(layers(1), machine(CPU, [1.0, 0.8, 0.9], "100GB/s"))
+    problem = Problem.build(layers(1), machine(kind, [1.0, 0.8, 0.9], "100GB/s"))
     question = Question.about(problem)
     groups = problem.graph.groups
     candidates = []
@@ -68,8 +70,8 @@ def test_the_answer_loses_a_tie_at_most(seed: int) -> None:
         candidates.append(question.judge(simulate(problem, placement)))
     best, answer = min(candidates), simplest(candidates)
     assert answer.status == OK
-    assert answer.step_time_ns <= 1.066 * best.step_time_ns
-    near = [each for each in candidates if each.fits and each.step_time_ns <= 1.066 * best.step_time_ns]
+    assert answer.step_time_ns <= limit * best.step_time_ns
+    near = [each for each in candidates if each.fits and each.step_time_ns <= limit * best.step_time_ns]
     assert answer.complexity == min(each.complexity for each in near)
     nothing = Candidate(np.zeros(0, np.int64))
     assert simplest([nothing]) is nothing

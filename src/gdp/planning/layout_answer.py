@@ -132,9 +132,10 @@ def _ties(rows: Sequence[LayoutRow], error: float) -> Iterator[str]:
             f"{option} ({_beside(time_ns, best.step_time_ns)})" for option, time_ns in [*ties.items()][:_MOST_TIES]
         ]
         more = f" and {len(ties) - len(named)} more" if len(named) < len(ties) else ""
+        chosen = "simplest" if min(ties.values()) < best.step_time_ns else "fastest"
         yield (
             f"a tie with {', '.join(named)}{more}: predictions of two layouts err by {error:.1%} beside each other; "
-            "the simplest is the answer"
+            f"the {chosen} is the answer"
         )
 
 
