@@ -47,6 +47,7 @@ def check_ranks(name: str, shards: Shards, rounding: float = ROUNDING) -> None:
     [
         *((name, 2, True) for name in (*SIX, "bloom", "given-mlp", "heads")),
         *((name, 4, False) for name in (*MORE, "scaled")),
+        *((name, *shards) for name in ("spelled", "tagged") for shards in ((2, True), (4, False))),
     ],
 )
 def test_ranks_agree_with_whole_model(name: str, tensor: int, sequence: bool) -> None:

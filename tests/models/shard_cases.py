@@ -129,6 +129,50 @@ class Balanced(nn.Module):
         return logits, weights.to(hidden.dtype), index
 
 
+class Spelled(nn.Module):
+    """A block in spellings that users have: learned positions, few heads of keys by views of weights, gates of heads, a
+    mixing of tokens, entries that are written, NumPy's names, and letters for all other dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, 32, WIDTH))
+        self.queries, self.keys = (nn.Parameter(torch.randn(size, WIDTH) / 8) for size in (WIDTH, WIDTH))
+        self.gate, self.out = nn.Linear(WIDTH, HEADS), nn.Linear(WIDTH, WIDTH)
+        self.pair = nn.Linear(WIDTH, 2 * INNER)
+        self.down = nn.Parameter(torch.randn(INNER, WIDTH) / 8)
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        x = x + self.positions[:, :tokens]
+        query = (x @ self.queries.t()).view(batch, tokens, HEADS, -1).transpose(1, 2)
+        pair = (x @ self.keys.t()).view(batch, tokens, 2, 2, -1).permute(2, 0, 3, 1, 4)  # two heads of each
+        key, value = (each.repeat_interleave(HEADS // 2, dim=1) for each in pair)
+        y = nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+        y = y * torch.softmax(input=self.gate(x), dim=-1).unsqueeze(-1)
+        x = x + self.out(y.flatten(2))
+        x = x + self.attention(x, x, x)[0]
+        x = x + torch.fft.fft(x, dim=1).real / 8
+        x[:, 0] = 0.5
+        x[:, 1:3] += 1.0
+        gate, up = self.pair(x).chunk(2, axis=-1)
+        x = x + torch.einsum("...d,df->...f", gate.sigmoid() * up, self.down)
+        mean = x.mean(axis=-1, keepdim=True)
+        return (x - mean) * torch.ones(batch, tokens, 1).expand_as(x)
+
+
+class Tagged(nn.Module):
+    """Scores of classes for each token, in the second dimension as images have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Spelled(), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        scores = self.head(self.block(x)).transpose(1, 2)
+        return {"loss": nn.functional.cross_entropy(scores, labels)}
+
+
 def _routed() -> nn.Module:
     options = _DECODER | {"num_local_experts": 4} | _EXPERTS
     model = tf.MixtralForCausalLM(_config("Mixtral", **options))
@@ -222,6 +266,8 @@ _MODELS: dict[str, Any] = {
     "scaled": lambda: Stack(Scaled(), Scaled()),
     "heads": lambda: Stack(Heads(), Block()),
     "diffusion": lambda: Stack(Modulated(), Modulated()),
+    "spelled": lambda: Stack(Spelled(), Spelled()),
+    "tagged": Tagged,
 }
 
 
@@ -231,6 +277,8 @@ def case(name: str, **options: Any) -> tuple[nn.Module, dict[str, Tensor]]:
     model = _MODELS[name](**options)
     if isinstance(model, Stack):
         return model, {"x": torch.randn(BATCH, TOKENS, WIDTH), "labels": torch.tensor([1, 2])}
+    if isinstance(model, Tagged):
+        return model, {"x": torch.randn(BATCH, TOKENS, WIDTH), "labels": torch.randint(VOCABULARY, (BATCH, TOKENS))}
     if name == "vit":
         return model, {"pixel_values": torch.randn(BATCH, 3, 32, 32), "labels": torch.tensor([1, 2])}
     tokens = torch.randint(3, VOCABULARY, (BATCH, TOKENS))

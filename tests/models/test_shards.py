@@ -105,6 +105,14 @@ def test_layer_has_two_exchanges_in_each_direction() -> None:
     assert "collective.all_reduce float32[2,8,64] 2 > float32[2,8,64]" in activations
 
 
+def test_spellings_take_no_more_exchanges() -> None:
+    """Attention by views of weights, the module of PyTorch with averaged weights that nobody reads, and letters for all
+    other dimensions take one sum each, in two layers; scores of [samples, classes, tokens] are not gathered."""
+    sums = {("forward", "all_reduce"): 6, ("backward", "all_reduce"): 6}
+    assert exchanges(captured("spelled", 2).graph, ACTIVATION) == sums
+    assert not exchanges(captured("tagged", 2).graph, 4 * BATCH * TOKENS * VOCABULARY)
+
+
 def test_tokens_are_cut_between_blocks() -> None:
     """With sequence parallelism each sum is a reduce-scatter, and an all-gather goes before the next layer."""
     graph = captured("llama", 2, sequence=True).graph

@@ -17,16 +17,17 @@ from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.interpolation import have_same_ops, interpolated
 from gdp.models.pytorch import capture_fn
-from gdp.parallel.layout import Layout
+from gdp.parallel.layout import AUTO, Layout
 from gdp.parallel.rings import ring_over
 from gdp.parallel.step import Step
 from gdp.planning.layout_answer import LayoutAnswer
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import DOES_NOT_FIT, NOT_ALLOWED, OK, Arrangement
-from gdp.search.layouts.arrangement import DeviceSpeeds, arrangements, forced
+from gdp.search.layouts.arrangement import DeviceSpeeds, arrangements, forced, more_microbatches, replicated_ways
 from gdp.search.layouts.dispatch import best_dispatch
 from gdp.search.layouts.estimate import Estimator
 from gdp.search.layouts.less_memory import fewest_blocks, with_chosen_blocks
+from gdp.search.layouts.replica_steps import PartFigures
 from gdp.search.place import place
 from gdp.search.question import Solution
 from gdp.search.settings import LargeSteps
@@ -386,6 +387,50 @@ def test_arrangements_use_groups_that_are_alike() -> None:
     found = {(way.layout.data, way.devices) for way in arrangements(pairs, 16)}
     assert (2, ((0, 1), (2, 3))) in found
     assert all(len({len(group) for group in groups}) == 1 for _, groups in found)
+
+
+def test_all_devices_are_used_by_batches_that_they_do_not_divide() -> None:
+    """67 samples go to eight devices as replicas and as a pipeline of single samples, and 12 of one alone, in turn;
+    unlike devices have equal shares too, which ZeRO 3 needs."""
+    eight = DeviceSpeeds(np.ones(8), np.zeros(8, np.int64))
+    ways = arrangements(eight, 67)
+    assert any(len(way.devices) == 8 and way.layout.num_parts == 67 for way in ways)
+    assert any(way.num_places == 8 and way.layout.num_parts == 67 for way in ways)
+    unlike = DeviceSpeeds(np.array([1.0, 3.0, 3.0]), np.array([0, 1, 1]))
+    assert any(way.layout == Layout((1,) * 3, zero=3) for way in replicated_ways(unlike, 24))
+    assert any(way.layout.recompute == AUTO and way.num_places == 8 for way in arrangements(eight, 1))
+
+
+def test_the_next_number_of_microbatches_is_the_next_divisor() -> None:
+    """Six samples of each replica go in 1, 2, 3 or 6 parts; unequal shares are kept."""
+    way: Arrangement | None = Arrangement(Layout((1,) * 8), tuple((device,) for device in range(8)))
+    counts = []
+    while way is not None:
+        counts.append(way.layout.microbatches[0])
+        way = more_microbatches(way, 48)
+    assert counts == [1, 2, 3, 6]
+    unequal = more_microbatches(Arrangement(Layout((2, 1)), ((0,), (1,))), 36)
+    assert unequal is not None
+    assert unequal.layout.microbatches == (4, 2)
+
+
+def test_weights_that_are_not_trained_are_cut_as_others_are() -> None:
+    """With ZeRO 3 a replica holds a part of frozen parameters: all are counted, with the state of those trained."""
+    ops = [
+        Op("w", "parameter", resident_bytes=30, group=0),
+        Op("frozen", "parameter", resident_bytes=400),
+        Op("f", "mm", flops=10, phase="forward"),
+        Op("b", "mm", flops=10, phase="backward"),
+        Op("update", "sgd", phase="update", group=0),
+    ]
+    tensors = [
+        Tensor(0, (2, 3, 4), 10, resident=True),
+        Tensor(1, (2, 3), 400, resident=True),
+        Tensor(2, (3,), 1),
+        Tensor(3, (4,), 10),
+    ]
+    figures = PartFigures.of(Graph.build("lora", ops, tensors), machine_of([1.0]))
+    assert (figures.parameter_bytes, figures.state_bytes, figures.gradient_bytes) == (410, 20, 10)
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,24 @@ def test_what_is_behind_a_slower_degree_is_left_out_and_what_stays_whole_is_told
     )
 
 
+def test_a_degree_at_which_cards_wait_less_is_looked_at_behind_a_slower_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three samples on eight cards take groups of two and four as long, but for exchanges, and those of eight less;
+    twelve leave four cards waiting, so that groups are looked at."""
+    times, turns = {4: 20, 2: 10, 8: 9, 1: 30}, list[int]()
+
+    def solve(asked: PlaceQuestion, _: Clock) -> Solution:
+        turns.append(asked.shards.num_ranks)
+        return solution_of(10**12 * times[turns[-1]])
+
+    monkeypatch.setattr(PlaceQuestion, "sharded", lambda asked, shards: replace(asked, shards=shards))
+    monkeypatch.setattr(ModelSource, "batch_size", 3)
+    over_degrees(question("8xa100-sxm-80g"), Clock(Budget(simulations=9)), solve)
+    assert turns == [2, 4, 8, 1, 8]
+    for samples, needs in ((8, False), (12, True), (64, False)):
+        monkeypatch.setattr(ModelSource, "batch_size", samples)
+        assert question("8xa100-sxm-80g").needs_groups == needs
+
+
 def test_op_placement_is_searched_on_from_what_is_known() -> None:
     """Where op placement of the whole step is the best of all, the time left goes to it, from the best placement on."""
     turns = list[tuple[int, list[Solution]]]()

@@ -237,8 +237,8 @@ def _best_estimate(
         same = [way for way in ways if _kind(way) == _kind(like)]
         same = [replace(way, layout=replace(way.layout, recompute=like.layout.recompute)) for way in same]
         for factor in {1, change.batch_factor}:
-            layout = replace(like.layout, microbatches=tuple(factor * count for count in like.layout.microbatches))
-            with contextlib.suppress(InputError):  # there are not as many devices
+            with contextlib.suppress(InputError):  # there are not as many devices, or too many micro-batches
+                layout = replace(like.layout, microbatches=tuple(factor * count for count in like.layout.microbatches))
                 same = [*forced(estimator.machine, layout, size)[:1], *same]
         same = [way for way in same if len(way.all_devices) == len(estimator.machine.usable)]
         ways = same or [way for way in ways if way.num_places == like.num_places]

@@ -156,10 +156,11 @@ def _notes(candidate: Candidate, parts: Parts) -> Iterator[str]:
     graph = candidate.step.graph
     if layout.recompute not in (NONE, AUTO) and not graph.is_in_role(RECOMPUTED).any():
         yield "nothing is recomputed: the backward pass reads no results of these modules that could be made again"
-    if layout.num_parts == 1 or parts.is_fixed:
+    num_parts = layout.num_parts * layout.shards.samples
+    if num_parts == 1 or parts.is_fixed:
         return
     kinds = set(graph.kinds)
-    samples = parts.batch_size // layout.num_parts
+    samples = parts.batch_size // num_parts
     if any("batch_norm" in kind for kind in kinds):
         yield f"batch normalisation sees {samples} samples at a time instead of {parts.batch_size}, as in DDP"
     if any(name in kind for kind in kinds for name in _RANDOM):

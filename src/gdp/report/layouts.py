@@ -26,18 +26,20 @@ _SHARDED = {1: "optimizer state", 2: "optimizer state and gradients", 3: "parame
 
 def in_words(layout: Layout, num_places: int) -> str:
     """Returns `4 replicas of the model, one device each, 2 micro-batches each`."""
-    counts = layout.microbatches
-    if layout.of_groups.is_whole:
-        where = f" on groups of {layout.shards.num_ranks} cards" if layout.shards != WHOLE else ""
+    counts, shards = layout.microbatches, layout.shards
+    if layout.of_groups.is_whole and shards.samples == 1:
+        where = f" on groups of {shards.num_ranks} cards" if shards != WHOLE else ""
         return f"one copy of the model{where}, its ops placed one by one"
-    parts = [copies_in_words(layout.data, num_places, in_stages=layout.stages is not None)]
+    parts = [copies_in_words(layout.num_copies, num_places, in_stages=layout.stages is not None)]
     if max(counts) > 1:
-        each = " each" if layout.data > 1 and layout.is_even else ""
+        each = " each" if layout.num_copies > 1 and layout.is_even else ""
         numbers = str(counts[0]) if layout.is_even else ", ".join(map(str, counts))
         parts.append(f"in {numbers} micro-batches{each}")
     text = " ".join(parts)
-    if layout.shards != WHOLE:
-        text += f", each device a group of {layout.shards.num_ranks} cards ({layout.shards})"
+    if shards.samples > 1:
+        text += f", experts cut over {shards.samples} of them"
+    elif shards != WHOLE:
+        text += f", each device a group of {shards.num_ranks} cards ({shards})"
     if layout.zero:
         text += f", {_SHARDED[layout.zero]} cut over them (ZeRO {layout.zero})"
     if layout.recompute != NONE:

@@ -39,7 +39,13 @@ Placeable = str | ModelSource | Parts | GraphSource | Problem | tuple[Any, ...]
 """A MODEL, the parts of a batch, a step, or (module, args) and (module, args, kwargs)."""
 _Opened = ModelSource | Parts | GraphSource | Problem
 _PREPARED = 2  # degrees whose local programs are captured before a clock begins; others are of the budget
+_IDLE = 0.1  # of the work of all cards, while some wait for others; untuned
 _LOCALLY = 2.0  # times that to capture the whole step takes, that of a rank does (Llama-70B: 5 and 10 s)
+
+
+def waiting_share(num_samples: int, num_devices: int) -> float:
+    """Returns what all devices could do beside the work on whole samples, as a share of it, until the last is done."""
+    return -(-num_samples // num_devices) * num_devices / num_samples - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +153,7 @@ class PlaceQuestion:
         if may_be_cut and (cluster.num_devices > 1 or not _fits_alone(asked.problem)):
             with contextlib.suppress(InputError):  # the batch cannot be split
                 parts = _parts(model, read)
-                if parts.batch_size > 1 or cluster.num_devices == 1:  # one sample is recomputed, not cut
+                if parts.batch_size > 1 or not _fits_alone(asked.problem):  # one sample is recomputed, not cut
                     return replace(asked, parts=parts)
         return asked
 
@@ -210,13 +216,14 @@ class PlaceQuestion:
 
     @property
     def needs_groups(self) -> bool:
-        """True where copies of the model use cards badly: a forward pass, few samples, a copy too large for a card."""
+        """True where copies of the model use cards badly: a forward pass, few samples, or so many that some cards would
+        wait for others, a copy too large for a card."""
         assert self.source is not None
         is_card = [not device.is_cpu for device in self.cluster.devices]
         limits = memory_limits(self.cluster, self.constraints)[is_card]
-        is_small = (self.source.batch_size or 1) < len(limits)
+        is_uneven = len(limits) > 1 and waiting_share(self.source.batch_size or 1, len(limits)) > _IDLE
         is_large = int(self.graph.resident_bytes.sum()) > limits.max(initial=0)
-        return not self.source.reading.training or is_small or is_large
+        return not self.source.reading.training or is_uneven or is_large
 
     @cached_property
     def bound_ns(self) -> int:

@@ -5,11 +5,12 @@
              --as it is--> its bound --------------------a look----------------------------------> solution --+--> best
                                           the two that promise the fastest layouts share the time left
 
-A question whose bound is above the best step found is not asked, nor one behind a degree that is slower than another:
-as degrees grow, cards idle less and exchange more. To capture the local programs of the first two degrees comes before
-the clock begins, those of others are of the budget. Groups are looked at where copies of the model do not use all cards
-well: in a forward pass, with fewer samples than cards, where a copy and its optimizer state are too large for a card,
-and where nothing else fits. Tokens are cut (`context`) where `token_exchanges` promises less to exchange."""
+A question whose bound is above the best step found is not asked, nor one behind a degree that is slower than another,
+unless cards idle less: as degrees grow, they exchange more. To capture the local programs of the first two degrees
+comes before the clock begins, those of others are of the budget. Groups are looked at where copies of the model do not
+use all cards well: in a forward pass, where samples are fewer than cards or some cards wait, where a copy and its
+optimizer state are too large for a card, and where nothing else fits. Tokens are cut (`context`) where
+`token_exchanges` promises less to exchange."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -25,7 +26,7 @@ from gdp.models.shards import WHOLE, Shards
 from gdp.notebook import milliseconds
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import in_flight
-from gdp.search.place_question import PlaceQuestion
+from gdp.search.place_question import PlaceQuestion, waiting_share
 from gdp.search.question import Solution
 from gdp.search.token_exchanges import time_with_tokens_cut_ns
 from gdp.simulator.constraints import memory_limits
@@ -71,6 +72,8 @@ class _Contest:
         self.opened = {WHOLE: question}
         self.failures: dict[Shards, InputError] = {}
         self.uncut: set[Shards] = set()  # that the model is not cut by
+        devices = question.cluster.devices
+        self._num_cards = sum(not device.is_cpu for device in devices) or len(devices)
         kinds = question.graph.kinds if question.source.reading.training else ()
         self.has_experts = any("grouped_mm" in kind for kind in kinds)  # in training
 
@@ -124,8 +127,9 @@ class _Contest:
         """Captures the local program of a rank. InputError where the model or the cluster does not allow it, where it
         cannot win, and where there is no time."""
         degree, best, is_first = shards.num_ranks, self._best.num_ranks, shards == Shards(shards.tensor)
-        for other in [each.num_ranks for each in self.found] if is_first and self._best_ns < inf else []:
-            if 1 < min(degree, best) < other < max(degree, best):
+        for other in [each.num_ranks for each in self._fitting] if is_first else []:
+            is_between = 1 < min(degree, best) < other < max(degree, best)
+            if is_between and self._waiting_share(degree) >= self._waiting_share(other):
                 raise InputError(f"groups of {other} are slower than those of {best}")
         if self.clock.is_up or not self.clock.has(self.question.reading_s(shards)):
             raise InputError("there was no time; give a larger --budget")
@@ -163,7 +167,15 @@ class _Contest:
     @property
     def _best_ns(self) -> float:
         """The step time of the best answer that fits."""
-        return min((rank[1] for rank in map(_rank, self.found.values()) if not rank[0]), default=inf)
+        return min((_rank(self.found[shards])[1] for shards in self._fitting), default=inf)
+
+    @property
+    def _fitting(self) -> list[Shards]:
+        return [shards for shards, solution in self.found.items() if not _rank(solution)[0]]
+
+    def _waiting_share(self, degree: int) -> float:
+        """Returns what groups of `degree` cards wait for each other, as a share of their work on whole samples."""
+        return waiting_share(self.source.batch_size or 1, self._num_cards // degree)
 
     def _with_experts(self) -> Iterator[Shards]:
         """Yields degrees of experts of a mixture in training beside the best tensor degree, from whole experts on."""
@@ -173,8 +185,8 @@ class _Contest:
     def _over_samples(self, sizes: Iterable[int]) -> list[Shards]:
         """Returns degrees of experts on ranks that are replicas otherwise, the most parts first: where each card has a
         sample."""
-        samples, num_cards = self.source.amounts().get("samples", 1), len(self.question.cluster.devices)
-        sizes = sizes if self.has_experts and samples >= num_cards else ()
+        samples = self.source.amounts().get("samples", 1)
+        sizes = sizes if self.has_experts and samples >= self._num_cards else ()
         return [Shards(expert=size) for size in sorted(sizes, reverse=True) if samples % size == 0]
 
     def _with_context(self, sizes: Iterable[int]) -> list[Shards]:

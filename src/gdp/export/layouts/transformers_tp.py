@@ -39,6 +39,10 @@ def notes(step: CutStep) -> list[str]:
             "Transformers sums the gradient of an input for each linear layer that reads it: five all-reduces a layer "
             "in backward of a Llama, where the plan has two."
         )
+        sentences.append(
+            "tp_plan is that of the model's config: what it does not name, as attention of DeepSeek, is whole on each "
+            "card there, and so is what it gathers, as the logits of most models and QKV of Phi-3."
+        )
     if layout.zero in (1, 2):
         sentences.append("FSDP cuts parameters as well, and gathers them in each pass.")
     if max(step.microbatches) > 1:

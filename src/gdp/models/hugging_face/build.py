@@ -135,9 +135,9 @@ class ServedBuild:
                 served = kv_cache.serve(model, inputs, self.room, self.text)
                 self.share = kv_cache.share_of_rank(model)
                 if (copies := float(self.share * self.shards.num_ranks)) > 1:
-                    self.notes.append(
-                        f"tensor={self.shards.tensor} holds the cache {copies:.4g} times: it has fewer heads than ranks"
-                    )
+                    why = "each card has all of it" if self.shards.tensor == 1 else "it has fewer heads than ranks"
+                    degrees = replace(self.shards, sequence=None)
+                    self.notes.append(f"{degrees} holds the cache {copies:.4g} times: {why}")
                 return model, (), served
 
 

@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from gdp.costs.collectives import COLLECTIVE
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.builder import UniqueNames, write_after_read
 from gdp.models.pytorch.op_records import OpRecord, ValueRecord
@@ -66,7 +67,9 @@ def _live(recorder: Recorder, wanted: set[int]) -> list[OpRecord]:
         if record.source:
             return True
         is_used = any(recorder.memories.values[value].readers or value in wanted for value in record.outputs)
-        return bool(record.calls) and (is_used or record.bytes_accessed > 0 or record.flops > 0)
+        is_exchange = record.kind.startswith(COLLECTIVE)  # of averaged attention, which nobody reads
+        is_work = record.bytes_accessed > 0 or record.flops > 0
+        return bool(record.calls) and (is_used or (is_work and not is_exchange))
 
     return [record for record in recorder.memories.records if is_live(record)]
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from gdp.costs.collectives import COLLECTIVE
 from gdp.models.pytorch.bytes_accessed import StoredMemories
 from gdp.models.pytorch.op_records import PENDING, OpRecord, ValueRecord, dtype_name, layout_of
 from gdp.models.pytorch.program import named_state
@@ -237,6 +238,8 @@ class Memories:
         old = self.values[overwritten[0]]
         maker = old.producer
         if old.owner is not None or maker.source or old.readers or maker.phase != record.phase:
+            return None
+        if maker.kind.startswith(COLLECTIVE):  # an exchange is one call, which all ranks take part in
             return None
         can_wait = not maker.reads and maker.outputs == overwritten
         return maker if can_wait or self._is_available(record, maker) else None

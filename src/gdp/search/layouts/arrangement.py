@@ -14,13 +14,14 @@ import numpy as np
 
 from gdp.arrays import F64, I64
 from gdp.errors import InputError
+from gdp.graph.microbatches import MAX_MICROBATCHES
 from gdp.parallel.layout import AUTO, Layout
 from gdp.search.candidate import Arrangement
 from gdp.search.settings import DEFAULTS, LayoutSettings
 
 MOST_PLACES = 64  # of a replica: the engine's word
 _SLOWEST = 0.02  # of the fastest device's speed: slower ones, such as CPUs beside cards, hold no replicas
-_MOST_MICROBATCHES = 64  # of a replica; more pay for their launches
+_MOST_MICROBATCHES = 64  # of all replicas in proportion to speed; more pay for their launches
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,23 +141,19 @@ def _even(machine: DeviceSpeeds, devices: list[int], batch_size: int, is_fixed: 
     for data in (count for count in range(1, len(devices) + 1) if len(devices) % count == 0):
         if batch_size % data or len(devices) // data > MOST_PLACES:
             continue
-        for groups in _groups(machine, devices, data):
+        for groups in [*_groups(machine, devices, data)] or _by_number(devices, data):
             samples = batch_size // data
             for microbatches in [samples] if is_fixed else _microbatches(len(groups[0]), samples, machine.settings):
                 if data * microbatches > 1:
                     yield Arrangement(Layout((microbatches,) * data), groups)
+                elif batch_size == 1 and not is_fixed:  # otherwise the whole step, which is op placement
+                    yield Arrangement(Layout(recompute=AUTO), groups)
 
 
 def _groups(machine: DeviceSpeeds, devices: list[int], data: int) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Yields ways to cut `devices` into `data` groups of the same kinds: neighbours together, or far apart."""
-    size = len(devices) // data
-    if data == 1:
-        yield (tuple(devices),)
-        return
-    if machine.alike(devices):
-        yield tuple(tuple(devices[start : start + size]) for start in range(0, data * size, size))
-        if size > 1:
-            yield tuple(tuple(devices[start::data]) for start in range(data))
+    if data == 1 or machine.alike(devices):
+        yield from _by_number(devices, data)
         return
     by_kind: dict[int, list[int]] = {}
     for device in devices:
@@ -170,31 +167,45 @@ def _groups(machine: DeviceSpeeds, devices: list[int], data: int) -> Iterator[tu
     )
 
 
+def _by_number(devices: list[int], data: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Yields `data` groups of as many devices: neighbours together, and far apart."""
+    size = len(devices) // data
+    yield tuple(tuple(devices[start : start + size]) for start in range(0, data * size, size))
+    if size > 1 and data > 1:
+        yield tuple(tuple(devices[start::data]) for start in range(data))
+
+
 def _microbatches(num_places: int, samples: int, settings: LayoutSettings) -> list[int]:
     """Returns numbers of micro-batches that divide the `samples` of a replica."""
     if num_places == 1:
         return [1]
     wanted = {1, *(factor * num_places for factor in settings.microbatches_a_place)}
-    divisors = [count for count in range(1, min(samples, _MOST_MICROBATCHES) + 1) if samples % count == 0]
+    divisors = [count for count in range(1, min(samples, MAX_MICROBATCHES) + 1) if samples % count == 0]
     return sorted({min(divisors, key=lambda count: abs(count - want)) for want in wanted})
 
 
 def more_microbatches(arrangement: Arrangement, batch_size: int) -> Arrangement | None:
-    """Returns the arrangement with the next larger number of micro-batches, which takes less memory; None: no more."""
-    counts, parts = arrangement.layout.microbatches, arrangement.layout.num_parts
-    for factor in range(2, _MOST_MICROBATCHES // max(counts) + 1):
-        if batch_size % (parts * factor) == 0:
-            many = tuple(factor * count for count in counts)
-            return replace(arrangement, layout=replace(arrangement.layout, microbatches=many))
-    return None
+    """Returns the arrangement with the next larger number of micro-batches, which takes less memory; None: no more.
+    Unequal ones keep their shares."""
+    layout = arrangement.layout
+    counts, data = layout.microbatches, layout.data
+    if layout.is_even:
+        several = ((count,) * data for count in range(counts[0] + 1, MAX_MICROBATCHES // data + 1))
+    else:
+        factors = range(2, MAX_MICROBATCHES // layout.num_parts + 1)
+        several = (tuple(factor * count for count in counts) for factor in factors)
+    more = next((many for many in several if batch_size % sum(many) == 0), None)
+    return None if more is None else replace(arrangement, layout=replace(layout, microbatches=more))
 
 
 def _in_proportion(machine: DeviceSpeeds, devices: list[int], batch_size: int, is_fixed: bool) -> Iterator[Arrangement]:
     """Yields replicas of one device each, with micro-batches in proportion to speed: the best few of all numbers."""
     ways: dict[Arrangement, float] = {}
     by_speed = sorted(devices, key=lambda device: machine.time_ns[device])
-    splits = range(2, min(batch_size, _MOST_MICROBATCHES) + 1)
-    for parts in [batch_size] if is_fixed else [count for count in splits if batch_size % count == 0]:
+    splits = [count for count in range(2, min(batch_size, MAX_MICROBATCHES) + 1) if batch_size % count == 0]
+    enough = next((count for count in splits if count >= len(devices)), 0)  # to use all of them
+    most = max(enough, _MOST_MICROBATCHES)
+    for parts in [batch_size] if is_fixed else [count for count in splits if count <= most]:
         shares = shared_out(machine.time_ns[by_speed], parts)
         used = [(device, count) for device, count in zip(by_speed, shares, strict=True) if count]
         if len(used) < 2:

@@ -16,7 +16,6 @@ from gdp.cluster import Cluster
 from gdp.costs.hosts import loads_ns
 from gdp.costs.op_times import op_time_classes
 from gdp.errors import InputError
-from gdp.graph import Graph
 from gdp.graph.copies import HOST_COPY
 from gdp.parallel.blocks import cheapest_blocks, longest_held_blocks, recomputed_ns
 from gdp.parallel.layout import AUTO, NONE, Layout
@@ -26,7 +25,14 @@ from gdp.search.batch_parts import Parts
 from gdp.search.candidate import Arrangement, Candidate, Figures
 from gdp.search.layouts.arrangement import DeviceSpeeds
 from gdp.search.layouts.less_memory import with_chosen_blocks
-from gdp.search.layouts.replica_steps import Memo, PartFigures, ReplicaSteps, RingTimes, busiest_channel_ns
+from gdp.search.layouts.replica_steps import (
+    Memo,
+    PartFigures,
+    ReplicaSteps,
+    RingTimes,
+    busiest_channel_ns,
+    is_in_stages,
+)
 from gdp.search.settings import DEFAULTS, LargeSteps, Settings
 from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.problem import Problem
@@ -268,15 +274,6 @@ def staged_places(problem: Problem, large: LargeSteps) -> list[I64]:
     if problem.num_ops <= large.planned_ops and (best := CLASSICAL["dp-stages"](problem, 0)) is not None:
         found.insert(0, best)
     return list({places.tobytes(): places for places in found}.values())
-
-
-def is_in_stages(graph: Graph, places: I64, num_stages: int) -> bool:
-    """Returns whether `places` [N] are stages: all are used, and forward tensors never go to an earlier one."""
-    is_forward = graph.is_in_phase("forward")
-    sources, targets = graph.producers[graph.edge_tensors], graph.consumers
-    is_passed = is_forward[sources] & is_forward[targets]
-    is_used = len(np.unique(places[is_forward])) == num_stages
-    return is_used and bool((places[sources] <= places[targets])[is_passed].all())
 
 
 def _hosts(cluster: Cluster) -> I64 | None:

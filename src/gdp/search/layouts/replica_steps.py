@@ -24,6 +24,7 @@ from gdp.graph import Graph, Op, Tensor
 from gdp.graph.accumulation import once_ops
 from gdp.graph.interpolation import have_same_ops
 from gdp.graph.microbatches import shared_ops
+from gdp.parallel.held_state import HeldState
 from gdp.parallel.layout import AUTO, NONE, Layout
 from gdp.parallel.recompute import Recomputation, blocks_to_recompute
 from gdp.parallel.replica_step import most_gathered_bytes
@@ -70,21 +71,18 @@ class PartFigures:
     @classmethod
     def of(cls, graph: Graph, cluster: Cluster) -> "PartFigures":
         """Returns the sums of the step `graph`."""
-        is_source, is_update = shared_ops(graph)
+        _, is_update = shared_ops(graph)
         is_each = ~np.logical_or(*once_ops(graph))
         is_backward = graph.is_in_phase("backward") & ~is_update
         once_ns, backward_ns, each_ns = loads_ns(graph, cluster, is_update, is_backward, is_each)
-        gradients = gradients_of(graph, is_update)
-        has_update = np.isin(graph.groups, graph.groups[is_update & (graph.groups >= 0)])
-        own = is_source & has_update
-        is_own = graph.is_resident & own[graph.producers] & (graph.view_of < 0)
-        parameter_bytes = int(graph.tensor_bytes[is_own].sum())
+        gradients, held = gradients_of(graph, is_update), HeldState.of(graph)
+        parameter_bytes = int(held.own_bytes.sum())
         return cls(
             once_ns=once_ns,
             backward_ns=backward_ns,
             each_ns=each_ns,
             gradient_bytes=sum(gradient.num_bytes for gradient in gradients.values()),
-            state_bytes=max(int(graph.resident_bytes[own].sum()) - parameter_bytes, 0),
+            state_bytes=int(graph.resident_bytes[held.is_parameter | held.is_state].sum()) - parameter_bytes,
             parameter_bytes=parameter_bytes,
             resident_bytes=int(graph.resident_bytes.sum()),
         )
@@ -132,7 +130,8 @@ class ReplicaSteps:
                 graph = step.graph if layout.stages is None else with_waits(step.graph, places[step.origin])
                 problem = self.alone(graph, devices)
                 placement = step.placement(places, [range(len(own))], None if cpu is None else [len(own)])
-                best = _best_alone(problem, step, placement, in_stages=layout.stages is not None)
+                in_stages = is_in_stages(self.parts.rough(layout.num_parts), places, len(own))
+                best = _best_alone(problem, step, placement, in_stages=in_stages)
                 is_once = np.logical_or(*once_ops(step.graph))
                 loads_ns = [
                     np.bincount(
@@ -206,6 +205,15 @@ class ReplicaSteps:
         found = Recomputation.of(blocks_to_recompute(graph, modules))
         self._recomputations[modules].append((graph, found))
         return found.graph
+
+
+def is_in_stages(graph: Graph, places: I64, num_stages: int) -> bool:
+    """Returns whether `places` [N] are stages: all are used, and forward tensors never go to an earlier one."""
+    is_forward = graph.is_in_phase("forward")
+    sources, targets = graph.producers[graph.edge_tensors], graph.consumers
+    is_passed = is_forward[sources] & is_forward[targets]
+    is_used = len(np.unique(places[is_forward])) == num_stages
+    return is_used and bool((places[sources] <= places[targets])[is_passed].all())
 
 
 def _best_alone(problem: Problem, step: Step, placement: Placement, *, in_stages: bool) -> Simulation:

@@ -65,7 +65,7 @@ class EstimateQueue:
             least = self._attempt(self.estimator.least, way)
             if least is not None:
                 self.left += [] if way in self._known else [least]
-                pending += self._smaller(least)[::-1]
+                pending += [] if least.fits else self._smaller(way)[::-1]
 
     def estimate(self, known: Candidate) -> None:
         """Replaces what arithmetic says of an arrangement by an estimate."""
@@ -73,7 +73,12 @@ class EstimateQueue:
         estimate = self._attempt(self.estimator.estimate, known.way)
         if estimate is not None:
             self.left.append(estimate)
-            self.add(self._smaller(estimate))
+            if not estimate.fits:
+                self.add_smaller(known.way)
+
+    def add_smaller(self, way: Arrangement) -> None:
+        """Adds others that take less memory than `way`, which does not fit."""
+        self.add(self._smaller(way))
 
     def best(self, clock: Clock) -> Candidate | None:
         """Returns the most promising of all, estimated; None where there is none, or time is up before."""
@@ -87,10 +92,9 @@ class EstimateQueue:
             clock.spend(1)
         return None
 
-    def _smaller(self, estimate: Candidate) -> list[Arrangement]:
-        if estimate.fits or not self._grows:
+    def _smaller(self, way: Arrangement) -> list[Arrangement]:
+        if not self._grows:
             return []
-        way = estimate.way
         return with_less_memory(way, self._batch_size, has_cpu=self.estimator.has_spare_cpu(way))
 
 
@@ -216,6 +220,8 @@ class Screening:
             candidate = search.attempt(lambda way: search.simulate(way, known.places, is_captured=is_captured), way)
             self.simulated += [] if candidate is None else [candidate]
             self._is_tight &= candidate is None or not candidate.fits
+            if candidate is not None and not candidate.fits:
+                self._queue.add_smaller(way)
         else:
             self._queue.estimate(known)
 

@@ -183,7 +183,8 @@ class RankExchanges(TorchFunctionMode):
     def own(self, y: Tensor, dim: int, cut: AxisCut) -> Tensor:
         """Returns this rank's part of a whole tensor that meets one with a `cut` at the size of its dimension `dim`."""
         dim %= y.dim()
-        planned = None if self.plan is None else self.plan.cut_operand(y, dim, cut, self.rows_of(y))
+        is_by_token = self.plan is None or SEQUENCE in cut.sources  # weights such as positions stay whole
+        planned = None if is_by_token else self.plan.cut_operand(y, dim, cut, self.rows_of(y))
         if planned is not None:
             return planned
         of_y = replace(cut, shape=tuple(y.shape), dim=dim)
@@ -194,7 +195,7 @@ class RankExchanges(TorchFunctionMode):
                 size = y.shape[dim] // cut.num_parts
                 return self.entered(source).expand(*y.shape[:dim], size, *y.shape[dim + 1 :])
             is_even = cut.num_parts == self.num_ranks and not cut.segments and y.shape[dim] % cut.num_parts == 0
-            if is_even and y.requires_grad and torch.is_grad_enabled():
+            if is_even and y.requires_grad and torch.is_grad_enabled() and not self.is_entered(y):
                 return self.applied(Own.apply, y, dim, cut.outer, self.num_ranks, self.rank)
             return part(self.entered(y), dim, cut.num_parts, self.own_part(cut), cut.outer, cut.segments, cut.counts)
 

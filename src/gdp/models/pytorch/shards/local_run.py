@@ -9,6 +9,7 @@ of the part.
 
 import contextlib
 import functools
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -28,7 +29,7 @@ _SIZES = names("shape size numel nelement __len__")
 _FACTS = names(  # of a tensor, which its part has too
     """
     dtype device requires_grad is_cuda is_meta ndim dim layout grad_fn is_leaf is_floating_point is_complex
-    element_size is_contiguous stride is_mps is_sparse is_nested is_quantized names data_ptr _version
+    element_size is_contiguous stride is_mps is_sparse is_nested is_quantized names data_ptr _version _is_view _base
     """
 )
 _KEEP_SUMS = names(  # linear in a partial sum
@@ -40,6 +41,7 @@ _KEEP_SUMS = names(  # linear in a partial sum
 _ROWS = names("view reshape flatten unsqueeze to type contiguous __getitem__ index_select repeat_interleave")
 _FACTORS = names("mul __mul__ __rmul__ div __truediv__")
 _TERMS = names("add __add__ __radd__ sub __sub__ __iadd__ add_")
+_FIRST = ("input", "tensors", "tensor", "self")  # names of a first argument
 _GENERATOR, _OPTIONS = "_checkpoint_without_reentrant_generator", 5  # and its arguments between function and inputs
 
 
@@ -106,6 +108,8 @@ class LocalRun(RankExchanges):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         name = _name_of(func)
+        if kwargs:
+            args, kwargs = _in_place(func, args, kwargs)
         if name in _SIZES:
             cut = cut_of(args[0])
             return func(*args, **kwargs) if cut is None else _whole_size(name, cut.shape, *args[1:], **kwargs)
@@ -182,6 +186,17 @@ class LocalRun(RankExchanges):
         for tensor in tensors_in(result):
             mark(tensor, AxisCut(tuple(tensor.shape), PARTIAL, self.num_ranks, sources=sources))
         return result
+
+
+def _in_place(func: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
+    """Returns arguments as most write them: the first one by its place, and `dim` for NumPy's `axis`."""
+    first = next((key for key in _FIRST if key in kwargs), None) if not args else None
+    if first is not None:
+        args = (kwargs[first],)
+        kwargs = {key: value for key, value in kwargs.items() if key != first}
+    if "axis" in kwargs and not inspect.isfunction(func):
+        kwargs = {"dim" if key == "axis" else key: value for key, value in kwargs.items()}
+    return args, kwargs
 
 
 @functools.cache

@@ -16,6 +16,8 @@ def parallel_cross_entropy(
     logits: Tensor, target: Tensor, num_classes: int, num_ranks: int, rank: int, reduction: int, ignored: int
 ) -> Tensor:
     """Returns the loss of tokens [n] by this rank's part of their logits, [n, classes of a rank]."""
+    if any(torch.is_autocast_enabled(kind) for kind in ("cuda", "cpu")):  # as the whole step's is
+        logits = logits.float()
     losses: Tensor = _Losses.apply(logits, target, num_classes, num_ranks, rank, ignored)
     if reduction == _MEAN:
         return losses.sum() / (target != ignored).sum()

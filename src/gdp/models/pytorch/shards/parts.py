@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
 
 from gdp.models.names import names
 from gdp.models.pytorch.shards.cuts import (
@@ -29,6 +30,7 @@ from gdp.models.pytorch.shards.cuts import (
     path_of,
     segments_of,
     tensors_in,
+    whole_shape,
     without_content,
 )
 from gdp.models.pytorch.shards.exchanges import RankExchanges
@@ -53,13 +55,24 @@ _SUMS = names("sum mean")
 _REORDERED = names("apply repeat tile")  # entries of a cut dimension, in a way that is not known
 _KINDS = 3  # that one layer makes: queries, keys and values
 _BY_CHANNEL = names("group_norm batch_norm instance_norm conv1d conv2d conv3d conv_transpose1d conv_transpose2d")
-_REFUSED = names("as_strided __setitem__ __bool__ item tolist nonzero unique masked_select index_put index_put_")
+_REFUSED = names("as_strided __bool__ item tolist nonzero unique masked_select") | names(
+    # of whole tensors, though their results have the shape of what they read
+    """
+    masked_scatter masked_scatter_ tril triu tril_ triu_ rot90 fliplr flipud cdist kron lstm gru rnn_tanh rnn_relu
+    inverse pinverse cholesky cholesky_inverse cholesky_solve matrix_exp matrix_power svd qr grid_sampler pixel_shuffle
+    pixel_unshuffle channel_shuffle im2col col2im stft istft
+    """
+)
+_WRITES = names("__setitem__ index_put index_put_")
+_WHOLE = ("fft_", "linalg_", "upsample_", "avg_pool", "max_pool", "adaptive_", "fractional_", "reflection_pad")
 
 
 def by_broadcast(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     """Runs a function whose operands are broadcast against each other, or that has one."""
     if name.startswith("new_"):
         return _blank(func, args, kwargs)
+    if name.startswith(_WHOLE) or _is_custom(func):
+        return _refuse(run, name, func, args, kwargs)
     args, kwargs = _tokens_gathered(run, args, kwargs)
     operands = list(tensors_in((args, kwargs)))
     if name.endswith("_") and not name.endswith("__") and cut_of(operands[0]) is None:
@@ -78,6 +91,12 @@ def by_broadcast(run: RankExchanges, name: str, func: Any, args: Any, kwargs: An
     if len(operands) > 1:
         args, kwargs = mapped((args, kwargs), local)
     return on_parts(run, name, func, args, kwargs, lead)
+
+
+def _is_custom(func: Any) -> bool:
+    """Returns whether a function is an operator of a user's or another library's, of which nothing is known."""
+    name = str(func) if isinstance(func, (OpOverload, OpOverloadPacket)) else "aten."
+    return not name.startswith(("aten.", "prim", "collective.", "context.", "gdp"))
 
 
 def _blank(func: Any, args: Any, kwargs: Any) -> Any:
@@ -213,7 +232,7 @@ def _view(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> A
 def _expand(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     x, cut = args[0], cut_of(args[0])
     if cut is None:
-        return func(*mapped(args, run.whole), **kwargs)
+        return x.expand(whole_shape(args[1])) if name == "expand_as" else func(x, *args[1:], **kwargs)
     shape = list(without_content(func, args, kwargs).shape)
     dim = cut.dim + len(shape) - x.dim()
     local = [*shape[:dim], x.shape[cut.dim], *shape[dim + 1 :]]
@@ -299,7 +318,7 @@ def _item(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> A
 
 def _along(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     cut, (place, default) = cut_of(args[0]), _ALONG[name]
-    dim = kwargs.get("dim", args[place] if len(args) > place else default)
+    dim = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
     is_index = name in ("gather", "scatter", "scatter_add", "index_add", "index_copy")
     ndim = args[0].dim()
@@ -336,6 +355,17 @@ def _norm(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> A
 
 def _refuse(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     return run.on_wholes(f"is read whole by {name}", func, args, kwargs)
+
+
+def _write(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Writes into this rank's part what is written into all of a tensor."""
+    x, cut = args[0], cut_of(args[0])
+    if cut is None or SEQUENCE not in cut.sources or name == "index_put":
+        return _refuse(run, name, func, args, kwargs)
+    whole = run.whole(x).clone()
+    func(whole, *mapped(args[1:], run.whole), **mapped(kwargs, run.whole))
+    x.copy_(run.own(whole, cut.dim, cut))
+    return None if name == "__setitem__" else x
 
 
 def _pad(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -397,6 +427,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_SPLITS, _split),
     **dict.fromkeys(_SUMS, _sum),
     **dict.fromkeys(_REFUSED | _BY_CHANNEL, _refuse),
+    **dict.fromkeys(_WRITES, _write),
     **dict.fromkeys(("layer_norm", "rms_norm"), _norm),
     **dict.fromkeys(("__getitem__", "narrow"), _item),
     **dict.fromkeys(("cat", "concat", "concatenate"), _cat),

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from string import ascii_letters
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ _KEYS = {  # of operands
     "baddbmm": ("input", "batch1", "batch2"),
 }
 NAMES = frozenset({"linear", "einsum"}) | _GROUPED | _PLAIN | _ADDED
+_REST = "..."  # of the dimensions, in einsum
 _ANY = "."  # a dimension of size 1, which is broadcast
 
 
@@ -51,10 +53,10 @@ def read(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Product |
     if name == "einsum":
         equation, *operands = args
         operands = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
-        inputs, arrow, result = str(equation).replace(" ", "").partition("->")
-        if not arrow or "." in inputs or any(len(set(text)) < len(text) for text in inputs.split(",")):
+        letters, result = _spelled(str(equation), operands)
+        if any(len(set(text)) < len(text) for text in letters):
             return None
-        return Product(name, operands, inputs.split(","), result, {"equation": equation})
+        return Product(name, operands, letters, result, {"equation": equation})
     keys = _KEYS.get(name, ())
     operands = [*args, *(rest.pop(key) for key in keys[len(args) :] if key in rest)]
     count = 3 if name in _ADDED or (name == "linear" and len(operands) == 3 and operands[2] is not None) else 2
@@ -91,6 +93,23 @@ def read(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Product |
     return Product(
         name, operands, [_seen(result[len(result) - bias.dim() :], bias), *letters], result, rest, 0, is_scaled
     )
+
+
+def _spelled(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
+    """Returns the letters of each operand of `einsum` and of its result, those of `...` among them."""
+    inputs, arrow, result = equation.replace(" ", "").partition("->")
+    texts = inputs.split(",")
+    if not arrow:
+        seen = inputs.replace(",", "").replace(".", "")
+        result = _REST * (_REST in inputs) + "".join(sorted(letter for letter in set(seen) if seen.count(letter) == 1))
+    free = [letter for letter in ascii_letters if letter not in equation]
+    counts = [
+        operand.dim() - len(text) + len(_REST) if _REST in text else 0
+        for text, operand in zip(texts, operands, strict=True)
+    ]
+    rest = "".join(free[: max(counts)])
+    texts = [text.replace(_REST, rest[len(rest) - count :]) for text, count in zip(texts, counts, strict=True)]
+    return texts, result.replace(_REST, rest)
 
 
 def _batch(count: int) -> str:

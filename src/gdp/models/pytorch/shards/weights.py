@@ -57,7 +57,7 @@ def _product(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -
             operands[at] = run.entered(tensor) if not (is_sum and at == product.bias) else tensor
         elif cut is None:
             operands[at] = run.own(tensor, letters.index(letter), lead)
-        elif isinstance(tensor, nn.Parameter) and tensor.requires_grad and _is_repeated(cut, run.num_ranks):
+        elif _is_weight(tensor) and tensor.requires_grad and _is_repeated(cut, run.num_ranks):
             sizes = local_sizes(cut) if cut.counts else [tensor.shape[cut.dim]]
             counts = cut.counts or (cut.num_parts,)
             operands[at] = Repeated.apply(tensor, cut.dim, sizes, counts, run.num_ranks, run.rank)
@@ -81,6 +81,10 @@ def _product(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -
     shape = [*result.shape[:dim], lead.shape[lead.dim], *result.shape[dim + 1 :]]
     mark(result, replace(lead, shape=tuple(shape), dim=dim, sources=sources))
     return run.whole(result) if sources & run.gathered else result
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or (tensor._is_view() and isinstance(tensor._base, nn.Parameter))
 
 
 def _is_repeated(cut: AxisCut, num_ranks: int) -> bool:
@@ -163,11 +167,13 @@ def _cross_entropy(run: RankExchanges, name: str, func: Any, args: Any, kwargs: 
     cut = cut_of(logits)
     is_plain = options["weight"] is None and not options["label_smoothing"] and not target.is_floating_point()
     is_small = run.plan is not None and cut is not None and run.plan.is_small(cut.sources)
-    if cut is None or cut.dim != 1 or len(cut.shape) != 2 or not is_plain or cut_of(target) is not None or is_small:
+    if cut is None or cut.dim != 1 or len(cut.shape) < 2 or not is_plain or cut_of(target) is not None or is_small:
         return run.on_wholes("is read by a loss", func, args, kwargs)
-    return parallel_cross_entropy(
-        logits, target, cut.shape[1], run.num_ranks, run.rank, options["reduction"], options["ignore_index"]
+    scores = logits.movedim(1, -1).flatten(0, -2) if logits.dim() > 2 else logits
+    loss = parallel_cross_entropy(
+        scores, target.flatten(), cut.shape[1], run.num_ranks, run.rank, options["reduction"], options["ignore_index"]
     )
+    return loss.view(target.shape) if loss.dim() else loss
 
 
 def read_loss(args: Any, kwargs: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
