@@ -8,7 +8,7 @@ more than that, and is simulated at the end in any case, unless the step is very
 fits, so is what takes the least memory. Where no group of cards of several hosts holds a copy of the model, one copy in
 stages on all groups comes first."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -100,6 +100,7 @@ class EstimateQueue:
 
 USUAL_ZERO = (0, 1, 3)  # what users run on each device: DDP, ZeRO 1, FSDP
 _TIGHT = 0.5  # of the memory of a group is held by a copy of the model: stages may be needed; untuned
+_MOST_A_PLACE = 16  # micro-batches: the bubble is a seventeenth of the step
 _SLOW = 1.5  # times the best step: what users run and takes longer is left
 
 
@@ -262,9 +263,10 @@ class Screening:
 
     def with_least_memory(self) -> list[Candidate]:
         """Returns candidates of FSDP with all blocks recomputed, once: with the fewest micro-batches that fit by
-        estimate, and more until it fits. The first is simulated at any time, others while there is time."""
+        estimate, and more until it fits. The first is simulated at any time, others while there is time. One copy in
+        stages comes before it if that promises more."""
         way = None if self._has_least else _least_memory(self.search)
-        candidates = [] if self._has_least else self._in_stages()  # not of a layout that is asked for
+        candidates = [] if self._has_least else self._in_stages() or self._in_deep_stages(way)  # none is asked for
         self._has_least = True
         if any(each.fits for each in candidates) and self._clock.share_spent > self._settings.late_share:
             return candidates
@@ -287,6 +289,16 @@ class Screening:
             return []
         in_stages = replace(way, layout=replace(way.layout, stages=way.num_places))
         return self._with_few_blocks(in_stages) or self._with_few_blocks(way)
+
+    def _in_deep_stages(self, other: Arrangement | None) -> list[Candidate]:
+        """Simulates one copy of the model in stages on all devices, if it promises more than `other`."""
+        search, way = self.search, _deepest(self.search)
+        if way is None or self._clock.is_up:
+            return []
+        ways = [replace(way, layout=replace(way.layout, recompute=BLOCKS)), other]
+        estimates = [None if each is None else search.attempt(search.estimator.estimate, each) for each in ways]
+        known = [each for each in estimates if each is not None and each.fits]
+        return self._with_few_blocks(way) if known and min(known) is estimates[0] else []
 
     def _with_few_blocks(self, way: Arrangement) -> list[Candidate]:
         """Returns simulations of `way` with more and more blocks recomputed until it fits, and of all if an estimate
@@ -337,13 +349,24 @@ def _ways(search: LayoutSearch) -> list[Arrangement]:
 def _stages_of_groups(search: LayoutSearch) -> Arrangement | None:
     """Returns one copy of the model on most groups of cards of several hosts, in the most micro-batches that can be
     simulated; None on other devices."""
-    cluster, most = search.question.cluster, search.settings.large.most_ops
+    cluster = search.question.cluster
     groups = {number for number, device in enumerate(cluster.devices) if device.group}
     if not groups or NETWORK not in cluster.exchanges:
         return None
-    num_ops = search.parts.exact(1).num_ops
-    ways = [way for way in _ways(search) if way.layout.data == 1 and way.num_places > 1]
-    ways = [way for way in ways if set(way.all_devices) <= groups and way.layout.num_parts * num_ops <= most]
+    return _deepest(search, groups)
+
+
+def _deepest(search: LayoutSearch, devices: Container[int] | None = None) -> Arrangement | None:
+    """Returns one copy of the model on most of all devices, or of these, in the most micro-batches that can be
+    simulated, up to `_MOST_A_PLACE`."""
+    num_ops, most = search.parts.exact(1).num_ops, search.settings.large.most_ops
+    ways = [
+        way
+        for way in _ways(search)
+        if way.layout.data == 1 < way.num_places
+        and way.layout.num_parts <= min(most // num_ops, _MOST_A_PLACE * way.num_places)
+        and (devices is None or all(device in devices for device in way.all_devices))
+    ]
     return max(ways, key=lambda way: (way.num_places, way.layout.num_parts), default=None)
 
 
@@ -367,27 +390,40 @@ def read_ahead_of_groups(question: BatchQuestion) -> None:
         if part is not None and have_same_ops(parts.exact(1), part):
             return
     parts.read_ahead(2 * question.cluster.num_devices, question.settings.large)
+    if _is_tight(question):
+        _read_usual(search)
 
 
 def read_ahead(question: BatchQuestion) -> None:
     """Reads the parts of the batch from which others are interpolated, and the one that what users run needs: replicas
     on single devices with the fewest micro-batches that fit by estimate, or else FSDP with all blocks recomputed. Of
     large steps, that takes long to estimate: it is read where no device has the memory for one copy."""
-    parts = question.parts
-    parts.read_ahead(question.cluster.num_devices, question.settings.large)
-    whole = parts.exact(1)
-    is_tight = int(whole.resident_bytes.sum()) > memory_limits(question.cluster, question.constraints).max()
-    is_large = whole.num_ops > question.settings.large.estimated_ops
-    if is_large and not is_tight:
-        return
-    search = LayoutSearch(question, Clock(None))
+    question.parts.read_ahead(question.cluster.num_devices, question.settings.large)
+    if not _is_large(question) or _is_tight(question):
+        _read_usual(LayoutSearch(question, Clock(None)))
+
+
+def _is_tight(question: BatchQuestion) -> bool:
+    """Returns whether no device has the memory for one copy of the model."""
+    held_bytes = int(question.parts.exact(1).resident_bytes.sum())
+    return held_bytes > int(memory_limits(question.cluster, question.constraints).max())
+
+
+def _is_large(question: BatchQuestion) -> bool:
+    return question.parts.exact(1).num_ops > question.settings.large.estimated_ops
+
+
+def _read_usual(search: LayoutSearch) -> None:
+    """Reads the part of the batch that replicas on single devices take with the fewest micro-batches that fit by
+    estimate, or else that of FSDP with all blocks recomputed."""
+    is_large = _is_large(search.question)
     usual = [way for way in _ways(search) if way.num_places == 1 and way.layout.zero in USUAL_ZERO]
     num_replicas = max((way.layout.data for way in usual), default=0)
     widest = [way for way in usual if way.layout.data == num_replicas and not is_large]
     fitting = [way for way in (_fitting(search, way) for way in widest) if way is not None]
     least = None if fitting else _least_memory(search)
     if counts := [way.layout.num_parts for way in (*fitting, least) if way is not None]:
-        search.attempt(lambda _: parts.exact(min(counts)), usual[0])
+        search.attempt(lambda _: search.parts.exact(min(counts)), usual[0])
 
 
 def _least_memory(search: LayoutSearch) -> Arrangement | None:
