@@ -101,6 +101,8 @@ class EstimateQueue:
 USUAL_ZERO = (0, 1, 3)  # what users run on each device: DDP, ZeRO 1, FSDP
 _TIGHT = 0.5  # of the memory of a group is held by a copy of the model: stages may be needed; untuned
 _MOST_A_PLACE = 16  # micro-batches: the bubble is a seventeenth of the step
+_SOONER = 1.4  # times as fast: what estimates of gathers on slow links may leave out
+_PROMISING = 0.95  # of the best step: an estimate that a simulation comes for before a search; untuned
 _SLOW = 1.5  # times the best step: what users run and takes longer is left
 
 
@@ -137,7 +139,9 @@ class Screening:
         """Simulates what is promising, until the screening's share of the budget is spent, and what users run."""
         self._queue.add(_ways(self.search), self._clock.until(self._settings.screen_share))
         is_free = not self._has_least and not self._num_known
-        staged = self._in_stages() if is_free and _share_held(self.search) > 1 else []
+        staged: list[Candidate] = []
+        if is_free and _share_held(self.search) > 1:
+            staged = self.with_least_memory() if self._is_gathered_sooner() else self._in_stages()
         self.simulated += [each for each in staged if each.fits]
         is_usual_known = False
         while self._queue.left and not self._is_over(next_one := self._next()):
@@ -200,7 +204,9 @@ class Screening:
             has_enough = num_simulated >= self._settings.most_simulated
             return num_simulated > 0 and (is_late or (has_enough and not next_one.fits))
         is_far = not next_one.fits or next_one.step_time_ns > self._settings.far_estimate * fitting_ns
-        is_late = clock.share_spent > (self._settings.late_share if self._is_tight else self._settings.screen_share)
+        promises = next_one.has_places and next_one.step_time_ns < _PROMISING * fitting_ns
+        is_early = self._is_tight or promises  # of what is known already
+        is_late = clock.share_spent > (self._settings.late_share if is_early else self._settings.screen_share)
         return is_far or num_simulated >= self._settings.most_simulated or is_late or clock.stop.is_set()
 
     @property
@@ -290,13 +296,27 @@ class Screening:
         in_stages = replace(way, layout=replace(way.layout, stages=way.num_places))
         return self._with_few_blocks(in_stages) or self._with_few_blocks(way)
 
+    def _is_gathered_sooner(self) -> bool:
+        """Returns whether FSDP with all blocks recomputed promises much more than one copy in stages, which is left out
+        then."""
+        stages = _stages_of_groups(self.search)
+        ways = [_least_memory(self.search), stages and _with_all_blocks(stages)]
+        gathered, staged = (None if way is None else self.search.attempt(self._estimate, way) for way in ways)
+        if gathered is None or not gathered.fits:
+            return False
+        self._has_stages = staged is None or not staged.fits or _SOONER * gathered.step_time_ns < staged.step_time_ns
+        return self._has_stages
+
+    def _estimate(self, way: Arrangement) -> Candidate:
+        return self.search.estimator.estimate(way)
+
     def _in_deep_stages(self, other: Arrangement | None) -> list[Candidate]:
         """Simulates one copy of the model in stages on all devices, if it promises more than `other`."""
         search, way = self.search, _deepest(self.search)
         if way is None or self._clock.is_up:
             return []
-        ways = [replace(way, layout=replace(way.layout, recompute=BLOCKS)), other]
-        estimates = [None if each is None else search.attempt(search.estimator.estimate, each) for each in ways]
+        ways = [_with_all_blocks(way), other]
+        estimates = [None if each is None else search.attempt(self._estimate, each) for each in ways]
         known = [each for each in estimates if each is not None and each.fits]
         return self._with_few_blocks(way) if known and min(known) is estimates[0] else []
 
@@ -433,8 +453,12 @@ def _least_memory(search: LayoutSearch) -> Arrangement | None:
     way = max(ways, key=lambda way: way.layout.data, default=None)
     if way is None:
         return None
-    least = replace(way, layout=replace(way.layout, recompute=BLOCKS))
+    least = _with_all_blocks(way)
     return _fitting(search, least) or least
+
+
+def _with_all_blocks(way: Arrangement) -> Arrangement:
+    return replace(way, layout=replace(way.layout, recompute=BLOCKS))
 
 
 def _fitting(search: LayoutSearch, way: Arrangement) -> Arrangement | None:
