@@ -101,7 +101,7 @@ class EstimateQueue:
 USUAL_ZERO = (0, 1, 3)  # what users run on each device: DDP, ZeRO 1, FSDP
 _TIGHT = 0.5  # of the memory of a group is held by a copy of the model: stages may be needed; untuned
 _MOST_A_PLACE = 16  # micro-batches: the bubble is a seventeenth of the step
-_SOONER = 1.4  # times as fast: what estimates of gathers on slow links may leave out
+_SOONER = 1.25  # times as fast: what estimates of gathers on slow links may leave out
 _PROMISING = 0.95  # of the best step: an estimate that a simulation comes for before a search; untuned
 _SLOW = 1.5  # times the best step: what users run and takes longer is left
 
