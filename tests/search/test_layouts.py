@@ -414,6 +414,17 @@ def test_the_next_number_of_microbatches_is_the_next_divisor() -> None:
     assert unequal.layout.microbatches == (4, 2)
 
 
+@pytest.mark.parametrize(("bandwidth", "data"), [("0.05GB/s", 1), ("500GB/s", 4)])
+def test_a_copy_that_no_device_holds_is_gathered_or_in_stages(bandwidth: str, data: int) -> None:
+    """With little time a model that no device holds is cut by ZeRO 3 where links are quick, or into stages where they
+    are slow: what promises more is simulated first."""
+    parts = parts_of(weight_bytes=10**8)
+    choice = choose(parts, machine_of([1.0] * 4, "0.75GB", bandwidth), budget="60sims")
+    assert choice.plan.status == "ok"
+    assert choice.best.layout.data == data
+    assert choice.best.layout.zero == (3 if data > 1 else 0)
+
+
 def test_weights_that_are_not_trained_are_cut_as_others_are() -> None:
     """With ZeRO 3 a replica holds a part of frozen parameters: all are counted, with the state of those trained."""
     ops = [
