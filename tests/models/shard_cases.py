@@ -153,10 +153,14 @@ class Spelled(nn.Module):
         x = x + self.out(y.flatten(2))
         x = x + self.attention(x, x, x)[0]
         x = x + torch.fft.fft(x, dim=1).real / 8
+        x = x / (1 + torch.linalg.vector_norm(x, dim=-1, keepdim=True) / 8)
+        x.masked_scatter_(torch.arange(tokens).view(1, -1, 1) == 3, self.positions[:, :batch])
         x[:, 0] = 0.5
         x[:, 1:3] += 1.0
         gate, up = self.pair(x).chunk(2, axis=-1)
         x = x + torch.einsum("...d,df->...f", gate.sigmoid() * up, self.down)
+        x = x * torch.einsum("...d,...d->...", x, self.positions[:, :1]).tanh().unsqueeze(-1)
+        x = torch.where(condition=x > 3, input=x / 2, other=x)
         mean = x.mean(axis=-1, keepdim=True)
         return (x - mean) * torch.ones(batch, tokens, 1).expand_as(x)
 

@@ -153,7 +153,8 @@ class Parts:
     def read_ahead(self, num_devices: int, large: LargeSteps = DEFAULTS.large) -> None:
         """Reads the step of a part for each device, or of the next larger one: others are interpolated from it.
 
-        Of a large step it is a part for as many devices as a step may have replicas that can be looked at in time."""
+        Of a large step it is a part for as many devices as a step may have replicas that can be looked at in time.
+        Where two are there that others are interpolated from, none is read."""
         if self._pair() is not None:
             return
         for count in range(min(num_devices, max(large.read_ahead_ops // self.exact(1).num_ops, 2)), 1, -1):

@@ -221,7 +221,9 @@ class PlaceQuestion:
         assert self.source is not None
         is_card = [not device.is_cpu for device in self.cluster.devices]
         limits = memory_limits(self.cluster, self.constraints)[is_card]
-        is_uneven = len(limits) > 1 and waiting_share(self.source.batch_size or 1, len(limits)) > _IDLE
+        is_alike = len({device.kind for device in self.cluster.devices if not device.is_cpu}) == 1
+        samples = self.source.batch_size or 1  # unlike cards have shares of them by speed
+        is_uneven = samples < len(limits) or (is_alike and waiting_share(samples, len(limits)) > _IDLE)
         is_large = int(self.graph.resident_bytes.sum()) > limits.max(initial=0)
         return not self.source.reading.training or is_uneven or is_large
 

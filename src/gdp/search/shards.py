@@ -175,7 +175,8 @@ class _Contest:
 
     def _waiting_share(self, degree: int) -> float:
         """Returns what groups of `degree` cards wait for each other, as a share of their work on whole samples."""
-        return waiting_share(self.source.batch_size or 1, self._num_cards // degree)
+        groups = sum(bool(device.group) for device in self.question.cluster.grouped(degree).devices)
+        return waiting_share(self.source.batch_size or 1, groups)
 
     def _with_experts(self) -> Iterator[Shards]:
         """Yields degrees of experts of a mixture in training beside the best tensor degree, from whole experts on."""

@@ -21,7 +21,7 @@ from gdp.search.settings import DEFAULTS, LayoutSettings
 
 MOST_PLACES = 64  # of a replica: the engine's word
 _SLOWEST = 0.02  # of the fastest device's speed: slower ones, such as CPUs beside cards, hold no replicas
-_MOST_MICROBATCHES = 64  # of all replicas in proportion to speed; more pay for their launches
+_MOST_MICROBATCHES = 64  # of all replicas, if these suffice; more pay for their launches
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +141,8 @@ def _even(machine: DeviceSpeeds, devices: list[int], batch_size: int, is_fixed: 
     for data in (count for count in range(1, len(devices) + 1) if len(devices) % count == 0):
         if batch_size % data or len(devices) // data > MOST_PLACES:
             continue
-        for groups in [*_groups(machine, devices, data)] or _by_number(devices, data):
+        alone = _by_number(devices, data) if data == len(devices) else ()  # unlike ones may have equal shares
+        for groups in [*_groups(machine, devices, data)] or alone:
             samples = batch_size // data
             for microbatches in [samples] if is_fixed else _microbatches(len(groups[0]), samples, machine.settings):
                 if data * microbatches > 1:
@@ -179,18 +180,19 @@ def _microbatches(num_places: int, samples: int, settings: LayoutSettings) -> li
     """Returns numbers of micro-batches that divide the `samples` of a replica."""
     if num_places == 1:
         return [1]
-    wanted = {1, *(factor * num_places for factor in settings.microbatches_a_place)}
+    most = max(_MOST_MICROBATCHES, 16 * num_places)
+    wanted = {1, *(min(factor * num_places, most) for factor in settings.microbatches_a_place)}
     divisors = [count for count in range(1, min(samples, MAX_MICROBATCHES) + 1) if samples % count == 0]
     return sorted({min(divisors, key=lambda count: abs(count - want)) for want in wanted})
 
 
 def more_microbatches(arrangement: Arrangement, batch_size: int) -> Arrangement | None:
-    """Returns the arrangement with the next larger number of micro-batches, which takes less memory; None: no more.
-    Unequal ones keep their shares."""
+    """Returns the arrangement with the next number of micro-batches that is a third larger or more, which takes less
+    memory; None: no more. Unequal ones keep their shares."""
     layout = arrangement.layout
     counts, data = layout.microbatches, layout.data
     if layout.is_even:
-        several = ((count,) * data for count in range(counts[0] + 1, MAX_MICROBATCHES // data + 1))
+        several = ((count,) * data for count in range(-(-4 * counts[0] // 3), MAX_MICROBATCHES // data + 1))
     else:
         factors = range(2, MAX_MICROBATCHES // layout.num_parts + 1)
         several = (tuple(factor * count for count in counts) for factor in factors)

@@ -66,17 +66,20 @@ class PartFigures:
     gradient_bytes: int
     state_bytes: int  # of the optimizer
     parameter_bytes: int
+    frozen_bytes: int  # of those that no update changes
     resident_bytes: int  # of these two, and of buffers
 
     @classmethod
     def of(cls, graph: Graph, cluster: Cluster) -> "PartFigures":
         """Returns the sums of the step `graph`."""
-        _, is_update = shared_ops(graph)
+        held = HeldState.of(graph)
+        is_update = held.is_late
         is_each = ~np.logical_or(*once_ops(graph))
         is_backward = graph.is_in_phase("backward") & ~is_update
         once_ns, backward_ns, each_ns = loads_ns(graph, cluster, is_update, is_backward, is_each)
-        gradients, held = gradients_of(graph, is_update), HeldState.of(graph)
+        gradients = gradients_of(graph, is_update)
         parameter_bytes = int(held.own_bytes.sum())
+        is_trained = np.isin(graph.groups, graph.groups[is_update & (graph.groups >= 0)])
         return cls(
             once_ns=once_ns,
             backward_ns=backward_ns,
@@ -84,6 +87,7 @@ class PartFigures:
             gradient_bytes=sum(gradient.num_bytes for gradient in gradients.values()),
             state_bytes=int(graph.resident_bytes[held.is_parameter | held.is_state].sum()) - parameter_bytes,
             parameter_bytes=parameter_bytes,
+            frozen_bytes=int(held.own_bytes[~is_trained].sum()),
             resident_bytes=int(graph.resident_bytes.sum()),
         )
 
@@ -251,7 +255,9 @@ class RingTimes:
         num_buckets = figures.gradient_bytes / num_places / BUCKET_BYTES
         total_ns = num_buckets * slowest_ns
         if layout.zero == 3:  # two gathers, of half a ring each, for every micro-batch
-            total_ns *= (max(layout.microbatches) + 0.5) * 0.5
+            num_passes = max(layout.microbatches)
+            gathered = num_passes * (1 + figures.frozen_bytes / max(figures.gradient_bytes, 1))
+            total_ns *= (gathered + 0.5) * 0.5
             return int(total_ns * min(total_ns / max(alone_ns, 1), 1))  # those that take less hide behind other blocks
         last_pass_ns = min(figures.backward_ns[d] for devices in arrangement.devices for d in devices) / num_places
         return int(max(total_ns - last_pass_ns, 0) + min(num_buckets, 1) * slowest_ns)

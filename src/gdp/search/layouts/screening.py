@@ -5,8 +5,8 @@
 Arithmetic says what a step takes at least, so that an arrangement is estimated, and then simulated, when nothing that
 is known of another promises more. What users run, a replica on each device, comes next once a step fits, if it promises
 more than that, and is simulated at the end in any case, unless the step is very large and must lose; where nothing
-fits, so is what takes the least memory. Where no group of cards of several hosts holds a copy of the model, one copy in
-stages on all groups comes first."""
+fits, so is what takes the least memory: FSDP with all blocks recomputed, or one copy in stages if that promises more.
+Where no group of cards of several hosts holds a copy of the model, this comes first."""
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
@@ -119,7 +119,7 @@ class Screening:
         is_asked = search.question.layout is not None  # a layout is asked for
         self._has_least = is_asked  # what takes the least memory was simulated, or is not asked for
         self._is_tight = False  # it alone is known to fit
-        self._has_stages = False  # they were simulated
+        self._has_stages = False  # they were simulated, or promise too little
         self._queue = EstimateQueue(
             search.estimator,
             search.parts.batch_size,
@@ -299,6 +299,8 @@ class Screening:
     def _is_gathered_sooner(self) -> bool:
         """Returns whether FSDP with all blocks recomputed promises much more than one copy in stages, which is left out
         then."""
+        if self._clock.stop.is_set():
+            return False
         stages = _stages_of_groups(self.search)
         ways = [_least_memory(self.search), stages and _with_all_blocks(stages)]
         gathered, staged = (None if way is None else self.search.attempt(self._estimate, way) for way in ways)
@@ -311,7 +313,7 @@ class Screening:
         return self.search.estimator.estimate(way)
 
     def _in_deep_stages(self, other: Arrangement | None) -> list[Candidate]:
-        """Simulates one copy of the model in stages on all devices, if it promises more than `other`."""
+        """Simulates one copy of the model in stages on most devices, if it promises more than `other`."""
         search, way = self.search, _deepest(self.search)
         if way is None or self._clock.is_up:
             return []
@@ -324,7 +326,7 @@ class Screening:
         """Returns simulations of `way` with more and more blocks recomputed until it fits, and of all if an estimate
         promises more; none where an estimate says that all are too few, or where it has no places for ops."""
         search, stop, found = self.search, self._clock.stop, list[Candidate]()
-        all_blocks, few_blocks = (replace(way, layout=replace(way.layout, recompute=what)) for what in (BLOCKS, AUTO))
+        all_blocks, few_blocks = _with_all_blocks(way), replace(way, layout=replace(way.layout, recompute=AUTO))
         estimate = None if stop.is_set() else search.attempt(search.estimator.estimate, all_blocks)
         if estimate is None or not estimate.fits:
             return []
@@ -379,7 +381,8 @@ def _stages_of_groups(search: LayoutSearch) -> Arrangement | None:
 def _deepest(search: LayoutSearch, devices: Container[int] | None = None) -> Arrangement | None:
     """Returns one copy of the model on most of all devices, or of these, in the most micro-batches that can be
     simulated, up to `_MOST_A_PLACE`."""
-    num_ops, most = search.parts.exact(1).num_ops, search.settings.large.most_ops
+    parts, most = search.parts, search.settings.large.most_ops
+    num_ops = parts.exact(parts.batch_size if parts.is_fixed else 1).num_ops
     ways = [
         way
         for way in _ways(search)
@@ -410,7 +413,7 @@ def read_ahead_of_groups(question: BatchQuestion) -> None:
         if part is not None and have_same_ops(parts.exact(1), part):
             return
     parts.read_ahead(2 * question.cluster.num_devices, question.settings.large)
-    if _is_tight(question):
+    if _is_too_large(question):
         _read_usual(search)
 
 
@@ -419,11 +422,11 @@ def read_ahead(question: BatchQuestion) -> None:
     on single devices with the fewest micro-batches that fit by estimate, or else FSDP with all blocks recomputed. Of
     large steps, that takes long to estimate: it is read where no device has the memory for one copy."""
     question.parts.read_ahead(question.cluster.num_devices, question.settings.large)
-    if not _is_large(question) or _is_tight(question):
+    if not _is_large(question) or _is_too_large(question):
         _read_usual(LayoutSearch(question, Clock(None)))
 
 
-def _is_tight(question: BatchQuestion) -> bool:
+def _is_too_large(question: BatchQuestion) -> bool:
     """Returns whether no device has the memory for one copy of the model."""
     held_bytes = int(question.parts.exact(1).resident_bytes.sum())
     return held_bytes > int(memory_limits(question.cluster, question.constraints).max())

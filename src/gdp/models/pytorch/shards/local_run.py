@@ -108,7 +108,7 @@ class LocalRun(RankExchanges):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         name = _name_of(func)
-        if kwargs:
+        if kwargs and (name in self.rules or name in _ROWS):
             args, kwargs = _in_place(func, args, kwargs)
         if name in _SIZES:
             cut = cut_of(args[0])

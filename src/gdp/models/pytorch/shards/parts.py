@@ -48,6 +48,7 @@ _ALONG = {  # functions along a dimension: its place among the arguments, and it
     **dict.fromkeys(names("softmax log_softmax cumsum cumprod logcumsumexp cummax cummin logsumexp unfold"), (1, None)),
     **dict.fromkeys(names("select index_select gather scatter scatter_add index_add index_copy"), (1, None)),
     **dict.fromkeys(names("max min amax amin var std argmax argmin prod any all norm flip median"), (1, None)),
+    "linalg_vector_norm": (2, None),
     **dict.fromkeys(names("sort argsort diff"), (1, -1)),
     **dict.fromkeys(names("topk roll renorm kthvalue"), (2, None)),
 }
@@ -58,20 +59,26 @@ _BY_CHANNEL = names("group_norm batch_norm instance_norm conv1d conv2d conv3d co
 _REFUSED = names("as_strided __bool__ item tolist nonzero unique masked_select") | names(
     # of whole tensors, though their results have the shape of what they read
     """
-    masked_scatter masked_scatter_ tril triu tril_ triu_ rot90 fliplr flipud cdist kron lstm gru rnn_tanh rnn_relu
-    inverse pinverse cholesky cholesky_inverse cholesky_solve matrix_exp matrix_power svd qr grid_sampler pixel_shuffle
+    masked_scatter index_put rot90 fliplr flipud cdist kron lstm gru rnn_tanh rnn_relu grid_sampler pixel_shuffle
     pixel_unshuffle channel_shuffle im2col col2im stft istft
     """
 )
-_WRITES = names("__setitem__ index_put index_put_")
-_WHOLE = ("fft_", "linalg_", "upsample_", "avg_pool", "max_pool", "adaptive_", "fractional_", "reflection_pad")
+_WRITES = names(
+    "__setitem__ index_put_ masked_scatter_ tril_ triu_ index_fill_ index_add_ index_copy_ scatter_ scatter_add_"
+)
+_OF_MATRICES = names(  # and linalg_*: of the last two dimensions
+    "tril triu tril_ triu_ inverse pinverse cholesky cholesky_inverse cholesky_solve matrix_exp matrix_power svd qr"
+)
+_WHOLE = ("fft_", "upsample_", "avg_pool", "max_pool", "adaptive_", "fractional_", "reflection_pad")
 
 
 def by_broadcast(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     """Runs a function whose operands are broadcast against each other, or that has one."""
     if name.startswith("new_"):
         return _blank(func, args, kwargs)
-    if name.startswith(_WHOLE) or _is_custom(func):
+    is_of_matrices = name in _OF_MATRICES or name.startswith("linalg_")
+    is_across = is_of_matrices and any(cut.dim >= len(cut.shape) - 2 for cut in cuts_in((args, kwargs)))
+    if is_across or name.startswith(_WHOLE) or _is_custom(func):
         return _refuse(run, name, func, args, kwargs)
     args, kwargs = _tokens_gathered(run, args, kwargs)
     operands = list(tensors_in((args, kwargs)))
@@ -96,7 +103,7 @@ def by_broadcast(run: RankExchanges, name: str, func: Any, args: Any, kwargs: An
 def _is_custom(func: Any) -> bool:
     """Returns whether a function is an operator of a user's or another library's, of which nothing is known."""
     name = str(func) if isinstance(func, (OpOverload, OpOverloadPacket)) else "aten."
-    return not name.startswith(("aten.", "prim", "collective.", "context.", "gdp"))
+    return not name.startswith(("aten.", "prim.", "prims.", "collective.", "context.", "gdp."))
 
 
 def _blank(func: Any, args: Any, kwargs: Any) -> Any:
@@ -232,7 +239,8 @@ def _view(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> A
 def _expand(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     x, cut = args[0], cut_of(args[0])
     if cut is None:
-        return x.expand(whole_shape(args[1])) if name == "expand_as" else func(x, *args[1:], **kwargs)
+        as_other = whole_shape([*args, *kwargs.values()][1]) if name == "expand_as" else None
+        return func(x, *args[1:], **kwargs) if as_other is None else x.expand(as_other)
     shape = list(without_content(func, args, kwargs).shape)
     dim = cut.dim + len(shape) - x.dim()
     local = [*shape[:dim], x.shape[cut.dim], *shape[dim + 1 :]]
@@ -360,8 +368,8 @@ def _refuse(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) ->
 def _write(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     """Writes into this rank's part what is written into all of a tensor."""
     x, cut = args[0], cut_of(args[0])
-    if cut is None or SEQUENCE not in cut.sources or name == "index_put":
-        return _refuse(run, name, func, args, kwargs)
+    if cut is None or SEQUENCE not in cut.sources:
+        return (_refuse if name in ("__setitem__", "index_put_") else by_broadcast)(run, name, func, args, kwargs)
     whole = run.whole(x).clone()
     func(whole, *mapped(args[1:], run.whole), **mapped(kwargs, run.whole))
     x.copy_(run.own(whole, cut.dim, cut))

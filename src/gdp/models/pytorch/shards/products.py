@@ -56,6 +56,7 @@ def read(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Product |
         letters, result = _spelled(str(equation), operands)
         if any(len(set(text)) < len(text) for text in letters):
             return None
+        letters = [_seen(text, operand) for text, operand in zip(letters, operands, strict=True)]
         return Product(name, operands, letters, result, {"equation": equation})
     keys = _KEYS.get(name, ())
     operands = [*args, *(rest.pop(key) for key in keys[len(args) :] if key in rest)]
