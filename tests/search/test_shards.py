@@ -25,9 +25,12 @@ from gdp.simulator.constraints import Constraints
 from tests.models.shard_cases import case
 
 
-def question(devices: str, name: str = "blocks", num_tokens: int = 0, **constraints: Any) -> PlaceQuestion:
-    """Returns the question about a small model that trains on two samples, or on one of so many tokens."""
+def question(
+    devices: str, name: str = "blocks", num_tokens: int = 0, num_copies: int = 1, **constraints: Any
+) -> PlaceQuestion:
+    """Returns the question about a small model that trains on copies of two samples, or on one of so many tokens."""
     model, inputs = case(name)
+    inputs = {key: torch.cat([value] * num_copies) for key, value in inputs.items()}
     if num_tokens:
         inputs = dict.fromkeys(inputs, torch.ones(1, num_tokens, dtype=torch.int64))
     source = ModelSource.of_example((model, (), inputs))
@@ -130,7 +133,7 @@ def test_batches_in_flight_are_served_by_groups_where_these_are_quicker() -> Non
 
 def test_groups_have_no_look_where_copies_use_all_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sample for each card, and a copy that fits: the step as it is has all of the time. Too little memory for a
-    copy has them looked at."""
+    copy has them looked at, after the step as it is, since a small copy is gathered soon."""
     solution, turns = asked_by(question("2xa100-sxm-80g"), monkeypatch)
     assert [degree for degree, _ in turns] == [1]
     assert solution.notes == ()
@@ -206,6 +209,28 @@ def test_op_placement_is_searched_on_from_what_is_known() -> None:
     assert further.plan.step_time_ns == further.best.step_time_ns
 
 
+def test_groups_come_after_copies_that_sum_gradients_over_slow_connections() -> None:
+    """Four samples on two hosts of two cards, whose sums take longer than the work: copies have half of the time, then
+    pairs have a look, unless their bound says that they hardly come near."""
+    slow, fast = (question(f"2x(2xa100-sxm-80g)@{rate}gbit", num_copies=2) for rate in (1, 400))
+    times = {Shards(): 10**9, Shards(2): 5 * 10**8}
+    assert turns_of(slow, times) == [Shards(), Shards(2), Shards(2)]
+    assert turns_of(slow, times | {Shards(2): 2 * 10**9}) == [Shards(), Shards(2), Shards()]
+    assert turns_of(slow, times | {Shards(): int(1.9 * slow.bound_ns)}) == [Shards(), Shards()]
+    assert turns_of(fast, times) == [Shards()]
+
+
+@pytest.mark.parametrize(("name", "first"), [("llama", 4), ("mixtral", 2)])
+def test_large_groups_of_dense_models_come_first_on_slow_connections(name: str, first: int) -> None:
+    """No card holds a copy: groups of four leave two stages the most memory, but cut experts into small products."""
+    fits = question("2x(4xa100-sxm-80g)@1gbit", name, num_copies=8)
+    held = int(fits.graph.resident_bytes.sum())
+    limits = {device.name: held // 2 for device in fits.cluster.devices if not device.is_cpu}
+    asked = question("2x(4xa100-sxm-80g)@1gbit", name, num_copies=8, max_memory_bytes=limits)
+    assert asked.needs_groups
+    assert asked.degrees[0] == first
+
+
 def test_experts_are_placed_on_parts_of_a_group() -> None:
     """A mixture is looked at with whole experts on each card of the best group, then with parts of them, until these
     are slower; the best has the time left."""
@@ -222,8 +247,8 @@ def test_experts_are_placed_on_replicas() -> None:
     asked = question("2xa100-sxm-80g", "mixtral", max_memory_bytes=dict.fromkeys(("gpu0", "gpu1"), held // 2))
     two, replicas, both, whole = Shards(2), Shards(expert=2), Shards(2, expert=2), Shards()
     times = {two: 10**12, both: 7 * 10**11, whole: 2 * 10**12}
-    assert turns_of(asked, times | {replicas: 6 * 10**11}) == [two, replicas, whole, replicas]
-    assert turns_of(asked, times | {replicas: 11 * 10**11}) == [two, replicas, both, whole, both]
+    assert turns_of(asked, times | {replicas: 6 * 10**11}) == [whole, two, replicas, replicas]
+    assert turns_of(asked, times | {replicas: 11 * 10**11}) == [whole, two, replicas, both, both]
 
 
 def test_tokens_are_cut_where_exchanges_promise_less(monkeypatch: pytest.MonkeyPatch) -> None:

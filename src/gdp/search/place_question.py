@@ -15,8 +15,10 @@ from gdp.arrays import I64
 from gdp.bounds.layout_bound import layout_bound
 from gdp.bounds.lower_bound import lower_bound
 from gdp.cluster import Cluster
+from gdp.costs.collectives import ALL_REDUCE, exchange_times
 from gdp.errors import InputError
 from gdp.graph import Graph, GraphSource
+from gdp.graph.parameter_bytes import gradients_of_updates
 from gdp.models.model import Model
 from gdp.models.shards import WHOLE, Shards
 from gdp.models.source import ModelSource
@@ -40,6 +42,7 @@ Placeable = str | ModelSource | Parts | GraphSource | Problem | tuple[Any, ...]
 _Opened = ModelSource | Parts | GraphSource | Problem
 _PREPARED = 2  # degrees whose local programs are captured before a clock begins; others are of the budget
 _IDLE = 0.1  # of the work of all cards, while some wait for others; untuned
+_HIDDEN = 0.5  # of the time of all work at least: sums that take less, and gathers, go beside it; untuned
 _LOCALLY = 2.0  # times that to capture the whole step takes, that of a rank does (Llama-70B: 5 and 10 s)
 
 
@@ -196,7 +199,8 @@ class PlaceQuestion:
     @property
     def degrees(self) -> tuple[int, ...]:
         """The sizes of groups that may be looked at, the most promising first: where a forward pass has the most cards,
-        and in training about as many groups as samples. None where layouts are given, or ops are what it is about."""
+        and in training about as many groups as samples, or the fewest where a dense copy is too large for a card and
+        takes long to gather. None where layouts are given, or ops are what it is about."""
         source, options, limits = self.source, self.options, self.constraints
         is_asked = self.parallel in (None, AUTO) and options.placer == AUTO and not options.starts
         if source is None or not is_asked or limits.pins or limits.forbid or self.shards != WHOLE:
@@ -205,7 +209,14 @@ class PlaceQuestion:
             return ()
         sizes, cards = self.cluster.group_sizes(), [device for device in self.cluster.devices if not device.is_cpu]
         likely = len(cards or self.cluster.devices) / ((source.batch_size or 1) if source.reading.training else 1)
+        if source.reading.training and self._is_too_large and self._sums_share > _HIDDEN and not self.has_experts:
+            likely = max(sizes, default=1)  # large groups leave the most memory to few stages on slow connections
         return tuple(sorted(sizes, key=lambda size: (abs(log2(size / likely)), -size)))
+
+    @property
+    def has_experts(self) -> bool:
+        """True where the ops are those of a mixture of experts, whose products are small as they are."""
+        return any("grouped_mm" in kind for kind in self.graph.kinds)
 
     def reading_s(self, shards: Shards) -> float:
         """Returns the seconds to capture a rank's local program, and a part of its batch; 0 where it was before."""
@@ -217,15 +228,41 @@ class PlaceQuestion:
     @property
     def needs_groups(self) -> bool:
         """True where copies of the model use cards badly: a forward pass, few samples, or so many that some cards would
-        wait for others, a copy too large for a card."""
+        wait for others, or a copy too large for a card, whose state takes long to gather."""
         assert self.source is not None
         is_card = [not device.is_cpu for device in self.cluster.devices]
-        limits = memory_limits(self.cluster, self.constraints)[is_card]
+        num_cards = sum(is_card)
         is_alike = len({device.kind for device in self.cluster.devices if not device.is_cpu}) == 1
         samples = self.source.batch_size or 1  # unlike cards have shares of them by speed
-        is_uneven = samples < len(limits) or (is_alike and waiting_share(samples, len(limits)) > _IDLE)
-        is_large = int(self.graph.resident_bytes.sum()) > limits.max(initial=0)
-        return not self.source.reading.training or is_uneven or is_large
+        is_uneven = samples < num_cards or (is_alike and waiting_share(samples, num_cards) > _IDLE)
+        is_slow = self._is_too_large and self._sums_share > _HIDDEN
+        return not self.source.reading.training or is_uneven or is_slow
+
+    @property
+    def may_need_groups(self) -> bool:
+        """True where copies of the model, which come first, may use cards badly: one is too large for a card, or cards
+        take longer to sum gradients than all work takes at least."""
+        return self._is_too_large or self._sums_share > 1
+
+    @property
+    def _is_too_large(self) -> bool:
+        limits = memory_limits(self.cluster, self.constraints)[[not device.is_cpu for device in self.cluster.devices]]
+        return int(self.graph.resident_bytes.sum()) > int(limits.max(initial=0))
+
+    @cached_property
+    def _sums_share(self) -> float:
+        """The time in which all cards sum gradients, over what work and its launches take at least; by their slowest
+        connection where they do not exchange alike."""
+        cards = np.flatnonzero([not device.is_cpu for device in self.cluster.devices])
+        if len(cards) < 2:
+            return 0.0
+        launches_ns = self.graph.num_ops * max(self.cluster.devices[number].launch_ns for number in cards)
+        work_ns = max(layout_bound({1: self.graph}, self.cluster), launches_ns, 1)
+        num_bytes = int(self.graph.tensor_bytes[gradients_of_updates(self.graph)].sum())
+        if (alike := exchange_times(self.cluster, cards[:, None])) is not None:
+            return alike[1].time_ns(ALL_REDUCE, num_bytes) / work_ns
+        rates = self.cluster.bytes_per_second[np.ix_(cards, cards)][~np.eye(len(cards), dtype=np.bool_)]
+        return 2e9 * (1 - 1 / len(cards)) * num_bytes / float(rates.min()) / work_ns
 
     @cached_property
     def bound_ns(self) -> int:
@@ -237,7 +274,8 @@ class PlaceQuestion:
         solver_of(self.options.placer).prepare()
         if self.parts is not None and self.layout is None and not self.num_batches:
             (read_ahead if self.shards == WHOLE else read_ahead_of_groups)(self.about_batch())
-        for degree in self.degrees[:_PREPARED] if self.source is not None and self.needs_groups else ():
+        degrees = self.degrees[:_PREPARED]
+        for degree in degrees if degrees and (self.needs_groups or self.may_need_groups) else ():
             with contextlib.suppress(InputError):  # such as heads that the degree does not divide
                 self.sharded(Shards(degree)).prepare()
 

@@ -7,9 +7,11 @@
 
 A question whose bound is above the best step found is not asked, nor one behind a degree that is slower than another,
 unless cards idle less: as degrees grow, they exchange more. To capture the local programs of the first two degrees
-comes before the clock begins, those of others are of the budget. Groups are looked at where copies of the model do not
-use all cards well: in a forward pass, where samples are fewer than cards or some cards wait, where a copy and its
-optimizer state are too large for a card, and where nothing else fits. Tokens are cut (`context`) where
+comes before the clock begins, those of others are of the budget. Groups come first where copies of the model do not use
+all cards well: in a forward pass, where samples are fewer than cards or some cards wait, and where a copy and its
+optimizer state are too large for a card and take long to gather. They come after the step as it is where a copy is too
+large but is gathered beside the work, where sums of gradients take longer than the work, if what was found is far from
+their bounds, and where nothing else fits. Tokens are cut (`context`) where
 `token_exchanges` promises less to exchange."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,6 +35,8 @@ from gdp.simulator.constraints import memory_limits
 
 Solve = Callable[..., Solution]  # of a question, a clock and, to go on from, the answer that is known
 _LOOK = 0.3  # of the time is for a look at all degrees,
+_FIRST = 0.5  # of the time is for the step as it is, where it comes first and groups may be better,
+_REACHED = 2.0  # times their bound, that steps of groups hardly take less than. Untuned
 _WHOLE = 0.3  # of the rest for the step as it is, first where no degree fits,
 _AGAIN = 2  # degrees at most share what is left: the one whose best layout, estimated or simulated, is the fastest,
 _NEAR = 1.1  # and one that promises no more than this times its step time. Untuned
@@ -49,8 +53,9 @@ def over_degrees(question: PlaceQuestion, clock: Clock, solve: Solve) -> Solutio
         return stamped(solve(question, clock), question.shards)
     if question.needs_groups:
         return _Contest(question, clock, solve).run(degrees)
-    whole = solve(question, clock)
-    if clock.stop.is_set() or (whole.plan is not None and whole.plan.status == "ok"):
+    may_need_groups = question.may_need_groups
+    whole = solve(question, clock.part(_FIRST) if may_need_groups else clock)
+    if clock.stop.is_set() or (not may_need_groups and whole.plan is not None and whole.plan.status == "ok"):
         return whole
     return _Contest(question, clock, solve, {WHOLE: whole}).run(degrees)
 
@@ -69,13 +74,17 @@ class _Contest:
         assert question.source is not None, "it has degrees"
         self.question, self.source, self.clock, self.solve = question, question.source, clock, solve
         self.found = dict(known)
+        self._hoped_ns = inf  # the least that a way which was looked at before may take, if any estimate is right
+        for solution in known.values():
+            misses, answer_ns = _rank(solution)
+            estimates = (each.step_time_ns for each in solution.looked_at if each.fits)
+            self._hoped_ns = self._hoped_ns if misses else min([answer_ns, *estimates])
         self.opened = {WHOLE: question}
         self.failures: dict[Shards, InputError] = {}
         self.uncut: set[Shards] = set()  # that the model is not cut by
         devices = question.cluster.devices
         self._num_cards = sum(not device.is_cpu for device in devices) or len(devices)
-        kinds = question.graph.kinds if question.source.reading.training else ()
-        self.has_experts = any("grouped_mm" in kind for kind in kinds)  # in training
+        self.has_experts = question.source.reading.training and question.has_experts
 
     def run(self, degrees: Iterable[int]) -> Solution:
         """Returns the best answer for local programs, the most promising first, and the step as it is, if not known."""
@@ -133,13 +142,16 @@ class _Contest:
                 raise InputError(f"groups of {other} are slower than those of {best}")
         if self.clock.is_up or not self.clock.has(self.question.reading_s(shards)):
             raise InputError("there was no time; give a larger --budget")
+        if _REACHED * self.question.bound_ns >= self._hoped_ns:
+            raise InputError("a step as fast is hardly reached")
         try:
             asked = self.opened[shards] = self.question.sharded(shards)
         except InputError:
             self.uncut.add(shards)
             raise
-        if asked.bound_ns >= self._best_ns:
-            raise InputError(f"no step of theirs takes less than {milliseconds(asked.bound_ns)}")
+        if asked.bound_ns >= self._best_ns or _REACHED * asked.bound_ns >= self._hoped_ns:
+            near = "" if asked.bound_ns >= self._best_ns else ", and few come near"
+            raise InputError(f"no step of theirs takes less than {milliseconds(asked.bound_ns)}{near}")
 
     def _ask(self, shards: Shards, clock: Clock) -> None:
         """Asks for an answer, from the one that is known on; from op placement, if it promises most as it is."""
