@@ -11,8 +11,8 @@ comes before the clock begins, those of others are of the budget. Groups come fi
 all cards well: in a forward pass, where samples are fewer than cards or some cards wait, and where a copy and its
 optimizer state are too large for a card and take long to gather. They come after the step as it is where a copy is too
 large but is gathered beside the work, where sums of gradients take longer than the work, if what was found is far from
-their bounds, and where nothing else fits. Tokens are cut (`context`) where
-`token_exchanges` promises less to exchange."""
+their bounds, and where nothing else fits. Tokens are cut (`context`) where `token_exchanges` promises less to
+exchange."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -143,7 +143,7 @@ class _Contest:
         if self.clock.is_up or not self.clock.has(self.question.reading_s(shards)):
             raise InputError("there was no time; give a larger --budget")
         if _REACHED * self.question.bound_ns >= self._hoped_ns:
-            raise InputError("a step as fast is hardly reached")
+            raise InputError("without them a step is near the bound of all layouts")
         try:
             asked = self.opened[shards] = self.question.sharded(shards)
         except InputError:
