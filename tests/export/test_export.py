@@ -11,13 +11,15 @@ from export_models import graph_of
 from readers import read_devices
 
 import gdp
-from gdp.budget import Budget
+from gdp.budget import Budget, Clock
 from gdp.cli import main
 from gdp.export.adapt import adapt, simulated
 from gdp.export.exportable_plan import place_for
 from gdp.export.targets_by_name import LAYOUT_TARGETS, TARGETS, find_target
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.accumulation import accumulated
+from gdp.parallel.layout import NONE
+from gdp.search.place_question import PlaceQuestion, SearchOptions
 from gdp.search.question import plan_of
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan
@@ -145,7 +147,8 @@ def test_unused_memory_is_noted() -> None:
 def test_plans_for_a_target(name: str, training: bool) -> None:
     """A plan for a target is no worse than a snapped one, and its export loses nothing."""
     graph, cluster, target = graph_of("llama", training), gdp.Cluster.parse("3xp100-pcie-16g"), find_target(name)
-    placed = place_for(target, graph, cluster, Constraints(), budget=Budget(simulations=300), seed=1)
+    question = PlaceQuestion.of(graph, cluster, Constraints(), NONE, None, SearchOptions(seed=1))
+    placed = place_for(target, question, Clock(Budget(simulations=300)))
     problem, plan = Problem.build(graph, cluster), placed.plan
     assert gdp.verify(problem, plan) == []
     assert plan.step_time_ns <= placed.adapted.step_time_ns
@@ -154,7 +157,7 @@ def test_plans_for_a_target(name: str, training: bool) -> None:
     devices = read_devices(target.name, exported.content, problem, exported.units)
     assert simulated(problem, exported.units.place(devices), plan).step_time_ns == plan.step_time_ns
     if name in ("llama-cpp", "megatron"):
-        again = place_for(target, graph, cluster, Constraints(), budget=Budget(simulations=300), seed=1)
+        again = place_for(target, question, Clock(Budget(simulations=300)))
         assert np.array_equal(again.plan.placement, plan.placement)
 
 

@@ -50,8 +50,8 @@ class Device:
 
     @property
     def is_cpu(self) -> bool:
-        """True for a CPU, which its kind says."""
-        return is_cpu_kind(self.kind)
+        """True for a CPU, which its kind or its name says: `cpu` or `host0.cpu1`."""
+        return is_cpu_kind(self.kind) or self.name.rpartition(".")[2].lower().startswith("cpu")
 
 
 def is_cpu_kind(kind: str) -> bool:

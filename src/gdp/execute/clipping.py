@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from gdp.arrays import Bool
 from gdp.errors import InputError
 from gdp.execute.layouts.sharded_program import ShardedProgram
 from gdp.execute.layouts.step_program import StepProgram, gradient_spans, micro_batch_of
@@ -34,6 +33,7 @@ from gdp.execute.layouts.updates import FUSED, UpdateOfPiece, refs
 from gdp.execute.plan_executor import PlanExecutor
 from gdp.graph import Graph
 from gdp.graph.builder import GraphBuilder
+from gdp.graph.microbatches import reached
 from gdp.models.pytorch import Program
 from gdp.models.pytorch.optimizers import HALF
 from gdp.models.pytorch.recorded_calls import Call, Ref
@@ -92,8 +92,9 @@ class Clipping:
     ) -> None:
         self.program, self.gradients, self.max_norm, self.loss_scale = program, gradients, max_norm, loss_scale
         self._counted = [gradient for gradient in gradients if gradient.is_counted]
-        self._is_late = _following(program.graph, [gradient.update for gradient in gradients])
-        count, num_ops = len(self._counted), program.graph.num_ops
+        graph, count, num_ops = program.graph, len(self._counted), program.graph.num_ops
+        is_update = np.isin(np.arange(num_ops), [gradient.update for gradient in gradients])
+        self._is_late = reached(is_update, graph.producers[graph.edge_tensors], graph.consumers)
         self._position = np.concatenate((np.where(self._is_late, 3, 0), np.full(count, 1), [2]))
         self._old = np.argsort(self._position, kind="stable").tolist()  # in their new order: ops, norms, the scale
         self.number = np.argsort(self._old)
@@ -234,18 +235,6 @@ def gradients_of_updates(program: Program, option: str) -> list[ReadGradient]:
     if not gradients:
         raise InputError(f"{option} is for training steps, and this step updates nothing; leave {option} out")
     return [gradient for _, gradient in sorted(gradients, key=lambda item: (item[0], item[1].update))]
-
-
-def _following(graph: Graph, ops: Sequence[int]) -> Bool:
-    """Returns [N] whether each op is among `ops` or follows from one of them."""
-    is_late = np.zeros(graph.num_ops, np.bool_)
-    is_late[list(ops)] = True
-    order = np.argsort(graph.producers[graph.edge_tensors], kind="stable")
-    sources, targets = graph.producers[graph.edge_tensors][order], graph.consumers[order]
-    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):  # ops are in topological order
-        if is_late[source]:
-            is_late[target] = True
-    return is_late
 
 
 def _left_out(call: Call, overflow: Ref) -> list[Call]:

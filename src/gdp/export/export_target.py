@@ -247,9 +247,8 @@ def host_of(device: str) -> str:
 
 
 def is_cpu(problem: Problem) -> Bool:
-    """[D] Returns which devices are CPUs, by kind or name."""
-    devices = problem.cluster.devices
-    return np.array(["cpu" in device.kind.lower() or device.name.lower().startswith("cpu") for device in devices])
+    """[D] Returns which devices are CPUs."""
+    return np.array([device.is_cpu for device in problem.cluster.devices])
 
 
 def gpu_numbers(problem: Problem) -> list[int]:

@@ -4,27 +4,23 @@ ops ---> ordinary plan ---> adapted to units --.
                                                +--> search over units, or over stages ---> a plan of the ops
 units as groups of the graph ------------------'"""
 
-import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from gdp.bounds.lower_bound import lower_bound
-from gdp.budget import Budget, Clock
-from gdp.cluster import Cluster
+from gdp.budget import Clock
 from gdp.errors import InputError
 from gdp.export.adapt import AdaptedPlan, adapt_within, arranged, order_of, simulated
 from gdp.export.export_target import ExportTarget
 from gdp.export.stage_search import StageSearch, balanced_stages
 from gdp.export.targets_by_name import serving_target
-from gdp.graph import Graph
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.place import place
 from gdp.search.place_question import PlaceQuestion
 from gdp.search.question import Solution, plan_of, search_record
 from gdp.search.shards import over_degrees
-from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
@@ -44,26 +40,16 @@ class ExportablePlan:
     problem: Problem  # that the plan answers: of another order of ops where weights are offloaded
 
 
-def place_for(
-    target: ExportTarget,
-    graph: Graph,
-    cluster: Cluster,
-    constraints: Constraints,
-    *,
-    budget: Budget,
-    seed: int = 0,
-    stop: threading.Event | None = None,
-    **options: Any,
-) -> ExportablePlan:
-    """Returns the best plan of `graph` on `cluster` found within `budget` that `target` can express. It is never worse
-    than the ordinary plan that is found in a part of the budget and then adapted. `options` are those of `place`:
-    `robust`, `num_threads`, `on_progress`. InputError where the target cannot run the graph."""
-    clock = Clock(budget, stop=stop)
-    options |= {"seed": seed, "stop": clock.stop}
-    original = Problem.build(graph, cluster, constraints)
+def place_for(target: ExportTarget, question: PlaceQuestion, clock: Clock, **options: Any) -> ExportablePlan:
+    """Returns the best plan of the step of `question` that `target` can express. It is never worse than the ordinary
+    plan that is found in a part of the budget and then adapted. `options` are further ones of `place`: `on_progress`.
+    InputError where the target cannot run the graph."""
+    own, original = question.options, question.problem
+    graph, cluster, constraints = question.graph, question.cluster, question.constraints
+    options |= {"seed": own.seed, "robust": own.robust, "num_threads": own.num_threads, "stop": clock.stop}
     units = target.read_units(original)
     problem = target.with_room(original)
-    ordinary = place(problem.graph, cluster, constraints, budget=budget.part(_ORDINARY_SHARE), **options)
+    ordinary = place(problem.graph, cluster, constraints, budget=clock.rest.part(_ORDINARY_SHARE), **options)
     adapted = adapt_within(problem, ordinary, target, units, graph=graph, may_offload=False)
     assert ordinary.search is not None
     clock.spend(ordinary.search.simulations)
@@ -100,7 +86,7 @@ def place_for(
     step = best if problem is original or is_offloaded else simulate(original, best.placement, order=best.order)
     devices = None if is_offloaded else units.devices_of(step.placement)
     notes = adapted.notes if devices is None else target.notes(problem, units, devices)
-    plan = plan_of(step, lower_bound(step.problem), "auto", seed, search)
+    plan = plan_of(step, lower_bound(step.problem), "auto", own.seed, search)
     return ExportablePlan(plan, ordinary, adapted, notes, step.problem)
 
 
@@ -112,22 +98,7 @@ def best_for(target: ExportTarget, question: PlaceQuestion, clock: Clock, **opti
         tool = target if asked is question else serving_target(asked.problem)
         if tool is None:
             raise InputError("no server runs it on groups of cards")
-        own = asked.options
-        placed = place_for(
-            tool,
-            asked.graph,
-            asked.cluster,
-            asked.constraints,
-            budget=part.rest,
-            seed=own.seed,
-            stop=part.stop,
-            robust=own.robust,
-            num_threads=own.num_threads,
-            **options,
-        )
-        assert placed.plan.search is not None
-        part.spend(placed.plan.search.simulations)
-        found.append(placed)
+        found.append(placed := place_for(tool, asked, part, **options))
         return Solution(None, plan=placed.plan)
 
     best = over_degrees(question, clock, solve)

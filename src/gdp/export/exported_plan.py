@@ -80,15 +80,21 @@ class Exported:
 
 def exported_by_name(problem: Problem, plan: Plan, name: str, source: ModelSource | None) -> Exported:
     """Returns `plan` for the tool called `name` without options, with its file; see `exported`."""
-    target: ExportTarget | LayoutTarget | None = find_layout_target(name, is_cut=plan.layout is not None)
-    if target is None:
-        target = find_target(name)
-        check_takes_layout(plan, target)
+    target = target_for(plan, name)
+    if isinstance(target, ExportTarget):
         problem = problem if "reserve" in plan.question.options else target.within_share(problem)
         target.read_units(problem)
     answer = exported(problem, plan, target, source)
     answer.content  # noqa: B018 - InputError for what the tool has no words for
     return answer
+
+
+def target_for(plan: Plan, name: str) -> ExportTarget | LayoutTarget:
+    """Returns the tool called `name`, without options, for a plan. InputError where it does not take its layout."""
+    if (of_layouts := find_layout_target(name, is_cut=plan.layout is not None)) is not None:
+        return of_layouts
+    check_takes_layout(plan, target := find_target(name))
+    return target
 
 
 def exported(

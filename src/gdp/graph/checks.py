@@ -1,5 +1,6 @@
 """Checks: what arrays must be to make a graph. The rules are in docs/machine-model.md, sections 1 and 6."""
 
+from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -121,8 +122,7 @@ def _check_consumers(graph: "Graph", op_label: Any) -> None:
             raise InputError(f"tensor {tensors[edge]}: consumer {graph.consumers[edge]} is listed twice; list it once")
     if (bad := _first(graph.consumers <= graph.producers[tensors])) is None:
         return
-    cycle = find_cycle(graph.num_ops, graph.producers[tensors], graph.consumers)
-    if cycle:
+    if cycle := _find_cycle(graph.producers[tensors], graph.consumers):
         path = " -> ".join(repr(graph.op_names[op]) for op in cycle[:8]) + (" -> ..." if len(cycle) > 8 else "")
         raise InputError(f"ops form a cycle: {path}; a step is acyclic, unroll loops")
     producer, consumer = int(graph.producers[tensors[bad]]), int(graph.consumers[bad])
@@ -132,29 +132,15 @@ def _check_consumers(graph: "Graph", op_label: Any) -> None:
     )
 
 
-def find_cycle(num_ops: int, sources: I64, targets: I64) -> list[int]:
+def _find_cycle(sources: I64, targets: I64) -> list[int]:
     """Returns the ops of one cycle of the edges `sources[i] -> targets[i]`, the first op at both ends; [] if none."""
-    successors: list[list[int]] = [[] for _ in range(num_ops)]
+    order = TopologicalSorter[int]()
     for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-        successors[source].append(target)
-    unseen, open_, done = 0, 1, 2
-    state = [unseen] * num_ops
-    for root in range(num_ops):
-        if state[root] != unseen:
-            continue
-        path, pending = [root], [iter(successors[root])]
-        state[root] = open_
-        while path:
-            target = next(pending[-1], None)
-            if target is None:
-                state[path.pop()] = done
-                pending.pop()
-            elif state[target] == open_:
-                return [*path[path.index(target) :], target]
-            elif state[target] == unseen:
-                state[target] = open_
-                path.append(target)
-                pending.append(iter(successors[target]))
+        order.add(target, source)
+    try:
+        order.prepare()
+    except CycleError as error:
+        return list(error.args[1])
     return []
 
 

@@ -91,7 +91,7 @@ def _numbered_parts(modules: Iterable[str]) -> dict[str, tuple[str, int]]:
 
 
 def enclosing(path: str) -> list[str]:
-    """Returns `a`, `a.b`, `a.b.c` of `a.b.c`; nothing of ""."""
+    """Returns the paths that lead to `path`, outermost first: `a`, `a.b`, `a.b.c` of `a.b.c`; none for the root."""
     parts = path.split(".") if path else []
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 

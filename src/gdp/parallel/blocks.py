@@ -11,7 +11,7 @@ import numpy as np
 from gdp.arrays import I64, Bool
 from gdp.errors import InputError, suggest
 from gdp.graph import Graph
-from gdp.graph.layers import LayerPaths
+from gdp.graph.layers import LayerPaths, enclosing
 from gdp.parallel.layout import BLOCKS, SELECTIVE
 
 _SOURCES = ("parameter", "buffer", "constant", "input")
@@ -23,7 +23,7 @@ def block_paths(graph: Graph, modules: str | Sequence[str]) -> list[str]:
     path inside another one is left out. InputError for a path without forward ops, and for a model without layers."""
     ops = zip(graph.modules, graph.phases, graph.kinds, strict=True)
     computing = {module for module, phase, kind in ops if phase == "forward" and kind not in _SOURCES}
-    known = dict.fromkeys(prefix for module in sorted(computing) for prefix in _prefixes(module))
+    known = dict.fromkeys(prefix for module in sorted(computing) for prefix in enclosing(module))
     if modules in (BLOCKS, SELECTIVE):
         layers = LayerPaths.of(graph)
         paths = [name for name, of_list in zip(layers.names, layers.lists, strict=True) if of_list and name in known]
@@ -37,13 +37,7 @@ def block_paths(graph: Graph, modules: str | Sequence[str]) -> list[str]:
     for path in paths:
         if path not in known:
             raise InputError(f"recompute: {graph.name!r} has no module {path!r}; {suggest(path, list(known))}")
-    return [path for path in paths if not set(_prefixes(path)[:-1]) & set(paths)]
-
-
-def _prefixes(path: str) -> list[str]:
-    """Returns the paths that lead to `path`, outermost first, `path` last; none for the root."""
-    parts = path.split(".") if path else []
-    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    return [path for path in paths if not set(enclosing(path)[:-1]) & set(paths)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +55,7 @@ class Blocks:
         paths = block_paths(graph, modules)
         number = {path: block for block, path in enumerate(paths)}
         captured = set(graph.modules)
-        by_module = {x: next((number[path] for path in _prefixes(x) if path in number), -1) for x in captured}
+        by_module = {x: next((number[path] for path in enclosing(x) if path in number), -1) for x in captured}
         of_op = np.array([by_module[module] for module in graph.modules], np.int64)
         return cls(graph, tuple(paths), of_op, modules == SELECTIVE)
 

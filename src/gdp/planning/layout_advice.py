@@ -181,22 +181,18 @@ def estimated_layout(parts: Parts, cluster: Cluster, constraints: Constraints, c
 
 def _twice_the_batch(parts: Parts) -> Parts | None:
     """Returns the parts of a batch of twice the samples, as those of half the number; None where that is not known."""
+
+    def part_of_twice(num_parts: int) -> Graph:
+        if num_parts % 2:
+            raise InputError(f"a part in {num_parts} of twice the batch is not known")
+        return parts.exact(num_parts // 2)
+
     size = parts.batch_size
     for one, other in combinations(sorted(parts.read), 2):
         if have_same_ops(parts.read[one], parts.read[other]):
             whole = interpolated(parts.read[one], size // one, parts.read[other], size // other, 2 * size)
-            return Parts(_HalfParts(parts), 2 * size, whole)
+            return Parts(part_of_twice, 2 * size, whole)
     return None
-
-
-@dataclass(frozen=True)
-class _HalfParts:
-    parts: Parts
-
-    def __call__(self, num_parts: int) -> Graph:
-        if num_parts % 2:
-            raise InputError(f"a part in {num_parts} of twice the batch is not known")
-        return self.parts.exact(num_parts // 2)
 
 
 def _factors(looked_at: Sequence[Candidate], estimator: Estimator, clock: Clock) -> dict[_Kind, float]:

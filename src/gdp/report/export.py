@@ -9,10 +9,8 @@ from rich.text import Text
 
 from gdp.errors import prefixed
 from gdp.export.adapt import AdaptedPlan
-from gdp.export.export_target import ExportTarget
-from gdp.export.exported_plan import Exported, check_takes_layout, exported
+from gdp.export.exported_plan import Exported, exported_by_name
 from gdp.export.layouts.target import CutStep, LayoutTarget
-from gdp.export.targets_by_name import find_layout_target, find_target
 from gdp.graph import Graph, GraphSource
 from gdp.notebook import digits
 from gdp.planning.plan_source import PlanSource, simulation_of
@@ -32,13 +30,8 @@ def write_export(plan: Plan, to: str, path: str | Path | None = None, graph: Gra
     A plan from a file reads its graph and devices again; `graph` is another to be taken. InputError, with the remedy,
     for what the tool cannot run, and where the step does not fit."""
     problem = simulation_of(plan, None if graph is None else Graph.of(graph)).problem
-    target: ExportTarget | LayoutTarget | None = find_layout_target(to, is_cut=plan.layout is not None)
-    if target is None:
-        target = find_target(to)
-        with prefixed(plan.path or "plan"):
-            check_takes_layout(plan, target)
-        problem = problem if "reserve" in plan.question.options else target.within_share(problem)
-    answer = exported(problem, plan, target, PlanSource(plan).known_model)
+    with prefixed(plan.path or "plan"):
+        answer = exported_by_name(problem, plan, to, PlanSource(plan).known_model)
     if path is not None:
         answer.save(path)
     return answer

@@ -18,10 +18,9 @@ from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.cluster.device import EAGER, split_runtime
 from gdp.errors import InputError
-from gdp.export.export_target import ExportTarget
 from gdp.export.exportable_plan import answer_for
-from gdp.export.exported_plan import check_takes_layout, exported
-from gdp.export.layouts.target import CutStep, LayoutTarget, ranks_of
+from gdp.export.exported_plan import exported, target_for
+from gdp.export.layouts.target import CutStep, ranks_of
 from gdp.export.targets_by_name import find_layout_target, find_target
 from gdp.models.source import ModelSource
 from gdp.parallel.layout import Layout
@@ -135,10 +134,7 @@ class Placing:
         if plan.layout is None and len(np.unique(plan.placement)) == 1:  # one replica, to tools that take layouts
             whole = Layout().document() | {"batch": self.source.batch_size}
             plan = replace(plan, layout=whole) if find_layout_target(self.target, is_cut=True) else plan
-        target: LayoutTarget | ExportTarget | None = find_layout_target(self.target, is_cut=plan.layout is not None)
-        if target is None:
-            target = find_target(self.target)
-            check_takes_layout(plan, target)
+        target = target_for(plan, self.target)
         export, environment = exported(problem, plan, target, self.source), {RANKS: str(len(plan.cards))}
         if not export.fits:
             raise InputError(f"the step does not fit as {target.name} runs it")

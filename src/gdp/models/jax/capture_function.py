@@ -18,7 +18,6 @@ from gdp.models.jax import primitive_costs as costs
 from gdp.models.jax.equations import UNSHARDED, Constant, Equation, JaxOp, JaxValue, is_sharded, stacked_arguments
 from gdp.models.jax.jaxpr_recorder import JaxprRecorder
 from gdp.models.pytorch.capture_step import Coverage
-from gdp.models.pytorch.flops import FORMULA, MOVEMENT, POINTWISE
 
 UNROLL_LIMIT = 64  # layers of today's models; far longer loops are over time or samples
 
@@ -258,12 +257,9 @@ def capture_jax(
         flat = recorder.results(results)
         updates, sentences = _updates(arguments, held, values, results, structures[0])
     graph, program, records = assemble(name, recorder.records, flat, updates)
-    how = Counter(record.how for record in records)
     unknown = sum((record.unknown for record in records), Counter[str]())
     open_loops = sum((record.open_loops for record in records), Counter[str]())
-    coverage = Coverage(
-        MappingProxyType(dict(unknown)), how[FORMULA], how[POINTWISE], how[MOVEMENT], MappingProxyType(dict(open_loops))
-    )
+    coverage = Coverage(MappingProxyType(dict(unknown)), MappingProxyType(dict(open_loops)))
     return JaxCapture(graph, program, coverage, (*recorder.notes, *sentences))
 
 

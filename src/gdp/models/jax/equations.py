@@ -85,7 +85,6 @@ class JaxOp:
     equations: dict[Equation, None] = field(default_factory=dict)
     unknown: Counter[str] = field(default_factory=Counter)
     open_loops: Counter[str] = field(default_factory=Counter)
-    how: str = ""
     shapes: str = ""  # of a product
 
 

@@ -34,7 +34,6 @@ from gdp.models.jax.equations import (
     part_aval,
     stack_jaxpr,
 )
-from gdp.models.pytorch.flops import MOVEMENT
 
 
 class JaxprRecorder:
@@ -141,7 +140,7 @@ class JaxprRecorder:
             self.note(f"{record.module}: the trip count of a {loop} loop is unknown; its body is counted once")
         record.flops, record.bytes_accessed = cost.flops, cost.bytes_accessed
         record.shapes = costs.product_shapes(name, params, avals, outputs)
-        record.how, record.unknown, record.open_loops = cost.how, cost.unknown, cost.open_loops
+        record.unknown, record.open_loops = cost.unknown, cost.open_loops
         values = [self._made_by(record, self._value(aval), append=False) for aval in outputs]
         record.equations[self._equation(primitive, params, inputs, values)] = None
         self.records.append(record)
@@ -189,7 +188,7 @@ class JaxprRecorder:
         name, dtype = value.equations[-1].primitive.name, costs.dtype_name("", (), (value.aval,))
         record = self._new_op(name, scopes, dtype)
         record.bytes_accessed = costs.num_bytes(value.aval) + (costs.num_bytes(value.base.aval) if value.base else 0)
-        record.how, record.equations = MOVEMENT, dict.fromkeys(value.equations)
+        record.equations = dict.fromkeys(value.equations)
         if value.base is not None:
             record.reads[value.base] = None
         self._made_by(record, value)

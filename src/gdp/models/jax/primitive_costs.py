@@ -75,7 +75,6 @@ class Costs:
 
     flops: int = 0
     bytes_accessed: int = 0
-    how: str = MOVEMENT
     unknown: Counter[str] = field(default_factory=Counter)  # primitives that were estimated
     open_loops: Counter[str] = field(default_factory=Counter)  # loops of unknown length, counted once
 
@@ -88,7 +87,7 @@ def costs_of(name: str, params: Params, inputs: Sequence[Any], outputs: Sequence
         return loop
     flops, how = _count_flops(name, params, inputs, outputs)
     unknown = Counter({name: 1}) if how == UNKNOWN else Counter[str]()
-    return Costs(flops, _bytes_accessed(name, params, inputs, outputs, bytes_read), how, unknown)
+    return Costs(flops, _bytes_accessed(name, params, inputs, outputs, bytes_read), unknown)
 
 
 def _count_flops(name: str, params: Params, inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[int, str]:
@@ -167,7 +166,7 @@ def body_costs(closed: Any) -> Costs:
 
 
 def _sum(parts: Sequence[Costs]) -> Costs:
-    total = Costs(how=FORMULA)
+    total = Costs()
     for part in parts:
         total.flops += part.flops
         total.bytes_accessed += part.bytes_accessed
@@ -177,7 +176,7 @@ def _sum(parts: Sequence[Costs]) -> Costs:
 
 
 def _times(costs: Costs, count: int) -> Costs:
-    return Costs(costs.flops * count, costs.bytes_accessed * count, costs.how, costs.unknown, costs.open_loops)
+    return Costs(costs.flops * count, costs.bytes_accessed * count, costs.unknown, costs.open_loops)
 
 
 # Views

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -89,12 +88,9 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Numbers of recorded calls by the way their FLOPs were found."""
+    """What is not known of the FLOPs of recorded calls."""
 
     unknown: Mapping[str, int]  # kind -> number of calls estimated at one FLOP per element of the result
-    num_formula: int
-    num_pointwise: int
-    num_movement: int  # nothing to count
     open_loops: Mapping[str, int] = field(default_factory=dict)  # kind -> loops counted once
 
     @property
@@ -363,7 +359,7 @@ def _record(
     graph = overlapped(graph) if options.shards.overlap else graph
     if not options.training:
         recorder.notes.pop(NO_GRADIENT, None)
-    return Capture(graph, program, _coverage(recorder), tuple(recorder.notes), cuts=cuts)
+    return Capture(graph, program, Coverage(recorder.uncovered), tuple(recorder.notes), cuts=cuts)
 
 
 def _check_precision(precision: str, trained: Sequence[Tensor], recorder: Recorder, name: str) -> None:
@@ -387,13 +383,6 @@ def _check_precision(precision: str, trained: Sequence[Tensor], recorder: Record
             f"weights are trained in {' and '.join(half)} as the model is written, without float32 copies; "
             "precision mixed adds them"
         ] = None
-
-
-def _coverage(recorder: Recorder) -> Coverage:
-    covered = recorder.covered
-    return Coverage(
-        MappingProxyType(dict(recorder.uncovered)), covered["formula"], covered["pointwise"], covered["movement"]
-    )
 
 
 def _loss_of(output: Any, loss: Loss | None, name: str, recorder: Recorder) -> Tensor:
@@ -435,7 +424,7 @@ def _record_own(
     except InputError as error:
         raise error if str(error).startswith(name) else InputError(f"{name}: {error}") from error
     graph, program = assemble(recorder, name, outputs, None, {})
-    return Capture(graph, program, _coverage(recorder), (*recorder.notes, *calls.notes))
+    return Capture(graph, program, Coverage(recorder.uncovered), (*recorder.notes, *calls.notes))
 
 
 def rule_choice(options: StepOptions, model: nn.Module, name: str) -> RuleChoice:

@@ -125,7 +125,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.memories = Memories(fake_mode, stored or {})
         self.phases = Phases(self.memories)
         self.running = RunningModule()
-        self.covered: Counter[str] = Counter()
         self.uncovered: Counter[str] = Counter()
         self.notes: dict[str, None] = {}  # approximations, a sentence each
         self.refusals: dict[str, None] = {}  # reasons why the step cannot be executed
@@ -286,8 +285,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         record.flops, how = count_flops(func, args, kwargs, made or written)
         if how == UNKNOWN:
             self.uncovered[record.kind] += 1
-        else:
-            self.covered[how] += 1
         record.dtype = dtype_name((*made, *written, *read))
         if how == FORMULA:
             operand = product_operand(func, args)
@@ -326,7 +323,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         record.reads = {weight.value: {None: None}}
         record.reads.setdefault(gradient.value, {})[gradient.layout] = None
         self.memories.commit(record, [parameter])
-        self.covered[FORMULA] += 1
         if rule.refusal:
             self.refusals[rule.refusal] = None
         return gradient

@@ -1,10 +1,11 @@
 """StridedLayout: the place of a tensor in its memory, and the views and copies made from it."""
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from gdp.graph.shapes import contiguous_strides
 
 
 class StridedLayout(NamedTuple):
@@ -18,8 +19,7 @@ class StridedLayout(NamedTuple):
 
 def contiguous(size: tuple[int, ...], dtype: torch.dtype) -> StridedLayout:
     """Returns the layout of a contiguous tensor."""
-    strides = tuple(math.prod(max(length, 1) for length in size[axis + 1 :]) for axis in range(len(size)))
-    return StridedLayout(size, strides, 0, dtype)
+    return StridedLayout(size, contiguous_strides(size), 0, dtype)
 
 
 def empty(layout: StridedLayout, device: torch.device | None = None, *, is_pinned: bool = False) -> Tensor:
