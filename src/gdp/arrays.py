@@ -52,6 +52,15 @@ def running_sums(begins: I64, ends: I64, amounts: npt.NDArray[_Value], length: i
     return np.cumsum(change)[:-1]
 
 
+def unique(values: npt.ArrayLike) -> Content:
+    """Returns the distinct values, ascending. `numpy.unique` has a hash table for them since NumPy 2.3, which takes 60
+    times as long for a million integers."""
+    ascending = np.sort(np.asarray(values), axis=None)
+    is_first = np.ones(len(ascending), np.bool_)
+    is_first[1:] = ascending[1:] != ascending[:-1]
+    return ascending[is_first]
+
+
 def by_first(ids: I64) -> I64:
     """Returns numbers [N] that are equal where `ids` [N] are, from 0 in the order in which these first come."""
     _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)

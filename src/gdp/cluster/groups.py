@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gdp.arrays import I64
+from gdp.arrays import I64, unique
 from gdp.cluster.catalogue import EXCHANGES, NETWORK
 from gdp.cluster.device import Device, Route
 from gdp.errors import InputError
@@ -57,7 +57,7 @@ def _joined(cluster: "Cluster", cards: I64, least: int) -> list[_Members]:
         is_near, before = (rates >= cut) | np.eye(len(cards), dtype=np.bool_), None
         while before is None or (before != label).any():  # each card takes the first number among its neighbours
             before, label = label, np.where(is_near, label, len(cards)).min(axis=1)
-    found = [tuple(cards[label == number].tolist()) for number in np.unique(label)]
+    found = [tuple(cards[label == number].tolist()) for number in unique(label)]
     return [island for island in found if len(island) >= least]
 
 

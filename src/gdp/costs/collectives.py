@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gdp.arrays import I64
+from gdp.arrays import I64, unique
 from gdp.cluster import Cluster, Device
 from gdp.cluster.catalogue import EXCHANGES, NETWORK, ExchangeFigures
 from gdp.cluster.device import CUDA_GRAPHS
@@ -199,7 +199,7 @@ def _of_place(
     is_far = names == NETWORK
     host_of = np.argmin(is_far, axis=1)  # the first replica there
     _, first, counts = np.unique(host_of, return_index=True, return_counts=True)
-    inside = np.unique(names[is_other & ~is_far]).tolist()
+    inside = unique(names[is_other & ~is_far]).tolist()
     is_alike = (is_far == (host_of[:, None] != host_of)).all() and len(set(counts.tolist())) == 1
     if (
         not is_alike

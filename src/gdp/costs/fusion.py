@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gdp.arrays import F64, I64, Bool, connected
+from gdp.arrays import F64, I64, Bool, connected, unique
 from gdp.cluster.achieved import OF_FLOPS
 from gdp.costs.collectives import COLLECTIVE
 from gdp.costs.products import PRODUCTS, product_size
@@ -141,7 +141,7 @@ def _crossing(graph: Graph, region: I64) -> I64:
     first = np.flatnonzero(enters)[np.unique(key, return_index=True)[1]]
     leaves = graph.is_kept | (np.diff(graph.consumer_offsets) == 0)
     leaves[tensors[enters]] = True
-    leaves = np.unique(graph.base[leaves])  # a part is written with its whole
+    leaves = unique(graph.base[leaves])  # a part is written with its whole
     num_bytes = np.zeros(graph.num_ops, np.int64)
     np.add.at(num_bytes, readers[first], graph.tensor_bytes[tensors[first]])
     np.add.at(num_bytes, graph.producers[leaves], graph.tensor_bytes[leaves])

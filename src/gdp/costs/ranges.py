@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gdp.arrays import I64
+from gdp.arrays import I64, unique
 from gdp.cluster import Cluster, Device
 from gdp.cluster.achieved import GPU, OF_FLOPS, family_of
 from gdp.cluster.catalogue import NETWORK
@@ -119,7 +119,7 @@ def tie_share(graph: Graph, cluster: Cluster, placement: I64) -> float:
 
 
 def _exchanges(graph: Graph, cluster: Cluster, placement: I64) -> str:
-    used = np.unique(placement)
+    used = unique(placement)
     if cluster.exchanges.size and (cluster.exchanges[np.ix_(used, used)] == NETWORK).any():
         return NETWORK
     if any(device.group for device in _used(cluster, placement)):
@@ -132,7 +132,7 @@ def _exchanges(graph: Graph, cluster: Cluster, placement: I64) -> str:
 
 
 def _used(cluster: Cluster, placement: I64) -> list[Device]:
-    return [cluster.devices[device] for device in np.unique(placement).tolist()]
+    return [cluster.devices[device] for device in unique(placement).tolist()]
 
 
 @cache

@@ -7,7 +7,7 @@ from itertools import permutations
 
 import numpy as np
 
-from gdp.arrays import F64, I64
+from gdp.arrays import F64, I64, unique
 from gdp.budget import Budget, Clock
 from gdp.errors import InputError
 from gdp.export.export_target import ExportTarget, ExportUnits, is_cpu, stage_starts
@@ -230,7 +230,7 @@ def can_run(units: ExportUnits, devices: I64) -> bool:
     """Returns whether units may be on these devices [U], with one stage a device in a chain."""
     if not units.may_be_on(devices):
         return False
-    return not units.is_chain or len(stage_starts(devices)) == len(np.unique(devices))
+    return not units.is_chain or len(stage_starts(devices)) == len(unique(devices))
 
 
 def _near(problem: Problem, units: ExportUnits, plan: Plan) -> I64:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, unique
 from gdp.errors import InputError
 from gdp.export.export_target import ExportTarget, ExportUnits, cards_of, check_inference, gpus, visible_cards
 from gdp.export.module_chains import find_layers
@@ -56,7 +56,7 @@ class Server:
 
     def write(self, problem: Problem, units: ExportUnits, devices: I64) -> str:
         """Writes `VLLM_PP_LAYER_PARTITION=10,11,11` and the GPUs in the order of ranks; of replicas a command each."""
-        used = np.unique(devices)
+        used = unique(devices)
         share = self._share(problem, used)
         num_cards = problem.cluster.devices[used[0]].num_cards
         servers, parts = self._servers(problem, units, devices), []
@@ -119,7 +119,7 @@ class Server:
             }
             for own in range(int(replica.max()) + 1)
         ]
-        if sum(map(len, servers)) > len(np.unique(devices)):
+        if sum(map(len, servers)) > len(unique(devices)):
             raise InputError(
                 f"{self.name}: replicas are servers, and two of them share a device; place with fewer --batches"
             )

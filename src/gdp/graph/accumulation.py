@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, unique
 from gdp.errors import InputError
 from gdp.graph.builder import GraphBuilder, UniqueNames
 from gdp.graph.copies import ACCUMULATE, label_end
@@ -178,7 +178,7 @@ class _Accumulation:
         graph, after = self.graph, defaultdict[int, set[int]](set)
         for group, writers in self.writers.items():
             reads_buffer = (graph.is_resident & (graph.groups[graph.producers] == group))[graph.edge_tensors]
-            readers = np.unique(graph.consumers[reads_buffer & self.is_repeated[graph.consumers]]).tolist()
+            readers = unique(graph.consumers[reads_buffer & self.is_repeated[graph.consumers]]).tolist()
             users = sorted({*writers, *(op for op in readers if not _ignores_buffers(graph.kinds[op]))})
             for microbatch in range(1, self.num_microbatches):
                 before, later = self.number[microbatch - 1], self.number[microbatch]
@@ -217,7 +217,7 @@ def _buffer_writers(graph: Graph, is_repeated: Bool) -> dict[int, list[int]]:
     among that: each batch in flight has its own."""
     writers = defaultdict[int, list[int]](list)
     own = set(graph.groups[is_cache(graph)].tolist())
-    for op in np.unique(graph.producers[graph.is_resident]).tolist():
+    for op in unique(graph.producers[graph.is_resident]).tolist():
         if is_repeated[op] and graph.groups[op] >= 0 and graph.resident_bytes[op] == 0 and graph.groups[op] not in own:
             writers[int(graph.groups[op])].append(op)
     return dict(writers)

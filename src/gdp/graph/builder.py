@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, unique
 from gdp.graph.columns import NUMBERS, OF_HOSTS, OF_TENSORS, TEXTS
 from gdp.graph.document import Tensor
 from gdp.graph.graph import Graph
@@ -132,7 +132,7 @@ class GraphBuilder:
             origins = columns["origins"][order]
             columns["origins"] = np.where(origins >= 0, number[origins], -1)
             columns["producers"], consumers = number[columns["producers"]], number[consumers]
-        edges = np.unique(tensors * self.num_ops + consumers)
+        edges = unique(tensors * self.num_ops + consumers)
         counts = np.bincount(edges // self.num_ops, minlength=self.num_tensors)
         offsets = np.concatenate(([0], np.cumsum(counts)))
         return Graph(name=name, **columns, consumer_offsets=offsets, consumers=edges % self.num_ops)

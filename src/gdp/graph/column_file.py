@@ -20,7 +20,7 @@ import orjson
 from safetensors.numpy import save
 
 from gdp import files
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, unique
 from gdp.errors import InputError
 from gdp.graph.columns import NUMBERS, OF_HOSTS, OP_COLUMNS, OPTIONAL, TEXTS
 from gdp.graph.copies import first_copies, label_end, role_codes
@@ -94,7 +94,7 @@ def _copy_labels(names: Sequence[str], first: I64, microbatches: I64, replicas: 
     """Returns the names [N] of copies: those of their `first` copies, which are among `names` [N], with their ends."""
     width = int(replicas.max()) + 1
     key = microbatches * width + replicas
-    ends = {number: label_end(*divmod(number, width)) for number in np.unique(key).tolist()}
+    ends = {number: label_end(*divmod(number, width)) for number in unique(key).tolist()}
     return map(add, map(names.__getitem__, first.tolist()), map(ends.__getitem__, key.tolist()))
 
 

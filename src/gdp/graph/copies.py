@@ -10,6 +10,7 @@ The origin of a copy is the first of all copies, which is of the first micro-bat
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -50,7 +51,7 @@ _CODES = {role: code for code, role in enumerate(ROLES)}
 
 def role_codes(roles: Sequence[str]) -> I64:
     """Returns the place [N] of each role in ROLES, and beyond them for texts that are none."""
-    return np.fromiter((_CODES.get(role, len(_CODES)) for role in roles), np.int64, len(roles))
+    return np.fromiter(map(_CODES.get, roles, repeat(len(_CODES))), np.int64, len(roles))
 
 
 def have_role(codes: I64, roles: Iterable[str]) -> Bool:

@@ -7,7 +7,7 @@ from itertools import groupby
 
 import numpy as np
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, unique
 from gdp.graph.accumulation import ELEMENT_BYTES
 from gdp.graph.copies import ACCUMULATE, EXCHANGE_START
 from gdp.graph.graph import Graph
@@ -75,7 +75,7 @@ def gradients_of_updates(graph: Graph) -> I64:
     """Returns the tensors that updates read and that ops of other phases make."""
     is_late, makers = _is_update(graph), graph.producers[graph.edge_tensors]
     is_source = np.array([kind in ("parameter", "buffer", "constant", "input") for kind in graph.kinds])
-    return np.unique(graph.edge_tensors[is_late[graph.consumers] & ~is_late[makers] & ~is_source[makers]])
+    return unique(graph.edge_tensors[is_late[graph.consumers] & ~is_late[makers] & ~is_source[makers]])
 
 
 def _is_update(graph: Graph) -> Bool:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, unique
 from gdp.errors import InputError, suggest
 from gdp.graph import Graph
 from gdp.graph.layers import LayerPaths, enclosing
@@ -155,7 +155,7 @@ class Blocks:
         needs_copy &= self.is_forward[readers]
         while True:  # as deep as chains of such operators are
             has_copy = repeatable[makers] & (self.of_op[makers] == self.of_op[readers]) & self.is_activation[tensors]
-            lost = np.unique(readers[needs_copy & ~has_copy])
+            lost = unique(readers[needs_copy & ~has_copy])
             if not repeatable[lost].any():
                 return repeatable
             repeatable[lost] = False
@@ -189,7 +189,7 @@ class Blocks:
         graph, found = self.graph, []
         sources = graph.producers[graph.edge_tensors]
         for block, reader in enumerate(first_reader.tolist()):
-            before = np.unique(sources[(graph.consumers == reader) & self.is_backward[sources]])
+            before = unique(sources[(graph.consumers == reader) & self.is_backward[sources]])
             if reader >= 0 and not len(before):
                 before = np.flatnonzero(self.is_forward & (self.of_op == block))
                 before = before[before < reader][-1:]
@@ -233,7 +233,7 @@ class Blocks:
         is_late |= runs_again[graph.consumers] & ~is_inner
         kept = self.kept_unread[0]
         kept = kept[in_chosen[graph.producers[kept]]]
-        held = np.unique(np.append(self.graph.base[tensors[is_late & ~self.is_backward[makers]]], kept))
+        held = unique(np.append(self.graph.base[tensors[is_late & ~self.is_backward[makers]]], kept))
         return int(graph.tensor_bytes[held[~graph.is_resident[held]]].sum())
 
     @cached_property

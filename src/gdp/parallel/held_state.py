@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, unique
 from gdp.graph import Graph
 from gdp.graph.builder import GraphBuilder
 from gdp.graph.microbatches import reached, shared_ops
@@ -79,7 +79,7 @@ class HeldState:
         chosen = np.zeros(graph.num_ops, np.bool_)
         chosen[list(updates)] = True
         is_edge = chosen[graph.producers[graph.edge_tensors]] & ~self.is_update[graph.consumers]
-        result: list[int] = np.unique(graph.consumers[is_edge]).tolist()
+        result: list[int] = unique(graph.consumers[is_edge]).tolist()
         return result
 
     def add_updates(self, builder: GraphBuilder, graph: Graph, count: int, groups: I64) -> I64:
@@ -118,7 +118,7 @@ def joined_groups(graph: Graph, together: Sequence[Sequence[int]]) -> I64:
         alone = chosen[groups[chosen] < 0]
         groups[alone] = following
         first = root(int(groups[chosen[0]]))
-        for group in np.unique(groups[chosen]).tolist():
+        for group in unique(groups[chosen]).tolist():
             parent[root(group)] = first
         following += 1
     renamed = np.arange(following)

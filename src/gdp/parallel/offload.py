@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, unique
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.builder import UniqueNames, write_after_read
@@ -58,7 +58,7 @@ def _offloaded(graph: Graph, modules: str | Sequence[str], least_bytes: int) -> 
     order = [block for block in np.argsort(first_reader).tolist() if first_reader[block] >= 0]
     leaves = blocks.is_read & (graph.tensor_bytes >= least_bytes)[blocks.graph.base[tensors]]
     leaves &= np.isin(blocks.of_op[graph.producers[tensors]], order[1:])
-    moved = np.unique(tensors[leaves])
+    moved = unique(tensors[leaves])
     moved = moved[(graph.view_of[moved] < 0) | ~np.isin(graph.view_of[moved], moved)]  # a view comes with its base
     is_moved = np.isin(np.arange(graph.num_tensors), moved)
     carrier = np.where(is_moved, np.arange(graph.num_tensors), blocks.graph.base)

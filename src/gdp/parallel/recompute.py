@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, unique
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.builder import unordered
@@ -203,7 +203,7 @@ class _Rewrite:
         pairs: list[tuple[int, int]] = []
         source_of = np.full(len(self.op_order), _NEW)
         source_of[self.copy_number[self.copies]] = self.copies
-        roots = np.unique(waiting)
+        roots = unique(waiting)
         for block, upstream in enumerate(blocks.upstream):
             own = roots[blocks.of_op[source_of[roots]] == block]
             if not len(own):

@@ -22,7 +22,7 @@ from operator import add
 
 import numpy as np
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, unique
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.accumulation import Accumulation
@@ -244,7 +244,7 @@ class _ReplicaBuilder:
         tensors, users = graph.edge_tensors[edges], graph.consumers[edges]
         is_near = places[graph.producers[tensors]] == places[users]
         for end, chosen in ((ends[at_once], is_near), (done, ~is_near)):
-            read = np.unique(tensors[chosen])
+            read = unique(tensors[chosen])
             bases = graph.view_of[read]
             read = np.union1d(read, bases[bases >= 0])
             views = graph.view_of[read]

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import F64, I64, Bool
+from gdp.arrays import F64, I64, Bool, unique
 from gdp.cluster import Cluster
 from gdp.costs.collectives import ALL_GATHER, REDUCE_SCATTER, ExchangeTimes, exchange_times
 from gdp.errors import InputError
@@ -94,7 +94,7 @@ def gradients_of(graph: Graph, is_update: Bool) -> dict[str, Gradient]:
     by_update = is_update[graph.consumers] & ~is_update[graph.producers[graph.edge_tensors]]
     is_source = ~np.isin(np.arange(graph.num_ops), graph.consumers)
     made = by_update & ~is_source[graph.producers[graph.edge_tensors]] & (graph.tensor_bytes[graph.edge_tensors] > 0)
-    tensors = np.unique(graph.edge_tensors[made])
+    tensors = unique(graph.edge_tensors[made])
     tensors = tensors[np.argsort(graph.producers[tensors], kind="stable")]
     gradients: dict[str, Gradient] = {}
     for tensor in tensors.tolist():

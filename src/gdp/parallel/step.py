@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, unique
 from gdp.costs.collectives import ExchangeTimes
 from gdp.errors import InputError
 from gdp.graph import Graph
@@ -153,7 +153,7 @@ def with_waits(graph: Graph, places: I64) -> Graph:
     is_sent &= is_pass[sources] & is_pass[targets] & ~graph.is_resident[graph.base[tensors]]
     is_sent &= phase[sources] == phase[targets]  # else a copy, which is recomputed when its gradient has come
     one_pass = np.stack((places, graph.microbatches, graph.replicas, phase == "backward"))
-    received, sent = np.unique(targets[is_sent]), np.unique(sources[is_sent & (graph.tensor_bytes[tensors] > 0)])
+    received, sent = unique(targets[is_sent]), unique(sources[is_sent & (graph.tensor_bytes[tensors] > 0)])
     waits = graph.host_waits.copy()
     for ops in (received, sent[::-1]):
         waits[ops[np.unique(one_pass[:, ops], axis=1, return_index=True)[1]]] = True

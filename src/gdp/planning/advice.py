@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gdp.arrays import unique
 from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster, changes
@@ -190,7 +191,7 @@ def machine_changes(
 
 def _changes(simulation: Simulation, constraints: Constraints, filled: float) -> Iterator[MachineChange]:
     placement, busy = simulation.placement, simulation.busy_fraction
-    cluster, used, least = simulation.problem.cluster, np.unique(placement), None
+    cluster, used, least = simulation.problem.cluster, unique(placement), None
     if len(used) > 1:  # a slow device is long busy with little
         done_ns = np.bincount(placement, simulation.problem.simulator.fastest_ns, cluster.num_devices)
         least = int(used[np.lexsort((-busy[used], done_ns[used]))[0]])
@@ -206,7 +207,7 @@ def _start(simulation: Simulation, others: Sequence[int] | None) -> Candidate:
     if others is None:
         return Candidate.start(simulation)
     (least,) = set(range(simulation.problem.num_devices)) - set(others)
-    used, devices = np.unique(placement[placement != least]), simulation.problem.cluster.devices
+    used, devices = unique(placement[placement != least]), simulation.problem.cluster.devices
     idle = [device for device in others if device not in used and devices[device].kind == devices[least].kind]
     taker = idle[0] if idle else int(used[np.argmax(simulation.busy_fraction[used])])
     moved = np.where(placement > least, placement - 1, placement)

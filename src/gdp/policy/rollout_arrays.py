@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gdp.arrays import F64, I64
+from gdp.arrays import F64, I64, unique
 from gdp.policy.features import NUM_FEATURES
 from gdp.policy.unit_source import NUM_SLICES, UnitSource
 from gdp.simulator.problem import Problem
@@ -127,7 +127,7 @@ def _pairs(problem: Problem, unit_of_op: I64, num_units: int) -> tuple[I64, F64]
     graph = problem.graph
     targets, makers = unit_of_op[graph.consumers], unit_of_op[graph.producers]
     is_apart = makers[graph.edge_tensors] != targets
-    taken = np.unique(graph.edge_tensors[is_apart] * num_units + targets[is_apart])  # once by each unit
+    taken = unique(graph.edge_tensors[is_apart] * num_units + targets[is_apart])  # once by each unit
     tensors = taken // num_units
     keys, inverse = np.unique(makers[tensors] * num_units + taken % num_units, return_inverse=True)
     return keys, np.asarray(np.bincount(inverse, graph.tensor_bytes[tensors], len(keys)), np.float64)

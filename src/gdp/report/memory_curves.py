@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from gdp.arrays import I64
+from gdp.arrays import I64, unique
 from gdp.graph import Graph
 from gdp.graph.copies import ACCUMULATE, EXCHANGE_START, RECOMPUTED
 from gdp.graph.held_memory import HeldMemory, is_cache
@@ -43,7 +43,7 @@ class MemoryCurve:
         last = np.append(first[1:], len(stretch)) - 1
         order = np.lexsort((self.used_bytes, stretch))
         lowest, highest = order[first], order[last]
-        kept = np.unique(np.concatenate((first, last, lowest, highest)))
+        kept = unique(np.concatenate((first, last, lowest, highest)))
         return self.times_ns[kept], self.used_bytes[kept]
 
 

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from gdp.arrays import I64
+from gdp.arrays import I64, unique
 from gdp.cluster import Cluster
 from gdp.costs.collectives import COLLECTIVE
 from gdp.costs.op_times import has_shares, ranks_of
@@ -65,7 +65,7 @@ def of_speed(simulation: Simulation, amounts: Mapping[str, int] = MappingProxyTy
     if simulation.mfu is not None:
         share, dtype = simulation.mfu
         devices = simulation.problem.cluster.devices
-        count = sum(devices[number].num_cards for number in np.unique(simulation.placement))
+        count = sum(devices[number].num_cards for number in unique(simulation.placement))
         parts.append(f"MFU {digits(100 * share, 3)}% of the {dtype} rate of {count} device{'s' * (count > 1)}")
     if parts:
         yield f"{'; '.join(parts)}."
@@ -96,7 +96,7 @@ def of_search(search: Search, simulation: Simulation) -> Iterator[str]:
     """Yields sentences on the order of micro-batches or calls, and on step times when op times vary."""
     if num_microbatches(simulation) > 1:
         # the share of the step in which a device that holds ops computes, on average
-        busy = float(simulation.busy_fraction[np.unique(simulation.placement)].mean())
+        busy = float(simulation.busy_fraction[unique(simulation.placement)].mean())
         yield f"Order of micro-batches: {search.order}; devices in use wait for {1 - busy:.0%} of the step."
     elif search.order == BY_CALL:
         yield "Ops start by the call of their layer, as if each call were a micro-batch."

@@ -6,7 +6,7 @@ from itertools import chain
 
 import numpy as np
 
-from gdp.arrays import I64
+from gdp.arrays import I64, unique
 from gdp.cluster import Device
 from gdp.costs.ranges import tie_share
 from gdp.models.shards import WHOLE, Shards
@@ -246,7 +246,7 @@ class Candidate:
 
     @property
     def _used(self) -> list[Device]:
-        return [self.problem.cluster.devices[device] for device in np.unique(self.placement).tolist()]
+        return [self.problem.cluster.devices[device] for device in unique(self.placement).tolist()]
 
     @property
     def baseline(self) -> Baseline:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gdp.arrays import I64
+from gdp.arrays import I64, unique
 from gdp.costs.op_times import has_shares
 from gdp.costs.rates import peak_rate
 from gdp.graph.copies import MODEL
@@ -27,7 +27,7 @@ def mfu_of(problem: "Problem", placement: I64, step_time_ns: int) -> tuple[float
     if not by_dtype.any() or not step_time_ns or any(has_shares(graph, device) for device in devices):
         return None
     dtype = dtypes[int(by_dtype.argmax())]
-    rates = [devices[number].flops_per_second for number in np.unique(placement).tolist()]
+    rates = [devices[number].flops_per_second for number in unique(placement).tolist()]
     is_slower = any(dtype not in of and peak_rate(of, dtype) == of["float32"] for of in rates)
     total = sum(peak_rate(of, dtype) for of in rates)
     return float(by_dtype.max()) * 1e9 / (step_time_ns * total), "float32" if is_slower else dtype

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gdp import files, notebook
-from gdp.arrays import I64
+from gdp.arrays import I64, unique
 from gdp.cluster import Cluster
 from gdp.cluster.groups import members_of
 from gdp.costs.ranges import StepRange, range_of
@@ -130,7 +130,7 @@ class Plan:
 
     def __repr__(self) -> str:
         """Returns `Plan(13.203 ms on 2 of 3 devices by auto, at most 3.2% above the lower bound)`."""
-        time, used = notebook.milliseconds(self.step_time_ns), len(np.unique(self.placement))
+        time, used = notebook.milliseconds(self.step_time_ns), len(unique(self.placement))
         where = f"{used} of {notebook.count(len(self.devices), 'device')} by {self.placer}"
         if self.status == "ok":
             return f"Plan({time} on {where}, {self._distance})"

@@ -16,7 +16,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64, narrow
+from gdp.arrays import I64, narrow, unique
 from gdp.cluster import Cluster
 from gdp.costs.op_times import transfer_occupancy_ns
 from gdp.graph import Graph
@@ -225,7 +225,7 @@ def _flatten(graph: Graph, cluster: Cluster, numbers: I64, tail_ns: I64, host_ti
     alloc = np.zeros(num_ops, np.int64)
     np.add.at(alloc, producers, owned)
 
-    rates = np.unique(cluster.bytes_per_second[~np.eye(num_devices, dtype=np.bool_)])
+    rates = unique(cluster.bytes_per_second[~np.eye(num_devices, dtype=np.bool_)])
     occupancy = np.zeros((num_tensors, max(len(rates), 1)), np.int64)
     for column, rate in enumerate(rates.tolist()):
         occupancy[:, column] = transfer_occupancy_ns(sizes, rate)

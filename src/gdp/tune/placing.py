@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from gdp import files
+from gdp.arrays import unique
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.cluster.device import EAGER, split_runtime
@@ -131,7 +132,7 @@ class Placing:
         assert problem is not None
         if not self.target:
             return replay(problem, plan), {}, {RANKS: str(len(plan.cards))}
-        if plan.layout is None and len(np.unique(plan.placement)) == 1:  # one replica, to tools that take layouts
+        if plan.layout is None and len(unique(plan.placement)) == 1:  # one replica, to tools that take layouts
             whole = Layout().document() | {"batch": self.source.batch_size}
             plan = replace(plan, layout=whole) if find_layout_target(self.target, is_cut=True) else plan
         target = target_for(plan, self.target)

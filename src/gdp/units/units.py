@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import F64, I64, Bool, by_first, connected, narrow, wide
+from gdp.arrays import F64, I64, Bool, by_first, connected, narrow, unique, wide
 from gdp.compiled import inner, kernel
 from gdp.graph.copies import RECOMPUTED
 from gdp.simulator.problem import Placement, Problem
@@ -328,7 +328,7 @@ def move_arrays(groups: Units, units: Units, pairs: Pairs) -> MoveArrays:
     num_groups, group_of_unit = groups.num_units, groups.index[units.first_op]
     low, high = group_of_unit[pairs.first], group_of_unit[pairs.second]
     apart = low != high
-    keys = np.unique(np.concatenate((low[apart] * num_groups + high[apart], high[apart] * num_groups + low[apart])))
+    keys = unique(np.concatenate((low[apart] * num_groups + high[apart], high[apart] * num_groups + low[apart])))
     neighbour_offsets = np.concatenate(([0], np.cumsum(np.bincount(keys // num_groups, minlength=num_groups))))
     allowed = np.array(groups.allowed)  # as rows, where it is one column
     return MoveArrays(groups.offsets, groups.ops, groups.index, allowed, neighbour_offsets, keys % num_groups)

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gdp.arrays import F64, I64
+from gdp.arrays import F64, I64, unique
 from gdp.bounds.layout_bound import layout_bound
 from gdp.bounds.lower_bound import lower_bound
 from gdp.budget import Clock
@@ -270,7 +270,7 @@ def _is_in_order(search: _BatchSearch, places: I64) -> bool:
     if search.question.groups is None:
         return True
     of_groups = places[np.unique(search.question.groups, return_index=True)[1]]
-    return bool(np.count_nonzero(np.diff(of_groups)) < len(np.unique(of_groups)))
+    return bool(np.count_nonzero(np.diff(of_groups)) < len(unique(of_groups)))
 
 
 def _answer(search: _BatchSearch) -> Solution:

@@ -21,7 +21,7 @@ from functools import partial
 
 import numpy as np
 
-from gdp.arrays import I64
+from gdp.arrays import I64, unique
 from gdp.budget import Clock, has_time
 from gdp.graph import Graph
 from gdp.graph.builder import with_controls
@@ -60,7 +60,7 @@ def best_dispatch(
 
     makers: list[tuple[str, Callable[[], Simulation]]]
     makers = [(order, partial(by_level, order, level)) for order, level in ways]
-    if problem.microbatch.max() > 0 and len(np.unique(placement[problem.microbatch >= 0])) > step.layout.data:
+    if problem.microbatch.max() > 0 and len(unique(placement[problem.microbatch >= 0])) > step.layout.data:
         is_first = is_slow and step.layout.stages is not None
         makers.insert(0 if is_first else len(makers), (ONE_F_ONE_B, published))
     found: list[Candidate] = []
@@ -83,7 +83,7 @@ def preferred(found: Sequence[Candidate]) -> Candidate:
 
 def levels_of(problem: Problem, step: Step, placement: Placement) -> list[I64]:
     """Returns the levels of ops [M] that are worth trying: of equal ones the first is the best on real devices."""
-    if len(np.unique(placement)) == 1:
+    if len(unique(placement)) == 1:
         return [problem.program_level, problem.b_level_ns]
     others = [communication_levels(problem, placement), problem.b_level_ns]
     return [problem.program_level, *others] if step.layout.data > 1 else others

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gdp.arrays import I64
+from gdp.arrays import I64, unique
 from gdp.budget import Clock, Effort
 from gdp.cluster import Cluster
 from gdp.cluster.changes import only
@@ -216,7 +216,7 @@ def is_in_stages(graph: Graph, places: I64, num_stages: int) -> bool:
     is_forward = graph.is_in_phase("forward")
     sources, targets = graph.producers[graph.edge_tensors], graph.consumers
     is_passed = is_forward[sources] & is_forward[targets]
-    is_used = len(np.unique(places[is_forward])) == num_stages
+    is_used = len(unique(places[is_forward])) == num_stages
     return is_used and bool((places[sources] <= places[targets])[is_passed].all())
 
 
@@ -224,7 +224,7 @@ def _best_alone(problem: Problem, step: Step, placement: Placement, *, in_stages
     """Returns the step of a replica alone in the best of all orders of its micro-batches. With `in_stages`, a step that
     lacks memory is tried in the published 1F1B too, which is slow for other placements. On one device orders differ in
     memory only, and so does that of the program, which `best_dispatch` prefers."""
-    is_one_device = len(np.unique(placement)) == 1
+    is_one_device = len(unique(placement)) == 1
     levels = levels_of(problem, step, placement) if is_one_device else [problem.b_level_ns]
     found: list[Simulation] = []
     for order, level in product(problem.orders, levels):
@@ -334,7 +334,7 @@ def _moved(graph: Graph, places: I64, num_places: int) -> tuple[I64, I64]:
     """Returns the number of tensors [P, P] that go from place to place, and their bytes; resident ones stay."""
     is_moved = ~graph.is_resident[graph.edge_tensors]
     tensors, targets = graph.edge_tensors[is_moved], places[graph.consumers[is_moved]]
-    tensors, targets = np.divmod(np.unique(tensors * num_places + targets), num_places)  # once to each place
+    tensors, targets = np.divmod(unique(tensors * num_places + targets), num_places)  # once to each place
     pair = places[graph.producers[tensors]] * num_places + targets
     is_apart = places[graph.producers[tensors]] != targets
     size = num_places * num_places

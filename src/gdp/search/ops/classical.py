@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from gdp.arrays import unique
 from gdp.budget import PLACERS_LATE_S, Clock
 from gdp.graph.excerpts import Excerpt
 from gdp.placers import CLASSICAL, NoTimeError
@@ -86,7 +87,7 @@ def _without_least_useful(problem: Problem, best: Candidate) -> Problem | None:
     """Returns `problem` without the device of `best` that computes least; None if no step without it can be faster."""
     times_ns = problem.op_time_ns[np.arange(problem.num_ops), best.placement]
     work_ns = np.bincount(best.placement, times_ns, problem.num_devices)
-    used = np.unique(best.placement)
+    used = unique(best.placement)
     for device in used[np.argsort(work_ns[used], kind="stable")].tolist():
         others = np.setdiff1d(used, device)
         allowed = np.zeros_like(problem.allowed)

@@ -22,7 +22,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from gdp.arrays import I64
+from gdp.arrays import I64, unique
 from gdp.cluster import Cluster
 from gdp.costs.op_times import op_times
 from gdp.errors import InputError
@@ -311,7 +311,7 @@ def _device_grids(question: BatchQuestion, num_replicas: int, num_stages: int) -
     apart = ~np.eye(len(devices), dtype=np.bool_)
     routes = [table[np.ix_(devices, devices)][apart] for table in (cluster.latency_ns, cluster.bytes_per_second)]
     kinds = {cluster.devices[number].kind for number in devices.tolist()}
-    is_uniform = len(kinds) == 1 and all(len(np.unique(values)) <= 1 for values in routes)
+    is_uniform = len(kinds) == 1 and all(len(unique(values)) <= 1 for values in routes)
     return [inner] if is_uniform or np.array_equal(inner, outer) else [inner, outer]
 
 
