@@ -79,7 +79,9 @@ def _checkpoint_kernels(graph: Graph) -> F64:
     found = np.zeros(graph.num_ops)
     if is_copy.any():
         launches = (graph.flops > 0) | (graph.bytes_accessed > 0)
-        runs = np.flatnonzero(np.isin(graph.root, graph.root[is_copy]) & launches)
+        is_repeated = np.zeros(graph.num_ops, np.bool_)
+        is_repeated[graph.root[is_copy]] = True
+        runs = np.flatnonzero(is_repeated[graph.root] & launches)
         layer = LayerPaths.of(graph).of_module
         layers = np.array([layer.get(graph.modules[op], -1) for op in runs.tolist()])
         each = np.stack((layers, graph.microbatches[runs], graph.replicas[runs], is_copy[runs]))
@@ -90,6 +92,5 @@ def _checkpoint_kernels(graph: Graph) -> F64:
 
 def _exchange_kernels(graph: Graph) -> I64:
     """Returns what exchanges between ranks cost [N], beside their own kernels."""
-    kinds = [kind for kind in set(graph.kinds) if class_of(kind) == COLLECTIVE]
-    is_exchange = np.isin(graph.kinds, kinds) if kinds else np.zeros(graph.num_ops, np.bool_)
+    is_exchange = graph.is_of_kind(kind for kind in set(graph.kinds) if class_of(kind) == COLLECTIVE)
     return np.where(is_exchange, EXCHANGE_KERNELS - 1, 0)

@@ -92,7 +92,8 @@ def kernels_of(
     if fusion is not None:
         part = np.where(fusion.is_fused, 1 + fusion.launches, 0)
         bytes_accessed = np.where(fusion.is_fused, fusion.bytes, bytes_accessed)
-    first, ops = _distinct(np.stack([*codes, graph.flops, bytes_accessed, part, numbered(of_product.tolist())[1]]))
+    of_fusion = [] if fusion is None else [part, numbered(of_product.tolist())[1]]
+    first, ops = _distinct(np.stack([*codes, graph.flops, bytes_accessed, *of_fusion]))
     offsets, rows, names = [0], list[Kernel](), list[str]()
     dtypes = list[str]()
     for op in first.tolist():

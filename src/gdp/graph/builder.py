@@ -3,6 +3,7 @@
 import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any
@@ -132,10 +133,8 @@ class GraphBuilder:
             origins = columns["origins"][order]
             columns["origins"] = np.where(origins >= 0, number[origins], -1)
             columns["producers"], consumers = number[columns["producers"]], number[consumers]
-        edges = unique(tensors * self.num_ops + consumers)
-        counts = np.bincount(edges // self.num_ops, minlength=self.num_tensors)
-        offsets = np.concatenate(([0], np.cumsum(counts)))
-        return Graph(name=name, **columns, consumer_offsets=offsets, consumers=edges % self.num_ops)
+        offsets, consumers = _edges(tensors, consumers, self.num_tensors, self.num_ops)
+        return Graph(name=name, **columns, consumer_offsets=offsets, consumers=consumers)
 
     def _numbered(self, count: int) -> I64:
         self.num_ops += count
@@ -150,10 +149,29 @@ class GraphBuilder:
 
 
 def with_controls(graph: Graph, producers: I64, consumers: I64) -> Graph:
-    """Returns `graph` in which op `consumers[i]` waits for op `producers[i]`."""
-    builder = GraphBuilder.of(graph)
-    builder.control(producers, consumers)
-    return builder.build(graph.name)
+    """Returns `graph` in which op `consumers[i]` waits for op `producers[i]`: for one tensor of no bytes of each."""
+    makers, which = np.unique(producers, return_inverse=True)
+    tensors = np.concatenate((graph.edge_tensors, graph.num_tensors + which))
+    readers = np.concatenate((graph.consumers, consumers))
+    offsets, readers = _edges(tensors, readers, graph.num_tensors + len(makers), graph.num_ops)
+    none = np.zeros(len(makers), np.bool_)
+    return replace(
+        graph,
+        producers=np.concatenate((graph.producers, makers)),
+        tensor_bytes=np.concatenate((graph.tensor_bytes, np.zeros(len(makers), np.int64))),
+        is_resident=np.concatenate((graph.is_resident, none)),
+        is_kept=np.concatenate((graph.is_kept, none)),
+        view_of=np.concatenate((graph.view_of, np.full(len(makers), -1))),
+        consumer_offsets=offsets,
+        consumers=readers,
+    )
+
+
+def _edges(tensors: I64, consumers: I64, num_tensors: int, num_ops: int) -> tuple[I64, I64]:
+    """Returns the consumers of each tensor, from pairs of which some may be there twice: offsets [T + 1], ops [E]."""
+    edges = unique(tensors * num_ops + consumers)
+    counts = np.bincount(edges // num_ops, minlength=num_tensors)
+    return np.concatenate(([0], np.cumsum(counts))), edges % num_ops
 
 
 _TEXTS = (*TEXTS, "times_ns")

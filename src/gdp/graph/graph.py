@@ -2,7 +2,7 @@
 docs/machine-model.md, sections 1 and 6, is the definition. N ops, T tensors, E (tensor, consumer) pairs."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import chain, pairwise
@@ -15,7 +15,7 @@ import numpy as np
 from gdp import files, notebook
 from gdp.arrays import I64, Bool, by_first
 from gdp.errors import InputError, prefixed, suggest
-from gdp.graph.checks import check
+from gdp.graph.checks import PHASES, check
 from gdp.graph.column_file import is_in_columns, read_columns, write_columns
 from gdp.graph.columns import NUMBERS, OF_HOSTS, OF_TENSORS, OP_COLUMNS, OPTIONAL, TENSOR_COLUMNS, TEXTS
 from gdp.graph.copies import EXCHANGE, first_copies, have_role, role_codes, roots
@@ -218,13 +218,24 @@ class Graph:
 
     def is_in_phase(self, name: str) -> Bool:
         """Returns [N] the ops of the phase "forward", "backward" or "update"."""
-        is_it = {phase: phase == name for phase in set(self.phases)}
-        return np.fromiter(map(is_it.__getitem__, self.phases), np.bool_, self.num_ops)
+        return np.asarray(self._phase_code == PHASES.index(name), np.bool_)
+
+    @cached_property
+    def _phase_code(self) -> I64:
+        """[N] the place of each op's phase in PHASES."""
+        return np.fromiter(map(PHASES.index, self.phases), np.int64, self.num_ops)
+
+    def is_of_kind(self, names: Iterable[str]) -> Bool:
+        """Returns [N] the ops of one of these kinds."""
+        return np.fromiter(map(frozenset(names).__contains__, self.kinds), np.bool_, self.num_ops)
 
     def columns_of(self, ops: I64) -> dict[str, Any]:
         """Returns the columns of `ops`, in this order, for another graph; their origins are numbered as here."""
-        chosen = ops.tolist()
-        texts = {name: tuple(map(getattr(self, name).__getitem__, chosen)) for name in (*TEXTS, "times_ns")}
+        if len(ops) == self.num_ops and (np.diff(ops, prepend=-1) == 1).all():
+            texts = {name: getattr(self, name) for name in (*TEXTS, "times_ns")}
+        else:
+            chosen = ops.tolist()
+            texts = {name: tuple(map(getattr(self, name).__getitem__, chosen)) for name in (*TEXTS, "times_ns")}
         return texts | {name: getattr(self, name)[ops] for name in (*NUMBERS, *OF_HOSTS)}
 
     @cached_property

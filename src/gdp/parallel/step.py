@@ -147,12 +147,12 @@ def with_waits(graph: Graph, places: I64) -> Graph:
     run ahead from one pass to the next. Where no op takes time on a host, nothing changes. `places` [M] are the
     stages."""
     tensors, targets = graph.edge_tensors, graph.consumers
-    sources, phase = graph.producers[tensors], np.array(graph.phases)
-    is_pass = np.isin(phase, ("forward", "backward")) & np.isin(np.array(graph.roles), (MODEL, RECOMPUTED))
+    sources, is_forward, is_backward = graph.producers[tensors], *map(graph.is_in_phase, ("forward", "backward"))
+    is_pass = (is_forward | is_backward) & graph.is_in_role(MODEL, RECOMPUTED)
     is_sent = (places[sources] != places[targets]) & (graph.replicas[sources] == graph.replicas[targets])
     is_sent &= is_pass[sources] & is_pass[targets] & ~graph.is_resident[graph.base[tensors]]
-    is_sent &= phase[sources] == phase[targets]  # else a copy, which is recomputed when its gradient has come
-    one_pass = np.stack((places, graph.microbatches, graph.replicas, phase == "backward"))
+    is_sent &= is_backward[sources] == is_backward[targets]  # else a copy, recomputed when its gradient has come
+    one_pass = np.stack((places, graph.microbatches, graph.replicas, is_backward))
     received, sent = unique(targets[is_sent]), unique(sources[is_sent & (graph.tensor_bytes[tensors] > 0)])
     waits = graph.host_waits.copy()
     for ops in (received, sent[::-1]):

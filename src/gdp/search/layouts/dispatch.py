@@ -105,16 +105,16 @@ def _limited(problem: Problem, stage: I64, replica: I64) -> Graph:
     """Returns the graph with the control edges that limit the micro-batches in flight."""
     graph, microbatch = problem.graph, problem.microbatch
     count, num_stages = int(microbatch.max()) + 1, int(stage.max()) + 1
-    phases, is_sum = np.array(graph.phases), graph.is_in_role(ACCUMULATE)
+    is_backward, is_update, is_sum = *map(graph.is_in_phase, ("backward", "update")), graph.is_in_role(ACCUMULATE)
     turn = (replica * num_stages + stage) * count + microbatch
     is_own = microbatch >= 0
-    is_backward = is_own & (phases == "backward") & ~is_sum
+    ends = np.flatnonzero(is_own & is_backward & ~is_sum)
     last_backward = np.full(int(turn.max()) + 1, -1)
-    np.maximum.at(last_backward, turn[is_backward], np.flatnonzero(is_backward))
+    np.maximum.at(last_backward, turn[ends], ends)
 
     sources = graph.producers[graph.edge_tensors]
     is_inside = is_own[sources] & is_own[graph.consumers] & (turn[sources] == turn[graph.consumers])
-    is_entry = is_own & (phases != "backward") & (phases != "update")
+    is_entry = is_own & ~is_backward & ~is_update
     is_entry[graph.consumers[is_inside]] = False
     in_flight = num_stages - stage
     entries = np.flatnonzero(is_entry & (microbatch >= in_flight))
