@@ -26,6 +26,7 @@ from gdp.budget import Clock, has_time
 from gdp.graph import Graph
 from gdp.graph.builder import with_controls
 from gdp.graph.copies import ACCUMULATE
+from gdp.parallel.layout import BLOCKS
 from gdp.parallel.step import Step
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.settings import DEFAULTS, LargeSteps
@@ -43,7 +44,8 @@ def best_dispatch(
     """Returns the step in the best of all orders of micro-batches and levels of ops: one that fits, then the fastest.
     `problem` is that of placing the graph of `step` [M ops], and `placement` [M] is of it. The first way is always
     tried, others of a large step while there is time. The published schedule is the first of a large step in stages,
-    and is tried at any time where no other fits."""
+    unless it recomputes all blocks and so needs no limit on micro-batches in flight, for which unlike stages wait. It
+    is tried at any time where no other fits."""
     levels = levels_of(problem, step, placement)
     orders = [order for order in problem.orders if order not in (B_LEVEL, PROGRAM, ZERO_BUBBLE_PROGRAM)]  # see levels
     few_levels = levels
@@ -61,7 +63,7 @@ def best_dispatch(
     makers: list[tuple[str, Callable[[], Simulation]]]
     makers = [(order, partial(by_level, order, level)) for order, level in ways]
     if problem.microbatch.max() > 0 and len(unique(placement[problem.microbatch >= 0])) > step.layout.data:
-        is_first = is_slow and step.layout.stages is not None
+        is_first = is_slow and step.layout.stages is not None and step.layout.recompute != BLOCKS
         makers.insert(0 if is_first else len(makers), (ONE_F_ONE_B, published))
     found: list[Candidate] = []
     is_stopped = clock is not None and clock.stop.is_set()

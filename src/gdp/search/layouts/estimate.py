@@ -168,6 +168,13 @@ class Estimator:
             ),
         )
 
+    def share_of_blocks(self, arrangement: Arrangement, places: I64) -> float:
+        """Returns the share of blocks that `auto` recomputes: 1 where it is that of each block's cheap ops."""
+        paths = self.resolved(arrangement, places).recompute
+        if isinstance(paths, str):
+            return float(paths != NONE)
+        return len(paths) / len(self._ranked_blocks(arrangement))
+
     def _again_ns(self, arrangement: Arrangement, layout: Layout) -> int:
         """Returns the time that recomputed ops of a micro-batch take on the first device."""
         graph = self.parts.rough(layout.num_parts)

@@ -102,6 +102,7 @@ USUAL_ZERO = (0, 1, 3)  # what users run on each device: DDP, ZeRO 1, FSDP
 _TIGHT = 0.5  # of the memory of a group is held by a copy of the model: stages may be needed; untuned
 _MOST_A_PLACE = 16  # micro-batches: the bubble is a seventeenth of the step
 _SOONER = 1.25  # times as fast: what estimates of gathers on slow links may leave out
+_MOST_BLOCKS = 0.4  # recomputed by need: stages are so unlike that strict 1F1B waits; docs/notes/search.md
 _PROMISING = 0.95  # of the best step: an estimate that a simulation comes for before a search; untuned
 _SLOW = 1.5  # times the best step: what users run and takes longer is left
 
@@ -320,11 +321,15 @@ class Screening:
         ways = [_with_all_blocks(way), other]
         estimates = [None if each is None else search.attempt(self._estimate, each) for each in ways]
         known = [each for each in estimates if each is not None and each.fits]
-        return self._with_few_blocks(way) if known and min(known) is estimates[0] else []
+        if not known or min(known) is not estimates[0]:
+            return []
+        in_stages = replace(way, layout=replace(way.layout, stages=way.num_places))
+        return self._with_few_blocks(in_stages) or self._with_few_blocks(way)
 
     def _with_few_blocks(self, way: Arrangement) -> list[Candidate]:
         """Returns simulations of `way` with more and more blocks recomputed until it fits, and of all if an estimate
-        promises more; none where an estimate says that all are too few, or where it has no places for ops."""
+        promises more; of all at once where memory allows to keep the activations of few. None where an estimate says
+        that all are too few, or where it has no places for ops."""
         search, stop, found = self.search, self._clock.stop, list[Candidate]()
         all_blocks, few_blocks = _with_all_blocks(way), replace(way, layout=replace(way.layout, recompute=AUTO))
         estimate = None if stop.is_set() else search.attempt(search.estimator.estimate, all_blocks)
@@ -332,6 +337,9 @@ class Screening:
             return []
         # with time for more, a simulation of few blocks is made again with more of them until it fits
         turns = [few_blocks, all_blocks] if search.has_time(few_blocks) else [few_blocks, few_blocks, all_blocks]
+        share = search.attempt(partial(search.estimator.share_of_blocks, places=estimate.places), few_blocks)
+        if share is None or share > _MOST_BLOCKS:
+            turns = [all_blocks]
         for turn in turns:
             limit_ns = estimate.step_time_ns if turn == all_blocks and search.has_time(turn) else NEVER
             fits = any(each.fits and each.step_time_ns <= limit_ns for each in found)
