@@ -83,6 +83,7 @@ class _Contest:
         self.failures: dict[Shards, InputError] = {}
         self.uncut: set[Shards] = set()  # that the model is not cut by
         devices = question.cluster.devices
+        self._longest_s = 0.0  # that a look has taken
         self._num_cards = sum(not device.is_cpu for device in devices) or len(devices)
         self.has_experts = question.source.reading.training and question.has_experts
 
@@ -96,11 +97,9 @@ class _Contest:
         self._look_further(self._over_samples(turns))
         self._look_further(self._with_experts())
         self._look_further(self._with_context(turns))
-        if WHOLE not in self.found and (
-            self.question.bound_ns < self._best_ns and not (self.found and self.clock.is_up)
-        ):
+        if WHOLE not in self.found and self.question.bound_ns < self._best_ns and self._has_time_for_whole:
             has_others = self._best_ns < inf or (self.uncut and self.source.reading.training)
-            self._ask(WHOLE, self.clock.part(_WHOLE if has_others else 1.0))
+            self._ask(WHOLE, self.clock.part(_WHOLE).at_least(self._longest_s) if has_others else self.clock.part())
             self._look_further(self._with_context(turns))
         if not self.found:
             raise self.failures.get(WHOLE) or next(iter(self.failures.values()))
@@ -114,10 +113,17 @@ class _Contest:
                 self._ask(shards, self.clock.part(1 / (len(again[:_AGAIN]) - turn)))
         return self._answer(min(self.found, key=lambda shards: _rank(self.found[shards])))
 
+    @property
+    def _has_time_for_whole(self) -> bool:
+        """True where nothing else fits, or as much time is left as the longest look has taken."""
+        return self._best_ns == inf or (not self.clock.is_up and self.clock.has(self._longest_s))
+
     def _look(self, shards: Shards, clock: Clock, share: float) -> None:
+        begin_s = self.clock.seconds
         try:
             self._open(shards)
             self._ask(shards, clock.part(share))
+            self._longest_s = max(self._longest_s, self.clock.seconds - begin_s)
         except InputError as error:  # such as heads that the degree does not divide
             self.failures[shards] = error
 

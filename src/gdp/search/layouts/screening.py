@@ -24,6 +24,7 @@ from gdp.search.layouts.arrangement import forced, more_microbatches, replicated
 from gdp.search.layouts.estimate import Estimator
 from gdp.search.layouts.layout_search import LayoutSearch
 from gdp.search.layouts.less_memory import with_less_memory
+from gdp.search.layouts.replica_steps import is_in_stages
 from gdp.search.question import BatchQuestion
 from gdp.simulator.constraints import memory_limits
 from gdp.simulator.simulate import NEVER
@@ -142,7 +143,8 @@ class Screening:
         is_free = not self._has_least and not self._num_known
         staged: list[Candidate] = []
         if is_free and _share_held(self.search) > 1:
-            staged = self.with_least_memory() if self._is_gathered_sooner() else self._in_stages()
+            is_on_groups = _stages_of_groups(self.search) is not None
+            staged = self.with_least_memory() if not is_on_groups or self._is_gathered_sooner() else self._in_stages()
         self.simulated += [each for each in staged if each.fits]
         is_usual_known = False
         while self._queue.left and not self._is_over(next_one := self._next()):
@@ -314,17 +316,18 @@ class Screening:
         return self.search.estimator.estimate(way)
 
     def _in_deep_stages(self, other: Arrangement | None) -> list[Candidate]:
-        """Simulates one copy of the model in stages on most devices, if it promises more than `other`."""
+        """Simulates one copy of the model in stages on most devices with all blocks recomputed, if it promises more
+        than `other`."""
         search, way = self.search, _deepest(self.search)
         if way is None or self._clock.is_up:
             return []
-        ways = [_with_all_blocks(way), other]
-        estimates = [None if each is None else search.attempt(self._estimate, each) for each in ways]
-        known = [each for each in estimates if each is not None and each.fits]
-        if not known or min(known) is not estimates[0]:
+        deep = _with_all_blocks(way)
+        estimate, others = search.attempt(self._estimate, deep), other and search.attempt(self._estimate, other)
+        if estimate is None or not estimate.fits or (others and others.fits and others < estimate):
             return []
-        in_stages = replace(way, layout=replace(way.layout, stages=way.num_places))
-        return self._with_few_blocks(in_stages) or self._with_few_blocks(way)
+        if is_in_stages(search.parts.rough(deep.layout.num_parts), estimate.places, way.num_places):
+            deep = replace(deep, layout=replace(deep.layout, stages=way.num_places))
+        return self._simulated_at(deep, estimate.places, 0)
 
     def _with_few_blocks(self, way: Arrangement) -> list[Candidate]:
         """Returns simulations of `way` with more and more blocks recomputed until it fits, and of all if an estimate
@@ -402,14 +405,16 @@ def _deepest(search: LayoutSearch, devices: Container[int] | None = None) -> Arr
 
 
 def _share_held(search: LayoutSearch) -> float:
-    """Returns the share of the memory of a group of cards of several hosts that a copy of the model takes with its
-    gradients, and with its optimizer state cut over all groups; 0 on other devices."""
-    if _stages_of_groups(search) is None:
+    """Returns the share of the memory of a card, or of a group of cards of several hosts, that a copy of the model
+    takes with its gradients, and with its optimizer state cut over all; 0 for groups of one host."""
+    devices = search.question.cluster.devices
+    is_group = np.array([bool(device.group) for device in devices])
+    if is_group.any() and _stages_of_groups(search) is None:
         return 0.0
-    is_group = np.array([bool(device.group) for device in search.question.cluster.devices])
-    figures, count = search.estimator.replicas.figures(Layout()), int(is_group.sum())
+    is_holder = is_group if is_group.any() else np.array([not device.is_cpu for device in devices])
+    figures, count = search.estimator.replicas.figures(Layout()), max(int(is_holder.sum()), 1)
     held_bytes = figures.resident_bytes - figures.state_bytes * (count - 1) // count + figures.gradient_bytes
-    return held_bytes / max(int(search.estimator.limits_bytes[is_group].max()), 1)
+    return held_bytes / max(int(search.estimator.limits_bytes[is_holder].max(initial=0)), 1)
 
 
 def read_ahead_of_groups(question: BatchQuestion) -> None:
