@@ -103,18 +103,19 @@ class Estimator:
 
     def least(self, arrangement: Arrangement) -> Candidate:
         """Returns what a pipeline would take that is never empty, without rings: arithmetic alone. Memory is that of
-        what is resident, spread over all places of a replica."""
+        what is resident, and of one micro-batch's activations, spread over all places of a replica."""
         self.check_size(arrangement)
         layout, num_places = arrangement.layout, arrangement.num_places
         figures = self.replicas.figures(layout)
         slowest_ns, missing = 0.0, 0
-        resident_bytes = figures.resident_bytes - self._saved_bytes(figures, layout)
+        held_bytes = figures.resident_bytes - self._saved_bytes(figures, layout)
+        held_bytes += figures.kept_bytes if layout.offload == NONE and layout.recompute != AUTO else 0
         for replica in self._unlike(arrangement):
             fastest, count = list(arrangement.devices[replica]), layout.microbatches[replica]
             rate = (1 / np.maximum(figures.each_ns[fastest], 1)).sum()
             once_ns = float(figures.once_ns[fastest].min()) / num_places / (layout.data if layout.zero else 1)
             slowest_ns = max(slowest_ns, count / rate + once_ns)
-            missing = max(missing, -(-(resident_bytes - int(self.limits_bytes[fastest].sum())) // num_places))
+            missing = max(missing, -(-(held_bytes - int(self.limits_bytes[fastest].sum())) // num_places))
         return Candidate.estimated(arrangement, Figures(missing, int(slowest_ns)))
 
     def check_size(self, arrangement: Arrangement) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gdp.arrays import I64, unique
+from gdp.arrays import I64, Bool, unique
 from gdp.budget import Clock, Effort
 from gdp.cluster import Cluster
 from gdp.cluster.changes import only
@@ -68,6 +68,7 @@ class PartFigures:
     parameter_bytes: int
     frozen_bytes: int  # of those that no update changes
     resident_bytes: int  # of these two, and of buffers
+    kept_bytes: int  # activations, which the backward pass reads
 
     @classmethod
     def of(cls, graph: Graph, cluster: Cluster) -> "PartFigures":
@@ -89,7 +90,15 @@ class PartFigures:
             parameter_bytes=parameter_bytes,
             frozen_bytes=int(held.own_bytes[~is_trained].sum()),
             resident_bytes=int(graph.resident_bytes.sum()),
+            kept_bytes=_kept_bytes(graph, is_backward),
         )
+
+
+def _kept_bytes(graph: Graph, is_backward: Bool) -> int:
+    """Returns the bytes of forward results that ops of the backward pass [N] read."""
+    is_read = graph.is_in_phase("forward")[graph.producers[graph.edge_tensors]] & is_backward[graph.consumers]
+    tensors = unique(graph.base[graph.edge_tensors[is_read]])
+    return int(graph.tensor_bytes[tensors[~graph.is_resident[tensors]]].sum())
 
 
 def with_gradients_cut(graph: Graph, count: int) -> Graph:

@@ -317,13 +317,17 @@ class Screening:
 
     def _in_deep_stages(self, other: Arrangement | None) -> list[Candidate]:
         """Simulates one copy of the model in stages on most devices with all blocks recomputed, if it promises more
-        than `other`."""
+        than `other`, and by arithmetic much more: an estimate of many stages takes long."""
         search, way = self.search, _deepest(self.search)
         if way is None or self._clock.is_up:
             return []
-        deep = _with_all_blocks(way)
-        estimate, others = search.attempt(self._estimate, deep), other and search.attempt(self._estimate, other)
-        if estimate is None or not estimate.fits or (others and others.fits and others < estimate):
+        deep, known = _with_all_blocks(way), None if other is None else search.attempt(self._estimate, other)
+        limit_ns = known.step_time_ns if known is not None and known.fits else NEVER
+        least, bubble = search.attempt(search.estimator.least, deep), (way.num_places - 1) / way.layout.num_parts
+        if least is None or _SOONER * least.step_time_ns * (1 + bubble) > limit_ns:
+            return []
+        estimate = search.attempt(self._estimate, deep)
+        if estimate is None or not estimate.fits or estimate.step_time_ns > limit_ns:
             return []
         if is_in_stages(search.parts.rough(deep.layout.num_parts), estimate.places, way.num_places):
             deep = replace(deep, layout=replace(deep.layout, stages=way.num_places))
