@@ -15,6 +15,9 @@ from gdp.cluster.achieved import figures_of_kind
 from gdp.cluster.catalogue import KINDS, LINKS, MACHINES
 from gdp.cluster.quantities import parse_number, parse_rate, parse_size, parse_time
 from gdp.errors import InputError
+from gdp.export.export_target import is_cpu as is_cpu_of
+from gdp.graph import Graph, Op
+from gdp.simulator.problem import Problem
 from hand_cases import make_cluster
 
 TWO_BOXES = """\
@@ -578,3 +581,22 @@ def test_links_as_exchanges_use_them() -> None:
     document["links"][0]["exchange"] = "nvlink33"
     with pytest.raises(InputError, match=r"link 0: exchange 'nvlink33' is unknown; did you mean nvlink3"):
         Cluster.from_document(document)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "is_cpu"),
+    [
+        ("gpu0", "a100-sxm-80g", False),
+        ("host0.gpu1", "corelink", False),
+        ("cpu0", "cpu-16core", True),
+        ("dev", "amd-epyc-16core", True),
+        ("host1.cpu0", "xeon", True),
+        ("CPU", "mine", True),
+    ],
+)
+def test_cpus_are_known_by_kind_or_name(name: str, kind: str, is_cpu: bool) -> None:
+    """A processor of the user's own kind is one to the simulator and to exports alike."""
+    device = Device(name, kind, 2**30, {"float32": 10**12}, 10**11, 1000)
+    assert device.is_cpu == is_cpu
+    problem = Problem.build(Graph.build("one", [Op("a", "mm", flops=1)], []), Cluster.build("c", [device], {}))
+    assert is_cpu_of(problem).tolist() == [is_cpu]

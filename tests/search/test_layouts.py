@@ -11,20 +11,21 @@ from hypothesis import strategies as st
 
 from benchmarks.models import bert
 from gdp.arrays import I64
+from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
 from gdp.cluster.device import Route
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.interpolation import have_same_ops, interpolated
 from gdp.models.pytorch import capture_fn
-from gdp.parallel.layout import AUTO, Layout
+from gdp.parallel.layout import AUTO, BLOCKS, NONE, Layout
 from gdp.parallel.rings import ring_over
 from gdp.parallel.step import Step
 from gdp.planning.layout_answer import LayoutAnswer
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import DOES_NOT_FIT, NOT_ALLOWED, OK, Arrangement
 from gdp.search.layouts.arrangement import DeviceSpeeds, arrangements, forced, more_microbatches, replicated_ways
-from gdp.search.layouts.dispatch import best_dispatch
+from gdp.search.layouts.dispatch import best_dispatch, levels_of, simulate_1f1b, stages_of
 from gdp.search.layouts.estimate import Estimator
 from gdp.search.layouts.less_memory import fewest_blocks, with_chosen_blocks
 from gdp.search.layouts.replica_steps import PartFigures
@@ -32,6 +33,7 @@ from gdp.search.place import place
 from gdp.search.question import Solution
 from gdp.search.settings import LargeSteps
 from gdp.simulator.constraints import Constraints
+from gdp.simulator.orders import ONE_F_ONE_B
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate, verify
 from problems import choose
@@ -443,6 +445,25 @@ def test_weights_that_are_not_trained_are_cut_as_others_are() -> None:
     figures = PartFigures.of(Graph.build("lora", ops, tensors), machine_of([1.0]))
     assert (figures.parameter_bytes, figures.frozen_bytes, figures.state_bytes) == (410, 400, 20)
     assert figures.gradient_bytes == 10
+    assert figures.kept_bytes == 1  # the gradient is no activation, and weights are held anyway
+
+
+def test_stages_that_recompute_all_blocks_have_no_limit_in_flight_first() -> None:
+    """Unlike stages wait in the published schedule. Where only one way of a large step is tried, it is that one unless
+    all blocks are recomputed, which leaves few activations to limit."""
+    graph, cluster = layers(BATCH), machine_of([1.0, 1.0])
+    places = np.array([int("3" in name) for name in graph.op_names])  # three layers and one
+    for modules in (BLOCKS, NONE):
+        step = Step.of(graph, Layout((BATCH,), recompute=modules, stages=2), places=places)
+        problem = Problem.build(step.graph, cluster)
+        placement = step.placement(places, [[0, 1]])
+        level = levels_of(problem, step, placement)[0]
+        by_priority = simulate(problem, placement, priority=problem.priority(ONE_F_ONE_B, level))
+        limited = simulate_1f1b(problem, placement, stages_of(step, placement), step.replica, [level])
+        assert by_priority.step_time_ns < limited.step_time_ns
+        found = best_dispatch(problem, step, placement, Clock(Budget(seconds=0.0)), LargeSteps(slow_ops=0))
+        first = by_priority if modules == BLOCKS else limited
+        assert np.array_equal(found.simulation.op_start_ns, first.op_start_ns)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What is not known of the FLOPs of recorded calls."""
+    """Recorded calls whose FLOPs are estimated, or counted once."""
 
     unknown: Mapping[str, int]  # kind -> number of calls estimated at one FLOP per element of the result
     open_loops: Mapping[str, int] = field(default_factory=dict)  # kind -> loops counted once
