@@ -588,6 +588,7 @@ def test_links_as_exchanges_use_them() -> None:
     [
         ("gpu0", "a100-sxm-80g", False),
         ("host0.gpu1", "corelink", False),
+        ("cpunode1-gpu0", "h100-sxm-80g", False),
         ("cpu0", "cpu-16core", True),
         ("dev", "amd-epyc-16core", True),
         ("host1.cpu0", "xeon", True),

@@ -16,6 +16,7 @@ from gdp.cluster import Cluster
 from gdp.cluster.device import Route
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
+from gdp.graph.copies import HOST_COPY
 from gdp.graph.interpolation import have_same_ops, interpolated
 from gdp.models.pytorch import capture_fn
 from gdp.parallel.layout import AUTO, BLOCKS, NONE, Layout
@@ -27,10 +28,12 @@ from gdp.search.candidate import DOES_NOT_FIT, NOT_ALLOWED, OK, Arrangement
 from gdp.search.layouts.arrangement import DeviceSpeeds, arrangements, forced, more_microbatches, replicated_ways
 from gdp.search.layouts.dispatch import best_dispatch, levels_of, simulate_1f1b, stages_of
 from gdp.search.layouts.estimate import Estimator
+from gdp.search.layouts.layout_search import LayoutSearch
 from gdp.search.layouts.less_memory import fewest_blocks, with_chosen_blocks
 from gdp.search.layouts.replica_steps import PartFigures
+from gdp.search.layouts.screening import _share_held
 from gdp.search.place import place
-from gdp.search.question import Solution
+from gdp.search.question import BatchQuestion, Solution
 from gdp.search.settings import LargeSteps
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.orders import ONE_F_ONE_B
@@ -446,6 +449,15 @@ def test_weights_that_are_not_trained_are_cut_as_others_are() -> None:
     assert (figures.parameter_bytes, figures.frozen_bytes, figures.state_bytes) == (410, 400, 20)
     assert figures.gradient_bytes == 10
     assert figures.kept_bytes == 1  # the gradient is no activation, and weights are held anyway
+    ops[2] = replace(ops[2], role=HOST_COPY, origin=-1)
+    assert PartFigures.of(Graph.build("offloads", ops, tensors), machine_of([1.0])).kept_bytes == 0
+
+
+@pytest.mark.parametrize("devices", ["2xcpu-16core", "4xa100-sxm-80g"])
+def test_a_small_copy_does_not_call_for_the_least_memory_first(devices: str) -> None:
+    """What is held is compared with cards, or with CPUs where there are no others."""
+    search = LayoutSearch(BatchQuestion(parts_of(), Cluster.parse(devices)), Clock(None))
+    assert _share_held(search) < 1
 
 
 def test_stages_that_recompute_all_blocks_have_no_limit_in_flight_first() -> None:

@@ -1,5 +1,6 @@
 """Devices and routes, the records that clusters are made of."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,7 +52,7 @@ class Device:
     @property
     def is_cpu(self) -> bool:
         """True for a CPU, which its kind or its name says: `cpu` or `host0.cpu1`."""
-        return is_cpu_kind(self.kind) or self.name.rpartition(".")[2].lower().startswith("cpu")
+        return is_cpu_kind(self.kind) or re.fullmatch(r"(.*\.)?cpu\d*", self.name.lower()) is not None
 
 
 def is_cpu_kind(kind: str) -> bool:

@@ -53,7 +53,7 @@ def fused(graph: Graph, *, with_siblings: bool = False) -> Fusion:
     makers = graph.producers[tensors]
     place = np.stack([numbered(graph.phases)[1], graph.microbatches, graph.replicas, _loops(graph)])
     holds = graph.tensor_bytes[tensors] > 0  # a batch that enters where one ends is fused as that one is
-    is_own = ~is_fused & ~graph.is_of_kind(_SOURCES)
+    is_own = ~is_fused & ~graph.is_of_kind(*_SOURCES)
     place = np.vstack((place, _level(makers[holds], readers[holds], is_own)))
     is_inline = is_fused & np.array([class_of(kind) in _INLINE for kind in kinds], np.bool_)[code]
     place[3:] = place[3:, _computed_at(graph, is_inline, is_fused, place[:3])]
@@ -69,13 +69,13 @@ def fused(graph: Graph, *, with_siblings: bool = False) -> Fusion:
 def _siblings(graph: Graph, place: I64) -> F64:
     """Returns the part [N] that each op is of the products with weights in its module and place that read a tensor."""
     read = graph.base[graph.edge_tensors]  # of a view what it is of
-    is_made = ~graph.is_of_kind(_SOURCES)[graph.producers[read]]
+    is_made = ~graph.is_of_kind(*_SOURCES)[graph.producers[read]]
     reads = [set[int]() for _ in range(graph.num_ops)]
     for tensor, reader in zip(read[is_made].tolist(), graph.consumers[is_made].tolist(), strict=True):
         reads[reader].add(tensor)
     together: dict[tuple[object, ...], list[tuple[int, int]]] = {}
     columns: dict[tuple[str, int], tuple[int, int, int, int]] = {}
-    for op in np.flatnonzero(graph.is_of_kind([f"aten.{name}" for name in PRODUCTS])).tolist():
+    for op in np.flatnonzero(graph.is_of_kind(*(f"aten.{name}" for name in PRODUCTS))).tolist():
         call = graph.shapes[op], int(graph.flops[op])
         if call not in columns:
             calls = parsed_calls(call[0])

@@ -92,5 +92,5 @@ def _checkpoint_kernels(graph: Graph) -> F64:
 
 def _exchange_kernels(graph: Graph) -> I64:
     """Returns what exchanges between ranks cost [N], beside their own kernels."""
-    is_exchange = graph.is_of_kind(kind for kind in set(graph.kinds) if class_of(kind) == COLLECTIVE)
+    is_exchange = graph.is_of_kind(*(kind for kind in set(graph.kinds) if class_of(kind) == COLLECTIVE))
     return np.where(is_exchange, EXCHANGE_KERNELS - 1, 0)

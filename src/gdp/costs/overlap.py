@@ -34,7 +34,7 @@ def overlapped(graph: Graph) -> Graph:
     for base, reader in zip(graph.base[graph.edge_tensors].tolist(), graph.consumers.tolist(), strict=True):
         readers.setdefault(base, []).append(reader)
     pairs = set[tuple[int, int]]()
-    for exchange in np.flatnonzero(is_backward & graph.is_of_kind(_SUMS)).tolist():
+    for exchange in np.flatnonzero(is_backward & graph.is_of_kind(*_SUMS)).tolist():
         needed, gradients, waiting = {exchange}, set[int](), [exchange]
         while waiting:
             op = waiting.pop()
@@ -62,7 +62,7 @@ def exposed(graph: Graph, times_ns: Times) -> Times:
     if not any(kind in _SUMS for kind in set(graph.kinds)):
         return times_ns
     is_backward, empty = graph.is_in_phase("backward"), graph.tensor_bytes[graph.edge_tensors] == 0
-    is_sum = is_backward & graph.is_of_kind(_SUMS) & ~graph.is_in_role(RECOMPUTED)
+    is_sum = is_backward & graph.is_of_kind(*_SUMS) & ~graph.is_in_role(RECOMPUTED)
     sources = graph.producers[graph.edge_tensors]
     edges = np.flatnonzero(empty & is_sum[graph.consumers] & is_backward[sources])
     hidden_ns = np.zeros_like(times_ns)

@@ -160,7 +160,7 @@ def fetching_late(problem: Problem, placement: Placement) -> tuple[Problem, Plac
     weights. None if no weight on the CPU is used elsewhere."""
     graph = problem.graph
     cpus = is_cpu(problem)
-    is_state = graph.is_of_kind(("parameter",))
+    is_state = graph.is_of_kind("parameter")
     first = np.full(graph.num_ops, graph.num_ops, np.int64)
     sources, targets = graph.producers[graph.edge_tensors], graph.consumers
     is_fetch = is_state[sources] & cpus[placement[sources]] & ~cpus[placement[targets]]

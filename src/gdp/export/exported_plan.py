@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 
 from gdp import files, notebook
-from gdp.errors import InputError
+from gdp.errors import InputError, prefixed
 from gdp.export.adapt import AdaptedPlan, adapt
 from gdp.export.export_target import ExportTarget, check_training
 from gdp.export.layouts.target import CutStep, LayoutTarget, cut_step
@@ -90,10 +90,13 @@ def exported_by_name(problem: Problem, plan: Plan, name: str, source: ModelSourc
 
 
 def target_for(plan: Plan, name: str) -> ExportTarget | LayoutTarget:
-    """Returns the tool called `name`, without options, for a plan. InputError where it does not take its layout."""
+    """Returns the tool called `name`, without options, for a plan. InputError, with the plan's file, where it does not
+    take its layout."""
     if (of_layouts := find_layout_target(name, is_cut=plan.layout is not None)) is not None:
         return of_layouts
-    check_takes_layout(plan, target := find_target(name))
+    target = find_target(name)
+    with prefixed(plan.path or "plan"):
+        check_takes_layout(plan, target)
     return target
 
 

@@ -64,7 +64,7 @@ def is_source(graph: Graph) -> Bool:
     """[N] Returns which ops are parameters, buffers or constants, or hold memory without an input."""
     has_inputs = np.zeros(graph.num_ops, np.bool_)
     has_inputs[graph.consumers] = True
-    return np.asarray(~has_inputs & (graph.is_of_kind(STATE_KINDS) | (graph.resident_bytes > 0)))
+    return np.asarray(~has_inputs & (graph.is_of_kind(*STATE_KINDS) | (graph.resident_bytes > 0)))
 
 
 def _is_state(graph: Graph, op: int) -> bool:
@@ -79,8 +79,8 @@ class _UnitFinder:
         self.problem, self.graph = problem, graph
         self.forward_ops = np.flatnonzero(is_forward(graph)).tolist()
         self.is_source = is_source(graph).tolist()
-        holds = (graph.resident_bytes > 0) & ~graph.is_of_kind(("buffer", "constant"))
-        self.is_parameter = (holds | graph.is_of_kind(("parameter",))).tolist()
+        holds = (graph.resident_bytes > 0) & ~graph.is_of_kind("buffer", "constant")
+        self.is_parameter = (holds | graph.is_of_kind("parameter")).tolist()
         self.inputs_of: list[list[int]] = [[] for _ in range(graph.num_ops)]
         has_content = graph.tensor_bytes[graph.edge_tensors] > 0
         producers = graph.producers[graph.edge_tensors[has_content]].tolist()

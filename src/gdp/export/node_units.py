@@ -18,7 +18,7 @@ def node_units(problem: Problem, target: str) -> ExportUnits:
     check_nodes(graph, target)
     check_inference(problem, target)
     check_one_batch(problem, target, pipelines=False)
-    is_node = ~graph.is_of_kind((*STATE_KINDS, "input"))
+    is_node = ~graph.is_of_kind(*STATE_KINDS, "input")
     if not is_node.any() or not any(graph.kinds):
         raise InputError(f"{target}: graph {graph.name!r} has no nodes of an ONNX file; place the file itself")
     labels = inherit(problem, np.where(is_node, np.arange(graph.num_ops), -1))

@@ -149,7 +149,7 @@ class GraphBuilder:
 
 
 def with_controls(graph: Graph, producers: I64, consumers: I64) -> Graph:
-    """Returns `graph` in which op `consumers[i]` waits for op `producers[i]`: for one tensor of no bytes of each."""
+    """Returns `graph` in which op `consumers[i]` waits for op `producers[i]`: each producer makes one of no bytes."""
     makers, which = np.unique(producers, return_inverse=True)
     tensors = np.concatenate((graph.edge_tensors, graph.num_tensors + which))
     readers = np.concatenate((graph.consumers, consumers))
@@ -168,7 +168,7 @@ def with_controls(graph: Graph, producers: I64, consumers: I64) -> Graph:
 
 
 def _edges(tensors: I64, consumers: I64, num_tensors: int, num_ops: int) -> tuple[I64, I64]:
-    """Returns the consumers of each tensor, from pairs of which some may be there twice: offsets [T + 1], ops [E]."""
+    """Returns the offsets [T + 1] and consumers [E] of (tensor, consumer) pairs, each pair once."""
     edges = unique(tensors * num_ops + consumers)
     counts = np.bincount(edges // num_ops, minlength=num_tensors)
     return np.concatenate(([0], np.cumsum(counts))), edges % num_ops

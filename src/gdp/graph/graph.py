@@ -2,7 +2,7 @@
 docs/machine-model.md, sections 1 and 6, is the definition. N ops, T tensors, E (tensor, consumer) pairs."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import chain, pairwise
@@ -225,7 +225,7 @@ class Graph:
         """[N] the place of each op's phase in PHASES."""
         return np.fromiter(map(PHASES.index, self.phases), np.int64, self.num_ops)
 
-    def is_of_kind(self, names: Iterable[str]) -> Bool:
+    def is_of_kind(self, *names: str) -> Bool:
         """Returns [N] the ops of one of these kinds."""
         return np.fromiter(map(frozenset(names).__contains__, self.kinds), np.bool_, self.num_ops)
 

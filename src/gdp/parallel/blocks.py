@@ -62,7 +62,7 @@ class Blocks:
     @cached_property
     def is_source(self) -> Bool:
         """[N] parameters, buffers and inputs."""
-        return self.graph.is_of_kind(_SOURCES)
+        return self.graph.is_of_kind(*_SOURCES)
 
     @cached_property
     def is_forward(self) -> Bool:

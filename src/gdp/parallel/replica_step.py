@@ -246,7 +246,7 @@ class _ReplicaBuilder:
         for end, chosen in ((ends[at_once], is_near), (done, ~is_near)):
             read = unique(tensors[chosen])
             bases = graph.view_of[read]
-            read = np.union1d(read, bases[bases >= 0])
+            read = unique(np.concatenate((read, bases[bases >= 0])))
             views = graph.view_of[read]
             first = builder.num_tensors
             view_of = np.where(views >= 0, first + np.searchsorted(read, views), -1)

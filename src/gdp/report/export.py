@@ -7,7 +7,6 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from gdp.errors import prefixed
 from gdp.export.adapt import AdaptedPlan
 from gdp.export.exported_plan import Exported, exported_by_name
 from gdp.export.layouts.target import CutStep, LayoutTarget
@@ -30,8 +29,7 @@ def write_export(plan: Plan, to: str, path: str | Path | None = None, graph: Gra
     A plan from a file reads its graph and devices again; `graph` is another to be taken. InputError, with the remedy,
     for what the tool cannot run, and where the step does not fit."""
     problem = simulation_of(plan, None if graph is None else Graph.of(graph)).problem
-    with prefixed(plan.path or "plan"):
-        answer = exported_by_name(problem, plan, to, PlanSource(plan).known_model)
+    answer = exported_by_name(problem, plan, to, PlanSource(plan).known_model)
     if path is not None:
         answer.save(path)
     return answer

@@ -115,8 +115,10 @@ class _Contest:
 
     @property
     def _has_time_for_whole(self) -> bool:
-        """True where nothing else fits, or as much time is left as the longest look has taken."""
-        return self._best_ns == inf or (not self.clock.is_up and self.clock.has(self._longest_s))
+        """True where as much time is left as the longest look has taken, or nothing else was found that fits."""
+        if self._best_ns == inf:
+            return not (self.found and self.clock.is_up)
+        return not self.clock.is_up and self.clock.has(self._longest_s)
 
     def _look(self, shards: Shards, clock: Clock, share: float) -> None:
         begin_s = self.clock.seconds

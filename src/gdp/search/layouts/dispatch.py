@@ -44,8 +44,8 @@ def best_dispatch(
     """Returns the step in the best of all orders of micro-batches and levels of ops: one that fits, then the fastest.
     `problem` is that of placing the graph of `step` [M ops], and `placement` [M] is of it. The first way is always
     tried, others of a large step while there is time. The published schedule is the first of a large step in stages,
-    unless it recomputes all blocks and so needs no limit on micro-batches in flight, for which unlike stages wait. It
-    is tried at any time where no other fits."""
+    unless it recomputes all blocks: then few activations need its limit, and unlike stages wait for it. It is tried at
+    any time where no other fits."""
     levels = levels_of(problem, step, placement)
     orders = [order for order in problem.orders if order not in (B_LEVEL, PROGRAM, ZERO_BUBBLE_PROGRAM)]  # see levels
     few_levels = levels

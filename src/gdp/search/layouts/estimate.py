@@ -169,8 +169,15 @@ class Estimator:
             ),
         )
 
+    def stages_hold_activations(self, arrangement: Arrangement) -> bool:
+        """Returns whether, by arithmetic, equal stages hold the activations of as many micro-batches as there are
+        stages: those of one micro-batch in all, on the first one, beside its part of the model."""
+        figures = self.replicas.figures(replace(arrangement.layout, recompute=NONE))
+        held_bytes = (figures.resident_bytes + figures.gradient_bytes) // arrangement.num_places + figures.kept_bytes
+        return held_bytes <= int(self.limits_bytes[list(arrangement.devices[0])].min())
+
     def share_of_blocks(self, arrangement: Arrangement, places: I64) -> float:
-        """Returns the share of blocks that `auto` recomputes: 1 where it is that of each block's cheap ops."""
+        """Returns the share of blocks that `auto` recomputes; 1 for the selective kind, too."""
         paths = self.resolved(arrangement, places).recompute
         if isinstance(paths, str):
             return float(paths != NONE)

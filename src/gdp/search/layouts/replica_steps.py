@@ -22,6 +22,7 @@ from gdp.costs.collectives import exchange_times
 from gdp.costs.hosts import loads_ns
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.accumulation import once_ops
+from gdp.graph.copies import HOST_COPY
 from gdp.graph.interpolation import have_same_ops
 from gdp.graph.microbatches import shared_ops
 from gdp.parallel.held_state import HeldState
@@ -95,8 +96,9 @@ class PartFigures:
 
 
 def _kept_bytes(graph: Graph, is_backward: Bool) -> int:
-    """Returns the bytes of forward results that ops of the backward pass [N] read."""
-    is_read = graph.is_in_phase("forward")[graph.producers[graph.edge_tensors]] & is_backward[graph.consumers]
+    """Returns the bytes of forward results on cards that ops of the backward pass [N] read."""
+    is_forward = graph.is_in_phase("forward") & ~graph.is_in_role(HOST_COPY)
+    is_read = is_forward[graph.producers[graph.edge_tensors]] & is_backward[graph.consumers]
     tensors = unique(graph.base[graph.edge_tensors[is_read]])
     return int(graph.tensor_bytes[tensors[~graph.is_resident[tensors]]].sum())
 

@@ -6,7 +6,7 @@ Arithmetic says what a step takes at least, so that an arrangement is estimated,
 is known of another promises more. What users run, a replica on each device, comes next once a step fits, if it promises
 more than that, and is simulated at the end in any case, unless the step is very large and must lose; where nothing
 fits, so is what takes the least memory: FSDP with all blocks recomputed, or one copy in stages if that promises more.
-Where no group of cards of several hosts holds a copy of the model, this comes first."""
+Where no card, and no group of cards of several hosts, holds a copy of the model, this comes first."""
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
@@ -68,18 +68,18 @@ class EstimateQueue:
                 self.left += [] if way in self._known else [least]
                 pending += [] if least.fits else self._smaller(way)[::-1]
 
-    def estimate(self, known: Candidate) -> None:
-        """Replaces what arithmetic says of an arrangement by an estimate."""
+    def estimate(self, known: Candidate, clock: Clock | None = None) -> None:
+        """Replaces what arithmetic says of an arrangement by an estimate; see `add` for the clock."""
         self.left.remove(known)
         estimate = self._attempt(self.estimator.estimate, known.way)
         if estimate is not None:
             self.left.append(estimate)
             if not estimate.fits:
-                self.add_smaller(known.way)
+                self.add_smaller(known.way, clock)
 
-    def add_smaller(self, way: Arrangement) -> None:
-        """Adds others that take less memory than `way`, which does not fit."""
-        self.add(self._smaller(way))
+    def add_smaller(self, way: Arrangement, clock: Clock | None = None) -> None:
+        """Adds others that take less memory than `way`, which does not fit; see `add` for the clock."""
+        self.add(self._smaller(way), clock)
 
     def best(self, clock: Clock) -> Candidate | None:
         """Returns the most promising of all, estimated; None where there is none, or time is up before."""
@@ -89,7 +89,7 @@ class EstimateQueue:
                 return most
             if clock.is_up or not self.estimator.has_time(most.way):
                 return None
-            self.estimate(most)
+            self.estimate(most, clock)
             clock.spend(1)
         return None
 
@@ -102,6 +102,7 @@ class EstimateQueue:
 USUAL_ZERO = (0, 1, 3)  # what users run on each device: DDP, ZeRO 1, FSDP
 _TIGHT = 0.5  # of the memory of a group is held by a copy of the model: stages may be needed; untuned
 _MOST_A_PLACE = 16  # micro-batches: the bubble is a seventeenth of the step
+_DEEPER = 1.25  # times as fast, by arithmetic: an estimate of many stages takes long; untuned
 _SOONER = 1.25  # times as fast: what estimates of gathers on slow links may leave out
 _MOST_BLOCKS = 0.4  # recomputed by need: stages are so unlike that strict 1F1B waits; docs/notes/search.md
 _PROMISING = 0.95  # of the best step: an estimate that a simulation comes for before a search; untuned
@@ -231,9 +232,9 @@ class Screening:
             self.simulated += [] if candidate is None else [candidate]
             self._is_tight &= candidate is None or not candidate.fits
             if candidate is not None and not candidate.fits:
-                self._queue.add_smaller(way)
+                self._queue.add_smaller(way, self._clock)
         else:
-            self._queue.estimate(known)
+            self._queue.estimate(known, self._clock)
 
     def _simulate_most_promising(self) -> None:
         """Simulates the best estimate, if it promises more than op placement: all time may have gone into estimates."""
@@ -316,27 +317,29 @@ class Screening:
         return self.search.estimator.estimate(way)
 
     def _in_deep_stages(self, other: Arrangement | None) -> list[Candidate]:
-        """Simulates one copy of the model in stages on most devices with all blocks recomputed, if it promises more
-        than `other`, and by arithmetic much more: an estimate of many stages takes long."""
+        """Simulates one copy of the model in stages on most devices if its estimate with all blocks recomputed beats
+        that of `other`; it is estimated only where arithmetic promises much more."""
         search, way = self.search, _deepest(self.search)
         if way is None or self._clock.is_up:
             return []
         deep, known = _with_all_blocks(way), None if other is None else search.attempt(self._estimate, other)
         limit_ns = known.step_time_ns if known is not None and known.fits else NEVER
         least, bubble = search.attempt(search.estimator.least, deep), (way.num_places - 1) / way.layout.num_parts
-        if least is None or _SOONER * least.step_time_ns * (1 + bubble) > limit_ns:
+        if least is None or not least.fits or _DEEPER * least.step_time_ns * (1 + bubble) > limit_ns:
             return []
         estimate = search.attempt(self._estimate, deep)
         if estimate is None or not estimate.fits or estimate.step_time_ns > limit_ns:
             return []
         if is_in_stages(search.parts.rough(deep.layout.num_parts), estimate.places, way.num_places):
-            deep = replace(deep, layout=replace(deep.layout, stages=way.num_places))
+            way, deep = (replace(each, layout=replace(each.layout, stages=way.num_places)) for each in (way, deep))
+        if search.estimator.stages_hold_activations(way):
+            return self._with_few_blocks(way)
         return self._simulated_at(deep, estimate.places, 0)
 
     def _with_few_blocks(self, way: Arrangement) -> list[Candidate]:
         """Returns simulations of `way` with more and more blocks recomputed until it fits, and of all if an estimate
-        promises more; of all at once where memory allows to keep the activations of few. None where an estimate says
-        that all are too few, or where it has no places for ops."""
+        promises more; of all at once where memory holds the activations of few blocks only. None where an estimate
+        says that all are too few, or where it has no places for ops."""
         search, stop, found = self.search, self._clock.stop, list[Candidate]()
         all_blocks, few_blocks = _with_all_blocks(way), replace(way, layout=replace(way.layout, recompute=AUTO))
         estimate = None if stop.is_set() else search.attempt(search.estimator.estimate, all_blocks)
@@ -344,6 +347,7 @@ class Screening:
             return []
         # with time for more, a simulation of few blocks is made again with more of them until it fits
         turns = [few_blocks, all_blocks] if search.has_time(few_blocks) else [few_blocks, few_blocks, all_blocks]
+        self._is_read(few_blocks)  # blocks are chosen by the part that is simulated
         share = search.attempt(partial(search.estimator.share_of_blocks, places=estimate.places), few_blocks)
         if share is None or share > _MOST_BLOCKS:
             turns = [all_blocks]
@@ -356,10 +360,16 @@ class Screening:
 
     def _simulated_at(self, way: Arrangement, places: I64, reserve_bytes: int) -> list[Candidate]:
         """Returns the step of `way` with the ops of a replica in `places`, as captured if there is time to read it."""
-        is_read = way.layout.num_parts in self.search.parts.readable({way.layout.num_parts})
+        is_read = self._is_read(way)
         simulate = partial(self.search.simulate, places=places, is_captured=is_read, reserve_bytes=reserve_bytes)
         candidate = self.search.attempt(simulate, way)
         return [] if candidate is None else [candidate]
+
+    def _is_read(self, way: Arrangement) -> bool:
+        """Reads the part of the batch of `way` if there is time; returns whether it is there."""
+        parts, num_parts = self.search.parts, way.layout.num_parts
+        is_readable = num_parts in parts.readable({num_parts})
+        return is_readable and self.search.attempt(lambda way: parts.exact(num_parts), way) is not None
 
     def _simulated_together(self, way: Arrangement) -> Candidate:
         """Returns the step of `way` with all ops of a replica in one place."""
@@ -410,12 +420,13 @@ def _deepest(search: LayoutSearch, devices: Container[int] | None = None) -> Arr
 
 def _share_held(search: LayoutSearch) -> float:
     """Returns the share of the memory of a card, or of a group of cards of several hosts, that a copy of the model
-    takes with its gradients, and with its optimizer state cut over all; 0 for groups of one host."""
+    takes with its gradients, and with its optimizer state cut over all of them; 0 for groups of one host."""
     devices = search.question.cluster.devices
     is_group = np.array([bool(device.group) for device in devices])
     if is_group.any() and _stages_of_groups(search) is None:
         return 0.0
-    is_holder = is_group if is_group.any() else np.array([not device.is_cpu for device in devices])
+    is_card = np.array([not device.is_cpu for device in devices])
+    is_holder = is_group if is_group.any() else is_card if is_card.any() else ~is_card
     figures, count = search.estimator.replicas.figures(Layout()), max(int(is_holder.sum()), 1)
     held_bytes = figures.resident_bytes - figures.state_bytes * (count - 1) // count + figures.gradient_bytes
     return held_bytes / max(int(search.estimator.limits_bytes[is_holder].max(initial=0)), 1)
