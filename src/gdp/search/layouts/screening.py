@@ -319,16 +319,12 @@ class Screening:
     def _in_deep_stages(self, other: Arrangement | None) -> list[Candidate]:
         """Simulates one copy of the model in stages on most devices if its estimate with all blocks recomputed beats
         that of `other`; it is estimated only where arithmetic promises much more."""
-        search, way = self.search, _deepest(self.search)
-        if way is None or self._clock.is_up:
+        search = self.search
+        if self._clock.is_up or (deep := _promising_depth(search, other)) is None:
             return []
-        deep, known = _with_all_blocks(way), None if other is None else search.attempt(self._estimate, other)
-        limit_ns = known.step_time_ns if known is not None and known.fits else NEVER
-        least, bubble = search.attempt(search.estimator.least, deep), (way.num_places - 1) / way.layout.num_parts
-        if least is None or not least.fits or _DEEPER * least.step_time_ns * (1 + bubble) > limit_ns:
-            return []
-        estimate = search.attempt(self._estimate, deep)
-        if estimate is None or not estimate.fits or estimate.step_time_ns > limit_ns:
+        way = replace(deep, layout=replace(deep.layout, recompute=NONE))
+        estimate, known = search.attempt(self._estimate, deep), other and search.attempt(self._estimate, other)
+        if estimate is None or not estimate.fits or (known and known.fits and known < estimate):
             return []
         if is_in_stages(search.parts.rough(deep.layout.num_parts), estimate.places, way.num_places):
             way, deep = (replace(each, layout=replace(each.layout, stages=way.num_places)) for each in (way, deep))
@@ -418,6 +414,18 @@ def _deepest(search: LayoutSearch, devices: Container[int] | None = None) -> Arr
     return max(ways, key=lambda way: (way.num_places, way.layout.num_parts), default=None)
 
 
+def _promising_depth(search: LayoutSearch, other: Arrangement | None) -> Arrangement | None:
+    """Returns one copy of the model in stages on most devices with all blocks recomputed; None where arithmetic does
+    not promise much more than an estimate of `other`."""
+    if (way := _deepest(search)) is None:
+        return None
+    deep, known = _with_all_blocks(way), None if other is None else search.attempt(search.estimator.estimate, other)
+    limit_ns = known.step_time_ns if known is not None and known.fits else NEVER
+    least, bubble = search.attempt(search.estimator.least, deep), (way.num_places - 1) / way.layout.num_parts
+    is_far = least is None or not least.fits or _DEEPER * least.step_time_ns * (1 + bubble) > limit_ns
+    return None if is_far else deep
+
+
 def _share_held(search: LayoutSearch) -> float:
     """Returns the share of the memory of a card, or of a group of cards of several hosts, that a copy of the model
     takes with its gradients, and with its optimizer state cut over all of them; 0 for groups of one host."""
@@ -466,7 +474,7 @@ def _is_large(question: BatchQuestion) -> bool:
 
 def _read_usual(search: LayoutSearch) -> None:
     """Reads the part of the batch that replicas on single devices take with the fewest micro-batches that fit by
-    estimate, or else that of FSDP with all blocks recomputed."""
+    estimate, or else that of FSDP with all blocks recomputed, and that of deep stages where these promise more."""
     is_large = _is_large(search.question)
     usual = [way for way in _ways(search) if way.num_places == 1 and way.layout.zero in USUAL_ZERO]
     num_replicas = max((way.layout.data for way in usual), default=0)
@@ -475,6 +483,8 @@ def _read_usual(search: LayoutSearch) -> None:
     least = None if fitting else _least_memory(search)
     if counts := [way.layout.num_parts for way in (*fitting, least) if way is not None]:
         search.attempt(lambda _: search.parts.exact(min(counts)), usual[0])
+    if not fitting and (deep := _promising_depth(search, least)) is not None:
+        search.attempt(lambda way: search.parts.exact(way.layout.num_parts), deep)
 
 
 def _least_memory(search: LayoutSearch) -> Arrangement | None:
