@@ -133,7 +133,7 @@ def test_arithmetic_promises_no_more_than_estimates(memory: str) -> None:
     least = [estimator.least(way).missing_bytes for way in dict.fromkeys(ways)]
     estimated = [estimator.estimate(way).missing_bytes for way in dict.fromkeys(ways)]
     assert all(one <= other for one, other in zip(least, estimated, strict=True))
-    assert any(least) == (memory == "6MB")
+    assert any(least) == (memory != "1GB")  # with 24 MB one device lacks memory for the activations of a whole batch
 
 
 def test_a_step_of_another_size_is_recomputed_alike() -> None:
