@@ -149,7 +149,8 @@ class GraphBuilder:
 
 
 def with_controls(graph: Graph, producers: I64, consumers: I64) -> Graph:
-    """Returns `graph` in which op `consumers[i]` waits for op `producers[i]`: each producer makes one of no bytes."""
+    """Returns `graph` in which op `consumers[i]` waits for op `producers[i]`. Each producer makes one more tensor, of
+    no bytes."""
     makers, which = np.unique(producers, return_inverse=True)
     tensors = np.concatenate((graph.edge_tensors, graph.num_tensors + which))
     readers = np.concatenate((graph.consumers, consumers))

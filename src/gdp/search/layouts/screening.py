@@ -343,7 +343,7 @@ class Screening:
             return []
         # with time for more, a simulation of few blocks is made again with more of them until it fits
         turns = [few_blocks, all_blocks] if search.has_time(few_blocks) else [few_blocks, few_blocks, all_blocks]
-        self._is_read(few_blocks)  # blocks are chosen by the part that is simulated
+        self._read_part(few_blocks)  # blocks are chosen by the part that is simulated
         share = search.attempt(partial(search.estimator.share_of_blocks, places=estimate.places), few_blocks)
         if share is None or share > _MOST_BLOCKS:
             turns = [all_blocks]
@@ -356,12 +356,12 @@ class Screening:
 
     def _simulated_at(self, way: Arrangement, places: I64, reserve_bytes: int) -> list[Candidate]:
         """Returns the step of `way` with the ops of a replica in `places`, as captured if there is time to read it."""
-        is_read = self._is_read(way)
+        is_read = self._read_part(way)
         simulate = partial(self.search.simulate, places=places, is_captured=is_read, reserve_bytes=reserve_bytes)
         candidate = self.search.attempt(simulate, way)
         return [] if candidate is None else [candidate]
 
-    def _is_read(self, way: Arrangement) -> bool:
+    def _read_part(self, way: Arrangement) -> bool:
         """Reads the part of the batch of `way` if there is time; returns whether it is there."""
         parts, num_parts = self.search.parts, way.layout.num_parts
         is_readable = num_parts in parts.readable({num_parts})
