@@ -213,8 +213,10 @@ class Clock:
     def paused(self) -> Iterator[None]:
         """Stops the whole clock in the block: what it does comes on top."""
         began = self.seconds
-        yield
-        self._meter.started += self.seconds - began
+        try:
+            yield
+        finally:
+            self._meter.started += self.seconds - began
 
     def spend(self, num_simulations: int) -> None:
         """Counts simulations that were made."""

@@ -34,13 +34,13 @@ from gdp.search.settings import DEFAULTS, Settings
 from gdp.search.solvers import solver_of
 from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.problem import Problem
-from gdp.simulator.simulate import simulate
+from gdp.simulator.simulate import NEVER, simulate
 from gdp.units.reduction import Reduction
 
 Placeable = str | ModelSource | Parts | GraphSource | Problem | tuple[Any, ...]
 """A MODEL, the parts of a batch, a step, or (module, args) and (module, args, kwargs)."""
 _Opened = ModelSource | Parts | GraphSource | Problem
-_PREPARED = 2  # degrees whose local programs are captured before a clock begins; others are of the budget
+_PREPARED = 2  # degrees whose local programs are captured on top of a budget; others are of it
 _IDLE = 0.1  # of the work of all cards, while some wait for others; untuned
 _HIDDEN = 0.5  # of the time of all work at least: sums that take less, and gathers, go beside it; untuned
 _LOCALLY = 2.0  # times that to capture the whole step takes, that of a rank does (Llama-70B: 5 and 10 s)
@@ -99,6 +99,7 @@ class PlaceQuestion:
     shards: Shards = WHOLE  # the step is the local program of one rank, and devices are groups
     notes: tuple[str, ...] = ()  # of the model that was read
     captured_s: float = 0.0  # that it took to capture
+    limit_ns: int = NEVER  # of a step of other degrees that is known, as in `BatchQuestion`
 
     @classmethod
     def of(
@@ -209,9 +210,14 @@ class PlaceQuestion:
             return ()
         sizes, cards = self.cluster.group_sizes(), [device for device in self.cluster.devices if not device.is_cpu]
         likely = len(cards or self.cluster.devices) / ((source.batch_size or 1) if source.reading.training else 1)
-        if source.reading.training and self._is_too_large and self._sums_share > _HIDDEN and not self.has_experts:
+        if source.reading.training and self.is_too_large and self._sums_share > _HIDDEN and not self.has_experts:
             likely = max(sizes, default=1)  # large groups leave the most memory to few stages on slow connections
         return tuple(sorted(sizes, key=lambda size: (abs(log2(size / likely)), -size)))
+
+    @property
+    def prepared_degrees(self) -> tuple[int, ...]:
+        """The degrees whose local programs are captured on top of a budget."""
+        return self.degrees[:_PREPARED]
 
     @property
     def has_experts(self) -> bool:
@@ -235,17 +241,18 @@ class PlaceQuestion:
         is_alike = len({device.kind for device in self.cluster.devices if not device.is_cpu}) == 1
         samples = self.source.batch_size or 1  # unlike cards have shares of them by speed
         is_uneven = samples < num_cards or (is_alike and waiting_share(samples, num_cards) > _IDLE)
-        is_slow = self._is_too_large and self._sums_share > _HIDDEN
+        is_slow = self.is_too_large and self._sums_share > _HIDDEN
         return not self.source.reading.training or is_uneven or is_slow
 
     @property
     def may_need_groups(self) -> bool:
         """True where copies of the model, which come first, may use cards badly: one is too large for a card, or cards
         take longer to sum gradients than all work takes at least."""
-        return self._is_too_large or self._sums_share > 1
+        return self.is_too_large or self._sums_share > 1
 
     @property
-    def _is_too_large(self) -> bool:
+    def is_too_large(self) -> bool:
+        """True where no card has the memory for a copy of the model and its optimizer state."""
         limits = memory_limits(self.cluster, self.constraints)[[not device.is_cpu for device in self.cluster.devices]]
         return int(self.graph.resident_bytes.sum()) > int(limits.max(initial=0))
 
@@ -274,8 +281,8 @@ class PlaceQuestion:
         solver_of(self.options.placer).prepare()
         if self.parts is not None and self.layout is None and not self.num_batches:
             (read_ahead if self.shards == WHOLE else read_ahead_of_groups)(self.about_batch())
-        degrees = self.degrees[:_PREPARED]
-        for degree in degrees if degrees and (self.needs_groups or self.may_need_groups) else ():
+        degrees = self.prepared_degrees
+        for degree in degrees if degrees and (self.needs_groups or self.is_too_large) else ():
             with contextlib.suppress(InputError):  # such as heads that the degree does not divide
                 self.sharded(Shards(degree)).prepare()
 
@@ -305,6 +312,7 @@ class PlaceQuestion:
             self.layout,
             self.num_batches,
             self.groups_of(self.problem),
+            self.limit_ns,
             seed=options.seed,
             checkpoint=options.checkpoint,
             num_threads=options.num_threads,

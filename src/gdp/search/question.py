@@ -24,7 +24,7 @@ from gdp.simulator.levels import communication_levels
 from gdp.simulator.orders import EXCHANGES_FIRST, PROGRAM, ZERO_BUBBLE, ZERO_BUBBLE_PROGRAM
 from gdp.simulator.plan import Baseline, NoisyTimes, Plan, Search
 from gdp.simulator.problem import Placement, Problem
-from gdp.simulator.simulate import Simulation, mean_step_time_ns, simulate
+from gdp.simulator.simulate import NEVER, Simulation, mean_step_time_ns, simulate
 from gdp.units.reduction import Reduction, reduce
 
 OnProgress = Callable[[Candidate], None]
@@ -191,6 +191,7 @@ class BatchQuestion(SearchTerms):
     layout: Layout | None = None  # None: any
     num_batches: int = 0  # in flight of a forward pass; 0: one training step is cut
     groups: I64 | None = None  # [N] of the ops of a batch: a server has those of one on one device, in order
+    limit_ns: int = NEVER  # of a step that fits and is known; layouts that promise no less are no use then
 
     def on_groups(self, shards: Shards) -> "BatchQuestion":
         """Returns the same question about the local program of a rank, on groups of the devices. InputError where the

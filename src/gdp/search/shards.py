@@ -7,14 +7,15 @@
 
 A question whose bound is above the best step found is not asked, nor one behind a degree that is slower than another,
 unless cards idle less: as degrees grow, they exchange more. To capture the local programs of the first two degrees
-comes before the clock begins, those of others are of the budget. Groups come first where copies of the model do not use
-all cards well: in a forward pass, where samples are fewer than cards or some cards wait, and where a copy and its
-optimizer state are too large for a card and take long to gather. They come after the step as it is where a copy is too
-large but is gathered beside the work, where sums of gradients take longer than the work, if what was found is far from
-their bounds, and where nothing else fits. Tokens are cut (`context`) where `token_exchanges` promises less to
-exchange."""
+comes on top of the budget, before it where they come first; those of others are of it. Groups come first where copies
+of the model do not use all cards well: in a forward pass, where samples are fewer than cards or some cards wait, and
+where a copy and its optimizer state are too large for a card and take long to gather. They come after the step as it is
+where a copy is too large but is gathered beside the work, where sums of gradients take longer than the work, if what
+was found is far from their bounds, and where nothing else fits. Tokens are cut (`context`) where `token_exchanges`
+promises less to exchange."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from math import gcd, inf
 from operator import attrgetter
@@ -83,7 +84,6 @@ class _Contest:
         self.failures: dict[Shards, InputError] = {}
         self.uncut: set[Shards] = set()  # that the model is not cut by
         devices = question.cluster.devices
-        self._longest_s = 0.0  # that a look has taken
         self._num_cards = sum(not device.is_cpu for device in devices) or len(devices)
         self.has_experts = question.source.reading.training and question.has_experts
 
@@ -97,10 +97,13 @@ class _Contest:
         self._look_further(self._over_samples(turns))
         self._look_further(self._with_experts())
         self._look_further(self._with_context(turns))
-        if WHOLE not in self.found and self.question.bound_ns < self._best_ns and self._has_time_for_whole:
+        if WHOLE not in self.found and self.question.bound_ns < self._best_ns:
             has_others = self._best_ns < inf or (self.uncut and self.source.reading.training)
-            self._ask(WHOLE, self.clock.part(_WHOLE).at_least(self._longest_s) if has_others else self.clock.part())
-            self._look_further(self._with_context(turns))
+            if self.clock.is_up and self.found:
+                self.failures.setdefault(WHOLE, InputError("there was no time; give a larger --budget"))
+            else:
+                self._ask(WHOLE, self.clock.part(_WHOLE) if has_others else self.clock.part())
+                self._look_further(self._with_context(turns))
         if not self.found:
             raise self.failures.get(WHOLE) or next(iter(self.failures.values()))
         promised_ns = {shards: self._promised_ns(shards) for shards in self.found if shards in self.opened}
@@ -113,19 +116,10 @@ class _Contest:
                 self._ask(shards, self.clock.part(1 / (len(again[:_AGAIN]) - turn)))
         return self._answer(min(self.found, key=lambda shards: _rank(self.found[shards])))
 
-    @property
-    def _has_time_for_whole(self) -> bool:
-        """True where as much time is left as the longest look has taken, or nothing else was found that fits."""
-        if self._best_ns == inf:
-            return not (self.found and self.clock.is_up)
-        return not self.clock.is_up and self.clock.has(self._longest_s)
-
     def _look(self, shards: Shards, clock: Clock, share: float) -> None:
-        begin_s = self.clock.seconds
         try:
             self._open(shards)
             self._ask(shards, clock.part(share))
-            self._longest_s = max(self._longest_s, self.clock.seconds - begin_s)
         except InputError as error:  # such as heads that the degree does not divide
             self.failures[shards] = error
 
@@ -148,27 +142,35 @@ class _Contest:
             is_between = 1 < min(degree, best) < other < max(degree, best)
             if is_between and self._waiting_share(degree) >= self._waiting_share(other):
                 raise InputError(f"groups of {other} are slower than those of {best}")
-        if self.clock.is_up or not self.clock.has(self.question.reading_s(shards)):
+        reading_s = self.question.reading_s(shards)
+        is_on_top = reading_s > 0 and is_first and degree in self.question.prepared_degrees
+        if self.clock.is_up or not (is_on_top or self.clock.has(reading_s)):
             raise InputError("there was no time; give a larger --budget")
         if _REACHED * self.question.bound_ns >= self._hoped_ns:
             raise InputError("without them a step is near the bound of all layouts")
         try:
-            asked = self.opened[shards] = self.question.sharded(shards)
+            with self.clock.paused() if is_on_top else nullcontext():
+                asked = self.opened[shards] = self.question.sharded(shards)
         except InputError:
             self.uncut.add(shards)
             raise
         if asked.bound_ns >= self._best_ns or _REACHED * asked.bound_ns >= self._hoped_ns:
             near = "" if asked.bound_ns >= self._best_ns else ", and few come near"
             raise InputError(f"no step of theirs takes less than {milliseconds(asked.bound_ns)}{near}")
+        if is_on_top:
+            with self.clock.paused():
+                asked.prepare()
 
     def _ask(self, shards: Shards, clock: Clock) -> None:
         """Asks for an answer, from the one that is known on; from op placement, if it promises most as it is."""
-        known, further = self.found.get(shards), tuple[Solution, ...]()
+        asked, known, further = self.opened[shards], self.found.get(shards), tuple[Solution, ...]()
         if known is not None and known.best is not None:
             is_most = shards == WHOLE and self._promised_ns(shards) == self._best_ns
             further = (known,) if is_most or not known.best.is_whole else ()
+        if asked.parts is not None and self._best_ns < inf and self._best != shards:
+            asked = replace(asked, limit_ns=int(self._best_ns))
         try:
-            solution = self.solve(self.opened[shards], clock, *further)
+            solution = self.solve(asked, clock, *further)
         except InputError as error:
             self.failures.setdefault(shards, error)
             return
@@ -256,6 +258,8 @@ class _Contest:
                 for (is_further, reason), several in reasons.items()
             )
             notes += (f"ops were not cut over {'; '.join(each)}",)
+        if WHOLE in self.failures and WHOLE not in self.found:
+            notes += (f"cards without groups were not looked at: {shorten(str(self.failures[WHOLE]), _MOST_REASON)}",)
         bound_ns, plan = best.bound_ns if self.question.parts is None else self.question.bound_ns, best.plan
         if plan is not None and plan.search is not None:
             search = replace(plan.search, seconds=self.clock.seconds, simulations=self.clock.simulations)

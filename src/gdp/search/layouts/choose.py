@@ -17,10 +17,11 @@ from gdp.bounds.layout_bound import layout_bound
 from gdp.bounds.lower_bound import lower_bound, quick_bound
 from gdp.budget import Clock
 from gdp.errors import InputError
+from gdp.notebook import milliseconds
 from gdp.parallel.layout import NONE, Layout
 from gdp.parallel.step import Step
 from gdp.search.batch_parts import Parts
-from gdp.search.candidate import Arrangement, BatchCut, Candidate, simplest
+from gdp.search.candidate import ESTIMATED, Arrangement, BatchCut, Candidate, simplest
 from gdp.search.layouts.dispatch import best_dispatch, preferred
 from gdp.search.layouts.layout_search import LayoutSearch
 from gdp.search.layouts.screening import Screening
@@ -52,17 +53,22 @@ def choose_layout(question: BatchQuestion, clock: Clock, known: Solution | None 
         question.parts.read_ahead(question.cluster.num_devices, question.settings.large)
     search = LayoutSearch(question, clock)
     replicas: list[Candidate] = []
+    estimates: list[Candidate] = []
     if known is not None:
         search.plain = known.baselines.get(DATA_PARALLEL)
         replicas = [each for each in known.looked_at if each.may_be_answer and each.fits and not each.is_whole]
-    screening = Screening(search, _large_ops_placed(search), replicas)
+        estimates = [each for each in known.looked_at if each.status == ESTIMATED and each.has_places]
+    screening = Screening(search, _large_ops_placed(search), replicas, estimates)
     screening.run()
     simulated = _confirmed(search, screening.simulated)
-    if not any(each.fits for each in simulated):  # there was no time to simulate what fitted by an estimate as captured
+    is_rival, fits = question.limit_ns < NEVER, any(each.fits for each in simulated)
+    if not (is_rival or fits):  # there was no time to simulate what fitted by an estimate as captured
         simulated = _confirmed(search, [*simulated, *screening.with_least_memory()])
     finalists = _finalists(search, simulated)
     looked_at = _finalists_searched(search, finalists, [*finalists, *simulated])
     best = min(filter(None, (*looked_at, search.best)), default=None)
+    if is_rival and best is None:
+        raise InputError(f"none of their layouts promises less than {milliseconds(question.limit_ns)}")
     if best is None or best.simulation is None:
         asked = "no layout" if layout is None else f"no {layout}"
         raise InputError(
@@ -293,8 +299,9 @@ def _solution(
     refused = [Candidate.refused(BatchCut(way), reason) for way, reason in search.refused.items()]
     candidates = (*sorted(distinct.values()), *others, *refused)
     baselines = _baselines(search, best, looked_at)
-    bound_ns = layout_bound(search.parts.read, search.question.cluster)
-    return Solution(best, baselines, looked_at=candidates, bound_ns=bound_ns, plan=layout_plan(search, best, baselines))
+    with search.clock.effort.close.measured(best.problem.num_ops, search.clock):
+        bound_ns, plan = layout_bound(search.parts.read, search.question.cluster), layout_plan(search, best, baselines)
+    return Solution(best, baselines, looked_at=candidates, bound_ns=bound_ns, plan=plan)
 
 
 def layout_plan(search: LayoutSearch, best: Candidate, baselines: dict[str, Baseline]) -> Plan:

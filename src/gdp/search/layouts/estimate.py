@@ -5,12 +5,13 @@
 One replica is simulated with a few micro-batches, a ring with one bucket; what is left is proportional. N ops of one
 micro-batch, D devices, R replicas, P places."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import numpy as np
 
-from gdp.arrays import I64, connected
+from gdp.arrays import F64, I64, connected
 from gdp.budget import Clock, Effort, has_time
 from gdp.cluster import Cluster
 from gdp.costs.hosts import loads_ns
@@ -83,9 +84,21 @@ class Estimator:
         return RingTimes(self.cluster, self.machine)
 
     def estimate(self, arrangement: Arrangement) -> Candidate:
-        """Returns the fastest estimate over constructive places of a replica, of those that fit if any does."""
-        guesses = [self._with_places(arrangement, places) for places in self._candidates(arrangement)]
-        return min(guesses)
+        """Returns the fastest estimate over constructive places of a replica, of those that fit if any does. Blocks are
+        chosen, which takes long and makes a step slower, where places promise more without."""
+        layout = arrangement.layout
+        recompute, offload = (NONE if lever == AUTO else lever for lever in (layout.recompute, layout.offload))
+        as_it_is = replace(arrangement, layout=replace(layout, recompute=recompute, offload=offload))
+        found = [self._with_places(as_it_is, places) for places in self._candidates(arrangement)]
+        if as_it_is == arrangement:
+            return min(found)
+        best: Candidate | None = None
+        for known in sorted(found, key=lambda each: each.step_time_ns):
+            if best is None or not best.fits or known.step_time_ns < best.step_time_ns:
+                estimate = self._with_places(arrangement, known.places)
+                best = estimate if best is None else min(best, estimate)
+        assert best is not None, "there are places"
+        return best
 
     def fits_beside_gathers(self, estimate: Candidate) -> bool:
         """Returns whether an estimate fits with what ZeRO 3 gathers at once on top, be it there at the peak or not."""
@@ -104,6 +117,20 @@ class Estimator:
     def least(self, arrangement: Arrangement) -> Candidate:
         """Returns what a pipeline would take that is never empty, without rings: arithmetic alone. Memory is that of
         what is resident, and of one micro-batch's activations, spread over all places of a replica."""
+        return self._by_arithmetic(arrangement, lambda rates, count: float(rates.sum()))
+
+    def promise(self, arrangement: Arrangement) -> Candidate:
+        """Returns `least`, and of a large step, whose estimates take seconds, more: what a chain of ops takes, in which
+        places wait for the first micro-batch and the last one, and what its rings take beyond."""
+        if self.parts.exact(1).num_ops <= self.settings.large.estimated_ops:
+            return self.least(arrangement)
+        alone = self._by_arithmetic(arrangement, _rate_of_chain)
+        beyond_ns = self.rings.beyond_ns(arrangement, self.replicas.figures(arrangement.layout), alone.step_time_ns)
+        return Candidate.estimated(arrangement, Figures(alone.missing_bytes, alone.step_time_ns + beyond_ns))
+
+    def _by_arithmetic(self, arrangement: Arrangement, rate_of: Callable[[F64, int], float]) -> Candidate:
+        """Returns what a replica takes alone that does as many micro-batches a ns as `rate_of` says, from the rates [P]
+        of its places and the number of micro-batches."""
         self.check_size(arrangement)
         layout, num_places = arrangement.layout, arrangement.num_places
         figures = self.replicas.figures(layout)
@@ -112,7 +139,7 @@ class Estimator:
         held_bytes += figures.kept_bytes if layout.offload == NONE and layout.recompute != AUTO else 0
         for replica in self._unlike(arrangement):
             fastest, count = list(arrangement.devices[replica]), layout.microbatches[replica]
-            rate = (1 / np.maximum(figures.each_ns[fastest], 1)).sum()
+            rate = rate_of(1 / np.maximum(figures.each_ns[fastest], 1), count)
             once_ns = float(figures.once_ns[fastest].min()) / num_places / (layout.data if layout.zero else 1)
             slowest_ns = max(slowest_ns, count / rate + once_ns)
             missing = max(missing, -(-(held_bytes - int(self.limits_bytes[fastest].sum())) // num_places))
@@ -277,6 +304,12 @@ class Estimator:
         """Returns what ZeRO saves on a replica."""
         whole = figures.state_bytes * (layout.zero >= 1) + figures.parameter_bytes * (layout.zero == 3)
         return whole * (layout.data - 1) // layout.data
+
+
+def _rate_of_chain(rates: F64, count: int) -> float:
+    """Returns the rate of stages at `rates` [P], which pass on `count` micro-batches one by one and share the work so
+    that all are done at once: each waits for a micro-batch of the stages before it."""
+    return float(np.sort(rates)[::-1] @ (1 - 1 / count) ** np.arange(len(rates)))
 
 
 def staged_places(problem: Problem, large: LargeSteps) -> list[I64]:

@@ -63,10 +63,16 @@ class EstimateQueue:
                 continue
             self._num_parts.add(num_parts)
             self._seen.add(way)
-            least = self._attempt(self.estimator.least, way)
+            least = self._attempt(self.estimator.promise, way)
             if least is not None:
                 self.left += [] if way in self._known else [least]
                 pending += [] if least.fits else self._smaller(way)[::-1]
+
+    def know(self, estimates: Sequence[Candidate]) -> None:
+        """Adds estimates that were made before."""
+        new = [each for each in estimates if each.way not in self._known]
+        self.left += new
+        self._seen |= {each.way for each in new}
 
     def estimate(self, known: Candidate, clock: Clock | None = None) -> None:
         """Replaces what arithmetic says of an arrangement by an estimate; see `add` for the clock."""
@@ -113,10 +119,14 @@ class Screening:
     """The arrangements that are left, and candidates of those that were simulated."""
 
     def __init__(
-        self, search: LayoutSearch, simulated: Sequence[Candidate] = (), known: Sequence[Candidate] = ()
+        self,
+        search: LayoutSearch,
+        simulated: Sequence[Candidate] = (),
+        known: Sequence[Candidate] = (),
+        estimates: Sequence[Candidate] = (),
     ) -> None:
-        """`simulated` are there already, and `known` from an earlier screening; shares of the budget are those of what
-        is left of it now."""
+        """`simulated` are there already, `known` and `estimates` from an earlier screening; shares of the budget are
+        those of what is left of it now."""
         self.search, self.simulated, self._settings = search, [*simulated, *known], search.settings.layouts
         self._clock = search.clock.part()
         is_asked = search.question.layout is not None  # a layout is asked for
@@ -131,6 +141,8 @@ class Screening:
             known=(each.way for each in known),
         )
         self._num_known = len(known)
+        self._is_rival = search.question.limit_ns < NEVER  # of a step that is known: a plan is there already
+        self._queue.know(estimates)
         self._put_aside: list[Candidate] = []  # there is no time to look at them
 
     @property
@@ -141,13 +153,13 @@ class Screening:
     def run(self) -> None:
         """Simulates what is promising, until the screening's share of the budget is spent, and what users run."""
         self._queue.add(_ways(self.search), self._clock.until(self._settings.screen_share))
-        is_free = not self._has_least and not self._num_known
+        is_free = not (self._has_least or self._num_known or self._is_rival)
         staged: list[Candidate] = []
         if is_free and _share_held(self.search) > 1:
             is_on_groups = _stages_of_groups(self.search) is not None
             staged = self.with_least_memory() if not is_on_groups or self._is_gathered_sooner() else self._in_stages()
         self.simulated += [each for each in staged if each.fits]
-        is_usual_known = False
+        is_usual_known = self._is_rival
         while self._queue.left and not self._is_over(next_one := self._next()):
             may_fit = next_one.fits and next_one.has_places and not self.simulated
             is_tight = self._fitting_ns is None and not may_fit
@@ -158,9 +170,10 @@ class Screening:
             if not is_usual_known and self._fitting_ns is not None:
                 is_usual_known = True
                 self._simulate_all_usual(1.0, is_captured=True)
-        if self.search.question.cluster.is_large and all(candidate.is_whole for candidate in self.simulated):
+        is_large = self.search.question.cluster.is_large or self._is_rival
+        if is_large and all(candidate.is_whole for candidate in self.simulated):
             self._simulate_most_promising()
-        self._simulate_all_usual(_SLOW)
+        self._simulate_all_usual(1.0 if self._is_rival else _SLOW)
         self.simulated += [each for each in staged if not each.fits]
 
     def first_that_fits(self) -> Candidate | None:
@@ -190,7 +203,7 @@ class Screening:
         share = self._clock.share_spent
         left = self._readable(self._queue.left) or self._queue.left
         # pipelines take long to estimate, and a plan should be there soon
-        if not self.simulated and share > 0.1:
+        if not self.simulated and not self._is_rival and share > 0.1:
             left = [each for each in left if each.way.num_places == 1 and each.fits] or left
         estimated = [each for each in left if each.has_places and (each.fits or share > self._settings.late_share)]
         return min(estimated if estimated and share > self._settings.screen_share else left)
@@ -215,8 +228,10 @@ class Screening:
 
     @property
     def _fitting_ns(self) -> int | None:
-        """The step time of the best candidate that fits; None: there is none."""
-        return min((candidate.step_time_ns for candidate in self.simulated if candidate.fits), default=None)
+        """The step time of the best candidate that fits, or of the step that is known; None: there is none."""
+        limits_ns = [self.search.question.limit_ns] if self._is_rival else []
+        fitting = (candidate.step_time_ns for candidate in self.simulated if candidate.fits)
+        return min([*limits_ns, *fitting], default=None)
 
     def _advance(self, known: Candidate, *, is_needed: bool = True, is_captured: bool = False) -> None:
         """Takes an arrangement one step on: from arithmetic to an estimate, from an estimate to a simulation, of the
