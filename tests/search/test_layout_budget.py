@@ -1,7 +1,7 @@
 """Layouts within a budget: no phase begins what the clock has no time for, and estimates cut each model once."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +21,7 @@ from gdp.search.layouts.estimate import Estimator
 from gdp.search.layouts.layout_search import LayoutSearch
 from gdp.search.layouts.less_memory import with_less_memory
 from gdp.search.question import Solution
-from gdp.search.settings import DEFAULTS
+from gdp.search.settings import DEFAULTS, LargeSteps, Settings
 from gdp.simulator.constraints import Constraints
 from problems import choose
 from tests.search.test_layouts import BATCH, encoder, layers, machine_of, parts_of
@@ -134,6 +134,37 @@ def test_arithmetic_promises_no_more_than_estimates(memory: str) -> None:
     estimated = [estimator.estimate(way).missing_bytes for way in dict.fromkeys(ways)]
     assert all(one <= other for one, other in zip(least, estimated, strict=True))
     assert any(least) == (memory != "1GB")  # with 24 MB one device lacks memory for the activations of a whole batch
+
+
+@pytest.mark.parametrize("memory", ["1GB", "24MB"])
+def test_a_large_step_is_promised_more_than_least_and_no_more_than_estimates(memory: str) -> None:
+    """Of a chain, arithmetic knows that stages wait for the first micro-batch and the last one, and what rings take."""
+    cluster, large = machine_of([1.0, 1.0, 2.0, 2.0], memory=memory), replace(LargeSteps(), estimated_ops=0)
+    estimator = Estimator(Parts(layers, BATCH), cluster, Constraints(), replace(Settings(), large=large))
+    ways = replicated_ways(estimator.machine, BATCH)
+    ways += [replace(way, layout=replace(way.layout, recompute=AUTO)) for way in ways]
+    least, promised, estimated = (
+        [find(way) for way in ways] for find in (estimator.least, estimator.promise, estimator.estimate)
+    )
+    each = [*zip(ways, least, promised, estimated, strict=True)]
+    assert all(one.step_time_ns <= two.step_time_ns <= 1.001 * three.step_time_ns for _, one, two, three in each)
+    assert all(one.missing_bytes == two.missing_bytes for _, one, two, _ in each)
+    assert all(one.step_time_ns < two.step_time_ns for way, one, two, _ in each if len(way.all_devices) > 1)
+    small = Estimator(Parts(layers, BATCH), cluster, Constraints())
+    assert all(small.promise(way).step_time_ns == small.least(way).step_time_ns for way in ways)
+
+
+@pytest.mark.parametrize("memory", ["24MB", "6MB"])
+def test_blocks_are_chosen_in_the_places_that_are_the_fastest_with_them(memory: str) -> None:
+    """An estimate is the best of all places, also where blocks are not chosen in each of them."""
+    cluster = machine_of([1.0, 1.0, 2.0, 2.0], memory=memory)
+    estimator = Estimator(Parts(encoder, BATCH), cluster, Constraints())
+    alike = replicated_ways(estimator.machine, BATCH)
+    ways = [replace(way, layout=replace(way.layout, recompute=AUTO)) for way in alike]
+    for way in ways:
+        several = [estimator._with_places(way, places) for places in estimator._candidates(way)]
+        assert estimator.estimate(way).figures == min(each.figures for each in several)
+    assert any(len(estimator._candidates(way)) > 1 for way in ways)
 
 
 def test_a_step_of_another_size_is_recomputed_alike() -> None:
