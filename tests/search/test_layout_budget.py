@@ -154,6 +154,15 @@ def test_a_large_step_is_promised_more_than_least_and_no_more_than_estimates(mem
     assert all(small.promise(way).step_time_ns == small.least(way).step_time_ns for way in ways)
 
 
+def test_replicas_on_one_card_each_are_looked_at_in_a_few_micro_batches() -> None:
+    """Few samples at once may be faster: what passes between their ops stays in the cache of a card."""
+    estimator = Estimator(Parts(layers, BATCH), machine_of([1.0] * 2), Constraints())
+    alone = [way.layout for way in replicated_ways(estimator.machine, BATCH) if way.num_places == 1]
+    counts = {layout.microbatches for layout in alone if layout.data == 2 and layout.zero == 0}
+    assert counts == {(1, 1), (2, 2), (4, 4), (8, 8)}
+    assert {layout.zero for layout in alone if layout.data == 2} == {0, 1, 3}
+
+
 @pytest.mark.parametrize("memory", ["24MB", "6MB"])
 def test_blocks_are_chosen_in_the_places_that_are_the_fastest_with_them(memory: str) -> None:
     """An estimate is the best of all places, also where blocks are not chosen in each of them."""

@@ -117,6 +117,7 @@ class LayoutSettings:
     """The choice of a layout. Untuned where nothing is said."""
 
     # which arrangements there are, and their estimates
+    microbatches_alone: tuple[int, ...] = (1, 2, 4, 8)  # of a replica in one place; docs/notes/search.md
     microbatches_a_place: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # of a pipeline: the bubble is 1/2 to 1/33 of the step
     seen_microbatches: int = 2  # of each place that are simulated; the others are alike
     # which are simulated, by shares of the budget

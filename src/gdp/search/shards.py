@@ -41,6 +41,7 @@ _REACHED = 2.0  # times their bound, that steps of groups hardly take less than.
 _WHOLE = 0.3  # of the rest for the step as it is, first where no degree fits,
 _AGAIN = 2  # degrees at most share what is left: the one whose best layout, estimated or simulated, is the fastest,
 _NEAR = 1.1  # and one that promises no more than this times its step time. Untuned
+_BESIDE = 1.25  # times the best step: a degree beside which experts are cut, too. Untuned
 _FURTHER = 0.15  # of the rest is for a look at each further degree of experts and tokens; untuned
 _LEAST_GAIN = 0.02  # of the step time, that exchanges have to promise before a further degree is captured; untuned
 _MOST_REASON = 160  # characters
@@ -95,7 +96,9 @@ class _Contest:
         if WHOLE not in self.found and self._best_ns == inf:  # FSDP may be all that fits
             self._ask(WHOLE, self.clock.part(_WHOLE))
         self._look_further(self._over_samples(turns))
-        self._look_further(self._with_experts())
+        for shards in sorted(self._fitting, key=lambda each: _rank(self.found[each]))[:_AGAIN]:
+            if _rank(self.found[shards])[1] <= _BESIDE * self._best_ns:
+                self._look_further(self._with_experts(shards))
         self._look_further(self._with_context(turns))
         if WHOLE not in self.found and self.question.bound_ns < self._best_ns:
             has_others = self._best_ns < inf or (self.uncut and self.source.reading.training)
@@ -200,10 +203,10 @@ class _Contest:
         groups = sum(bool(device.group) for device in self.question.cluster.grouped(degree).devices)
         return waiting_share(self.source.batch_size or 1, groups)
 
-    def _with_experts(self) -> Iterator[Shards]:
-        """Yields degrees of experts of a mixture in training beside the best tensor degree, from whole experts on."""
-        best = self._best
-        yield from (replace(best, expert=count) for count in reversed(divisors(best.tensor if self.has_experts else 1)))
+    def _with_experts(self, shards: Shards) -> Iterator[Shards]:
+        """Yields degrees of experts of a mixture in training beside a tensor degree, from whole experts on."""
+        counts = reversed(divisors(shards.tensor if self.has_experts else 1))
+        yield from (replace(shards, expert=count) for count in counts)
 
     def _over_samples(self, sizes: Iterable[int]) -> list[Shards]:
         """Returns degrees of experts on ranks that are replicas otherwise, the most parts first: where each card has a

@@ -177,11 +177,13 @@ def _by_number(devices: list[int], data: int) -> Iterator[tuple[tuple[int, ...],
 
 
 def _microbatches(num_places: int, samples: int, settings: LayoutSettings) -> list[int]:
-    """Returns numbers of micro-batches that divide the `samples` of a replica."""
+    """Returns numbers of micro-batches that divide the `samples` of a replica. In one place a few may be faster: their
+    activations fit into the cache of a card."""
     if num_places == 1:
-        return [1]
-    most = max(_MOST_MICROBATCHES, 16 * num_places)
-    wanted = {1, *(min(factor * num_places, most) for factor in settings.microbatches_a_place)}
+        wanted = {*settings.microbatches_alone}
+    else:
+        most = max(_MOST_MICROBATCHES, 16 * num_places)
+        wanted = {1, *(min(factor * num_places, most) for factor in settings.microbatches_a_place)}
     divisors = [count for count in range(1, min(samples, MAX_MICROBATCHES) + 1) if samples % count == 0]
     return sorted({min(divisors, key=lambda count: abs(count - want)) for want in wanted})
 

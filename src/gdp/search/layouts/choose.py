@@ -61,9 +61,10 @@ def choose_layout(question: BatchQuestion, clock: Clock, known: Solution | None 
     screening = Screening(search, _large_ops_placed(search), replicas, estimates)
     screening.run()
     simulated = _confirmed(search, screening.simulated)
-    is_rival, fits = question.limit_ns < NEVER, any(each.fits for each in simulated)
-    if not (is_rival or fits):  # there was no time to simulate what fitted by an estimate as captured
-        simulated = _confirmed(search, [*simulated, *screening.with_least_memory()])
+    is_rival = question.limit_ns < NEVER  # of a step that is known
+    for others in () if is_rival else (screening.of_read_parts, screening.with_least_memory):
+        if not any(each.fits for each in simulated):  # there was no time to simulate what fitted as captured
+            simulated = _confirmed(search, [*simulated, *others()])
     finalists = _finalists(search, simulated)
     looked_at = _finalists_searched(search, finalists, [*finalists, *simulated])
     best = min(filter(None, (*looked_at, search.best)), default=None)
@@ -110,6 +111,8 @@ def _large_ops_placed(search: LayoutSearch) -> list[Candidate]:
         return []
     cluster = search.question.cluster  # on many devices, or on groups, one copy of the model hardly wins
     is_many = cluster.is_large or any(device.group for device in cluster.devices)
+    if is_many and search.question.limit_ns < NEVER and search.question.is_too_large:
+        return []
     return _ops_placed(search, clock.part(search.settings.layouts.quick_share) if is_many else clock)
 
 

@@ -26,7 +26,6 @@ from gdp.search.layouts.layout_search import LayoutSearch
 from gdp.search.layouts.less_memory import with_less_memory
 from gdp.search.layouts.replica_steps import is_in_stages
 from gdp.search.question import BatchQuestion
-from gdp.simulator.constraints import memory_limits
 from gdp.simulator.simulate import NEVER
 
 Attempt = Callable[[Callable[[Arrangement], Candidate], Arrangement], Candidate | None]
@@ -111,6 +110,7 @@ _MOST_A_PLACE = 16  # micro-batches: the bubble is a seventeenth of the step
 _DEEPER = 1.25  # times as fast, by arithmetic: an estimate of many stages takes long; untuned
 _SOONER = 1.25  # times as fast: what estimates of gathers on slow links may leave out
 _MOST_BLOCKS = 0.4  # recomputed by need: stages are so unlike that strict 1F1B waits; docs/notes/search.md
+_RECOMPUTED = 4 / 3  # times as fast, at most, is a step that recomputes no forward pass
 _PROMISING = 0.95  # of the best step: an estimate that a simulation comes for before a search; untuned
 _SLOW = 1.5  # times the best step: what users run and takes longer is left
 
@@ -153,16 +153,16 @@ class Screening:
     def run(self) -> None:
         """Simulates what is promising, until the screening's share of the budget is spent, and what users run."""
         self._queue.add(_ways(self.search), self._clock.until(self._settings.screen_share))
-        is_free = not (self._has_least or self._num_known or self._is_rival)
+        is_free = not self._has_least and not self._num_known
         staged: list[Candidate] = []
         if is_free and _share_held(self.search) > 1:
             is_on_groups = _stages_of_groups(self.search) is not None
             staged = self.with_least_memory() if not is_on_groups or self._is_gathered_sooner() else self._in_stages()
         self.simulated += [each for each in staged if each.fits]
-        is_usual_known = self._is_rival
+        is_usual_known, is_too_large = False, self.search.question.is_too_large  # then deep stages come first
         while self._queue.left and not self._is_over(next_one := self._next()):
-            may_fit = next_one.fits and next_one.has_places and not self.simulated
-            is_tight = self._fitting_ns is None and not may_fit
+            may_fit = next_one.fits and next_one.has_places and not self.simulated and not is_too_large
+            is_tight = not (may_fit or any(each.fits for each in self.simulated))
             if is_tight and not self._has_least and self._clock.share_spent > self._settings.screen_share:
                 self.simulated += self.with_least_memory()
             else:
@@ -170,6 +170,8 @@ class Screening:
             if not is_usual_known and self._fitting_ns is not None:
                 is_usual_known = True
                 self._simulate_all_usual(1.0, is_captured=True)
+        if is_free and is_too_large and not any(each.fits for each in self.simulated):
+            self.simulated += self.with_least_memory()
         is_large = self.search.question.cluster.is_large or self._is_rival
         if is_large and all(candidate.is_whole for candidate in self.simulated):
             self._simulate_most_promising()
@@ -270,21 +272,32 @@ class Screening:
         def is_usual(layout: Layout) -> bool:
             return layout.zero == zero and layout.is_even and layout.recompute == layout.offload == NONE
 
-        def is_there() -> bool:
-            fitting = [each for each in self.simulated if each.fits]
-            return any(len(each.devices[0]) == 1 and is_usual(each.layout) for each in fitting)
-
-        while not is_there():
-            alone = [each for each in self._queue.left if each.way.num_places == 1]
-            usual = [each for each in alone if is_usual(each.way.layout)]
+        while True:
+            usual = [each for each in self._queue.left if each.way.num_places == 1 and is_usual(each.way.layout)]
             widest = max((each.way.layout.data for each in usual), default=0)
-            best = min((each for each in usual if each.way.layout.data == widest), default=None)
+            usual = [each for each in usual if each.way.layout.data == widest and each.fits]
+            best = min(usual, key=lambda each: (each.way.layout.num_parts, each.step_time_ns), default=None)
+            simulated = [each for each in self.simulated if each.fits and len(each.devices[0]) == 1]
+            known = [each.layout.num_parts for each in simulated if is_usual(each.layout)]
+            if best is None or min(known, default=NEVER) <= best.way.layout.num_parts:
+                return
             limit_ns = slow * (self._fitting_ns or NEVER)
             # DDP is looked at at any time
             is_late = clock.stop.is_set() or (clock.share_spent > self._settings.late_share and zero > 0)
-            if best is None or not best.fits or best.step_time_ns > limit_ns or is_late or self._loses(best):
+            if best.step_time_ns > limit_ns or is_late or self._loses(best):
                 return
             self._advance(best, is_captured=is_captured and bool(self._readable([best])))
+
+    def of_read_parts(self) -> list[Candidate]:
+        """Returns the candidate that promises most by an estimate, of those whose part of the batch was read; none
+        where no other estimate fits."""
+        search = self.search
+        read = [each for each in self.estimates if each.has_places and search.parts.is_captured(each.layout.num_parts)]
+        best = min((each for each in read if each.fits), default=None)
+        if best is None or self._clock.stop.is_set():
+            return []
+        candidate = search.attempt(partial(search.simulate, places=best.places, is_captured=True), best.way)
+        return [] if candidate is None else [candidate]
 
     def with_least_memory(self) -> list[Candidate]:
         """Returns candidates of FSDP with all blocks recomputed, once: with the fewest micro-batches that fit by
@@ -293,6 +306,9 @@ class Screening:
         way = None if self._has_least else _least_memory(self.search)
         candidates = [] if self._has_least else self._in_stages() or self._in_deep_stages(way)  # none is asked for
         self._has_least = True
+        if self._is_rival and way is not None:
+            estimate = self.search.attempt(self._estimate, way)
+            way = None if estimate is None or not self._promises(estimate) else way
         if any(each.fits for each in candidates) and self._clock.share_spent > self._settings.late_share:
             return candidates
         while way is not None and not self._is_tight and not self._clock.stop.is_set():
@@ -328,6 +344,10 @@ class Screening:
         self._has_stages = staged is None or not staged.fits or _SOONER * gathered.step_time_ns < staged.step_time_ns
         return self._has_stages
 
+    def _promises(self, candidate: Candidate, gain: float = 1.0) -> bool:
+        """Returns whether a step that is `gain` times as fast as `candidate` beats the best, if there is one."""
+        return candidate.step_time_ns < gain * (self._fitting_ns or NEVER)
+
     def _estimate(self, way: Arrangement) -> Candidate:
         return self.search.estimator.estimate(way)
 
@@ -345,7 +365,7 @@ class Screening:
             way, deep = (replace(each, layout=replace(each.layout, stages=way.num_places)) for each in (way, deep))
         if search.estimator.stages_hold_activations(way):
             return self._with_few_blocks(way)
-        return self._simulated_at(deep, estimate.places, 0)
+        return self._simulated_at(deep, estimate.places, 0) if self._promises(estimate) else []
 
     def _with_few_blocks(self, way: Arrangement) -> list[Candidate]:
         """Returns simulations of `way` with more and more blocks recomputed until it fits, and of all if an estimate
@@ -354,7 +374,7 @@ class Screening:
         search, stop, found = self.search, self._clock.stop, list[Candidate]()
         all_blocks, few_blocks = _with_all_blocks(way), replace(way, layout=replace(way.layout, recompute=AUTO))
         estimate = None if stop.is_set() else search.attempt(search.estimator.estimate, all_blocks)
-        if estimate is None or not estimate.fits:
+        if estimate is None or not estimate.fits or not self._promises(estimate, _RECOMPUTED):
             return []
         # with time for more, a simulation of few blocks is made again with more of them until it fits
         turns = [few_blocks, all_blocks] if search.has_time(few_blocks) else [few_blocks, few_blocks, all_blocks]
@@ -362,8 +382,12 @@ class Screening:
         share = search.attempt(partial(search.estimator.share_of_blocks, places=estimate.places), few_blocks)
         if share is None or share > _MOST_BLOCKS:
             turns = [all_blocks]
+        elif self._is_rival and (few := search.attempt(self._estimate, few_blocks)) and not self._promises(few):
+            return []
         for turn in turns:
             limit_ns = estimate.step_time_ns if turn == all_blocks and search.has_time(turn) else NEVER
+            if not all(map(self._promises, found if turn == few_blocks else [*found, estimate])):
+                break
             fits = any(each.fits and each.step_time_ns <= limit_ns for each in found)
             if not (fits or stop.is_set() or any(each.named_layout.recompute == BLOCKS for each in found)):
                 found += self._simulated_at(turn, estimate.places, sum(each.missing_bytes for each in found))
@@ -464,7 +488,7 @@ def read_ahead_of_groups(question: BatchQuestion) -> None:
         if part is not None and have_same_ops(parts.exact(1), part):
             return
     parts.read_ahead(2 * question.cluster.num_devices, question.settings.large)
-    if _is_too_large(question):
+    if question.is_too_large:
         _read_usual(search)
 
 
@@ -473,14 +497,8 @@ def read_ahead(question: BatchQuestion) -> None:
     on single devices with the fewest micro-batches that fit by estimate, or else FSDP with all blocks recomputed. Of
     large steps, that takes long to estimate: it is read where no device has the memory for one copy."""
     question.parts.read_ahead(question.cluster.num_devices, question.settings.large)
-    if not _is_large(question) or _is_too_large(question):
+    if not _is_large(question) or question.is_too_large:
         _read_usual(LayoutSearch(question, Clock(None)))
-
-
-def _is_too_large(question: BatchQuestion) -> bool:
-    """Returns whether no device has the memory for one copy of the model."""
-    held_bytes = int(question.parts.exact(1).resident_bytes.sum())
-    return held_bytes > int(memory_limits(question.cluster, question.constraints).max())
 
 
 def _is_large(question: BatchQuestion) -> bool:
@@ -493,7 +511,8 @@ def _read_usual(search: LayoutSearch) -> None:
     is_large = _is_large(search.question)
     usual = [way for way in _ways(search) if way.num_places == 1 and way.layout.zero in USUAL_ZERO]
     num_replicas = max((way.layout.data for way in usual), default=0)
-    widest = [way for way in usual if way.layout.data == num_replicas and not is_large]
+    num_parts = min((way.layout.num_parts for way in usual if way.layout.data == num_replicas), default=0)
+    widest = [way for way in usual if way.layout.num_parts == num_parts and not is_large]
     fitting = [way for way in (_fitting(search, way) for way in widest) if way is not None]
     least = None if fitting else _least_memory(search)
     if counts := [way.layout.num_parts for way in (*fitting, least) if way is not None]:
