@@ -12,7 +12,6 @@ import torch
 import gdp.search.place
 from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster
-from gdp.errors import InputError
 from gdp.models.model import Reading
 from gdp.models.shards import Shards
 from gdp.models.source import ModelSource
@@ -24,7 +23,6 @@ from gdp.search.place_question import PlaceQuestion, SearchOptions
 from gdp.search.question import Solution
 from gdp.search.shards import over_degrees
 from gdp.simulator.constraints import Constraints
-from gdp.simulator.simulate import NEVER
 from tests.models.shard_cases import case
 
 
@@ -185,33 +183,6 @@ def test_a_degree_at_which_cards_wait_less_is_looked_at_behind_a_slower_one(monk
     for samples, needs in ((8, False), (12, True), (64, False)):
         monkeypatch.setattr(ModelSource, "batch_size", samples)
         assert question("8xa100-sxm-80g").needs_groups == needs
-
-
-def test_further_degrees_know_what_is_to_be_beaten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each degree is told of the best step of the others, and one that promises no less is named."""
-    limits = list[tuple[int, int]]()
-
-    def solve(asked: PlaceQuestion, _: Clock) -> Solution:
-        limits.append((asked.shards.num_ranks, asked.limit_ns))
-        if asked.limit_ns < 10**12:
-            raise InputError("none of their layouts promises less")
-        return solution_of(10**11)
-
-    monkeypatch.setattr(PlaceQuestion, "sharded", lambda asked, shards: replace(asked, shards=shards))
-    solution = over_degrees(question("4xa100-sxm-80g"), Clock(Budget(simulations=9)), solve)
-    assert limits == [(2, NEVER), (4, 10**11), (1, 10**11), (2, NEVER)]
-    assert any(note.endswith("4 cards: none of their layouts promises less") for note in solution.notes)
-    assert any(note.startswith("cards without groups were not looked at: none of") for note in solution.notes)
-
-
-def test_a_degree_whose_layouts_promise_no_less_is_refused() -> None:
-    """A question with a step that is known has an answer below it, or says that there is none."""
-    batch = question("4xa100-sxm-80g", num_copies=4).about_batch()
-    best = choose_layout(batch, Clock(Budget(simulations=40))).plan
-    assert best is not None
-    faster = choose_layout(replace(batch, limit_ns=2 * best.step_time_ns), Clock(Budget(simulations=40))).plan
-    assert faster is not None
-    assert faster.step_time_ns <= 1.1 * best.step_time_ns
 
 
 def test_local_programs_that_come_later_are_captured_on_top_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from gdp.search.settings import DEFAULTS, Settings
 from gdp.search.solvers import solver_of
 from gdp.simulator.constraints import Constraints, memory_limits
 from gdp.simulator.problem import Problem
-from gdp.simulator.simulate import NEVER, simulate
+from gdp.simulator.simulate import simulate
 from gdp.units.reduction import Reduction
 
 Placeable = str | ModelSource | Parts | GraphSource | Problem | tuple[Any, ...]
@@ -99,7 +99,6 @@ class PlaceQuestion:
     shards: Shards = WHOLE  # the step is the local program of one rank, and devices are groups
     notes: tuple[str, ...] = ()  # of the model that was read
     captured_s: float = 0.0  # that it took to capture
-    limit_ns: int = NEVER  # of a step of other degrees that is known, as in `BatchQuestion`
 
     @classmethod
     def of(
@@ -210,14 +209,9 @@ class PlaceQuestion:
             return ()
         sizes, cards = self.cluster.group_sizes(), [device for device in self.cluster.devices if not device.is_cpu]
         likely = len(cards or self.cluster.devices) / ((source.batch_size or 1) if source.reading.training else 1)
-        if source.reading.training and self.is_too_large and self._sums_share > _HIDDEN and not self.has_experts:
+        if source.reading.training and self._is_too_large and self._sums_share > _HIDDEN and not self.has_experts:
             likely = max(sizes, default=1)  # large groups leave the most memory to few stages on slow connections
         return tuple(sorted(sizes, key=lambda size: (abs(log2(size / likely)), -size)))
-
-    @property
-    def prepared_degrees(self) -> tuple[int, ...]:
-        """The degrees whose local programs are captured on top of a budget."""
-        return self.degrees[:_PREPARED]
 
     @property
     def has_experts(self) -> bool:
@@ -241,18 +235,26 @@ class PlaceQuestion:
         is_alike = len({device.kind for device in self.cluster.devices if not device.is_cpu}) == 1
         samples = self.source.batch_size or 1  # unlike cards have shares of them by speed
         is_uneven = samples < num_cards or (is_alike and waiting_share(samples, num_cards) > _IDLE)
-        is_slow = self.is_too_large and self._sums_share > _HIDDEN
+        is_slow = self._is_too_large and self._sums_share > _HIDDEN
         return not self.source.reading.training or is_uneven or is_slow
+
+    @property
+    def has_groups_first(self) -> bool:
+        """True where the local programs of the first degrees are captured before a clock begins."""
+        return bool(self.degrees) and (self.needs_groups or self._is_too_large)
+
+    def is_on_top(self, shards: Shards) -> bool:
+        """Returns whether to capture the local program comes on top of a budget, once the degree may win."""
+        return shards in map(Shards, self.degrees[:_PREPARED]) and not self.has_groups_first
 
     @property
     def may_need_groups(self) -> bool:
         """True where copies of the model, which come first, may use cards badly: one is too large for a card, or cards
         take longer to sum gradients than all work takes at least."""
-        return self.is_too_large or self._sums_share > 1
+        return self._is_too_large or self._sums_share > 1
 
     @property
-    def is_too_large(self) -> bool:
-        """True where no card has the memory for a copy of the model and its optimizer state."""
+    def _is_too_large(self) -> bool:
         limits = memory_limits(self.cluster, self.constraints)[[not device.is_cpu for device in self.cluster.devices]]
         return int(self.graph.resident_bytes.sum()) > int(limits.max(initial=0))
 
@@ -281,8 +283,7 @@ class PlaceQuestion:
         solver_of(self.options.placer).prepare()
         if self.parts is not None and self.layout is None and not self.num_batches:
             (read_ahead if self.shards == WHOLE else read_ahead_of_groups)(self.about_batch())
-        degrees = self.prepared_degrees
-        for degree in degrees if degrees and (self.needs_groups or self.is_too_large) else ():
+        for degree in self.degrees[:_PREPARED] if self.has_groups_first else ():
             with contextlib.suppress(InputError):  # such as heads that the degree does not divide
                 self.sharded(Shards(degree)).prepare()
 
@@ -312,7 +313,6 @@ class PlaceQuestion:
             self.layout,
             self.num_batches,
             self.groups_of(self.problem),
-            self.limit_ns,
             seed=options.seed,
             checkpoint=options.checkpoint,
             num_threads=options.num_threads,

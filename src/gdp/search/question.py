@@ -19,12 +19,12 @@ from gdp.parallel.layout import Layout
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import Candidate, Figures
 from gdp.search.settings import DEFAULTS, Settings
-from gdp.simulator.constraints import Constraints, memory_limits
+from gdp.simulator.constraints import Constraints
 from gdp.simulator.levels import communication_levels
 from gdp.simulator.orders import EXCHANGES_FIRST, PROGRAM, ZERO_BUBBLE, ZERO_BUBBLE_PROGRAM
 from gdp.simulator.plan import Baseline, NoisyTimes, Plan, Search
 from gdp.simulator.problem import Placement, Problem
-from gdp.simulator.simulate import NEVER, Simulation, mean_step_time_ns, simulate
+from gdp.simulator.simulate import Simulation, mean_step_time_ns, simulate
 from gdp.units.reduction import Reduction, reduce
 
 OnProgress = Callable[[Candidate], None]
@@ -191,13 +191,6 @@ class BatchQuestion(SearchTerms):
     layout: Layout | None = None  # None: any
     num_batches: int = 0  # in flight of a forward pass; 0: one training step is cut
     groups: I64 | None = None  # [N] of the ops of a batch: a server has those of one on one device, in order
-    limit_ns: int = NEVER  # of a step that fits and is known; layouts that promise no less are no use then
-
-    @property
-    def is_too_large(self) -> bool:
-        """True where no device has the memory for one copy of the model."""
-        held_bytes = int(self.parts.exact(1).resident_bytes.sum())
-        return held_bytes > int(memory_limits(self.cluster, self.constraints).max())
 
     def on_groups(self, shards: Shards) -> "BatchQuestion":
         """Returns the same question about the local program of a rank, on groups of the devices. InputError where the

@@ -33,6 +33,7 @@ from gdp.search.place_question import PlaceQuestion, waiting_share
 from gdp.search.question import Solution
 from gdp.search.token_exchanges import time_with_tokens_cut_ns
 from gdp.simulator.constraints import memory_limits
+from gdp.stop import skip_on_interrupt
 
 Solve = Callable[..., Solution]  # of a question, a clock and, to go on from, the answer that is known
 _LOOK = 0.3  # of the time is for a look at all degrees,
@@ -41,7 +42,7 @@ _REACHED = 2.0  # times their bound, that steps of groups hardly take less than.
 _WHOLE = 0.3  # of the rest for the step as it is, first where no degree fits,
 _AGAIN = 2  # degrees at most share what is left: the one whose best layout, estimated or simulated, is the fastest,
 _NEAR = 1.1  # and one that promises no more than this times its step time. Untuned
-_BESIDE = 1.25  # times the best step: a degree beside which experts are cut, too. Untuned
+_BESIDE = 1.25  # times the best step: the two best degrees, if not slower, are looked at with experts. Untuned
 _FURTHER = 0.15  # of the rest is for a look at each further degree of experts and tokens; untuned
 _LEAST_GAIN = 0.02  # of the step time, that exchanges have to promise before a further degree is captured; untuned
 _MOST_REASON = 160  # characters
@@ -85,6 +86,7 @@ class _Contest:
         self.failures: dict[Shards, InputError] = {}
         self.uncut: set[Shards] = set()  # that the model is not cut by
         devices = question.cluster.devices
+        self._longest_s = 0.0  # that a look has taken
         self._num_cards = sum(not device.is_cpu for device in devices) or len(devices)
         self.has_experts = question.source.reading.training and question.has_experts
 
@@ -96,17 +98,14 @@ class _Contest:
         if WHOLE not in self.found and self._best_ns == inf:  # FSDP may be all that fits
             self._ask(WHOLE, self.clock.part(_WHOLE))
         self._look_further(self._over_samples(turns))
-        for shards in sorted(self._fitting, key=lambda each: _rank(self.found[each]))[:_AGAIN]:
+        for shards in sorted(self._fitting, key=lambda each: _rank(self.found[each]))[:2]:
             if _rank(self.found[shards])[1] <= _BESIDE * self._best_ns:
                 self._look_further(self._with_experts(shards))
         self._look_further(self._with_context(turns))
-        if WHOLE not in self.found and self.question.bound_ns < self._best_ns:
+        if WHOLE not in self.found and self.question.bound_ns < self._best_ns and self._has_time_for_whole:
             has_others = self._best_ns < inf or (self.uncut and self.source.reading.training)
-            if self.clock.is_up and self.found:
-                self.failures.setdefault(WHOLE, InputError("there was no time; give a larger --budget"))
-            else:
-                self._ask(WHOLE, self.clock.part(_WHOLE) if has_others else self.clock.part())
-                self._look_further(self._with_context(turns))
+            self._ask(WHOLE, self.clock.part(_WHOLE).at_least(self._longest_s) if has_others else self.clock.part())
+            self._look_further(self._with_context(turns))
         if not self.found:
             raise self.failures.get(WHOLE) or next(iter(self.failures.values()))
         promised_ns = {shards: self._promised_ns(shards) for shards in self.found if shards in self.opened}
@@ -119,10 +118,19 @@ class _Contest:
                 self._ask(shards, self.clock.part(1 / (len(again[:_AGAIN]) - turn)))
         return self._answer(min(self.found, key=lambda shards: _rank(self.found[shards])))
 
+    @property
+    def _has_time_for_whole(self) -> bool:
+        """True where as much time is left as the longest look has taken, or nothing else was found that fits."""
+        if self._best_ns == inf:
+            return not (self.found and self.clock.is_up)
+        return not self.clock.is_up and self.clock.has(self._longest_s)
+
     def _look(self, shards: Shards, clock: Clock, share: float) -> None:
+        begin_s = self.clock.seconds
         try:
             self._open(shards)
             self._ask(shards, clock.part(share))
+            self._longest_s = max(self._longest_s, self.clock.seconds - begin_s)
         except InputError as error:  # such as heads that the degree does not divide
             self.failures[shards] = error
 
@@ -145,9 +153,8 @@ class _Contest:
             is_between = 1 < min(degree, best) < other < max(degree, best)
             if is_between and self._waiting_share(degree) >= self._waiting_share(other):
                 raise InputError(f"groups of {other} are slower than those of {best}")
-        reading_s = self.question.reading_s(shards)
-        is_on_top = reading_s > 0 and is_first and degree in self.question.prepared_degrees
-        if self.clock.is_up or not (is_on_top or self.clock.has(reading_s)):
+        is_on_top = self.question.is_on_top(shards)
+        if self.clock.is_up or not (is_on_top or self.clock.has(self.question.reading_s(shards))):
             raise InputError("there was no time; give a larger --budget")
         if _REACHED * self.question.bound_ns >= self._hoped_ns:
             raise InputError("without them a step is near the bound of all layouts")
@@ -162,18 +169,18 @@ class _Contest:
             raise InputError(f"no step of theirs takes less than {milliseconds(asked.bound_ns)}{near}")
         if is_on_top:
             with self.clock.paused():
-                asked.prepare()
+                skip_on_interrupt(self.clock.stop, asked.prepare)
+        if self.clock.stop.is_set():
+            raise InputError("they were not looked at: an interrupt came")
 
     def _ask(self, shards: Shards, clock: Clock) -> None:
         """Asks for an answer, from the one that is known on; from op placement, if it promises most as it is."""
-        asked, known, further = self.opened[shards], self.found.get(shards), tuple[Solution, ...]()
+        known, further = self.found.get(shards), tuple[Solution, ...]()
         if known is not None and known.best is not None:
             is_most = shards == WHOLE and self._promised_ns(shards) == self._best_ns
             further = (known,) if is_most or not known.best.is_whole else ()
-        if asked.parts is not None and self._best_ns < inf and self._best != shards:
-            asked = replace(asked, limit_ns=int(self._best_ns))
         try:
-            solution = self.solve(asked, clock, *further)
+            solution = self.solve(self.opened[shards], clock, *further)
         except InputError as error:
             self.failures.setdefault(shards, error)
             return
@@ -261,8 +268,6 @@ class _Contest:
                 for (is_further, reason), several in reasons.items()
             )
             notes += (f"ops were not cut over {'; '.join(each)}",)
-        if WHOLE in self.failures and WHOLE not in self.found:
-            notes += (f"cards without groups were not looked at: {shorten(str(self.failures[WHOLE]), _MOST_REASON)}",)
         bound_ns, plan = best.bound_ns if self.question.parts is None else self.question.bound_ns, best.plan
         if plan is not None and plan.search is not None:
             search = replace(plan.search, seconds=self.clock.seconds, simulations=self.clock.simulations)

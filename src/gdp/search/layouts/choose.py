@@ -17,7 +17,6 @@ from gdp.bounds.layout_bound import layout_bound
 from gdp.bounds.lower_bound import lower_bound, quick_bound
 from gdp.budget import Clock
 from gdp.errors import InputError
-from gdp.notebook import milliseconds
 from gdp.parallel.layout import NONE, Layout
 from gdp.parallel.step import Step
 from gdp.search.batch_parts import Parts
@@ -61,15 +60,12 @@ def choose_layout(question: BatchQuestion, clock: Clock, known: Solution | None 
     screening = Screening(search, _large_ops_placed(search), replicas, estimates)
     screening.run()
     simulated = _confirmed(search, screening.simulated)
-    is_rival = question.limit_ns < NEVER  # of a step that is known
-    for others in () if is_rival else (screening.of_read_parts, screening.with_least_memory):
+    for others in (screening.of_read_parts, screening.with_least_memory):
         if not any(each.fits for each in simulated):  # there was no time to simulate what fitted as captured
             simulated = _confirmed(search, [*simulated, *others()])
     finalists = _finalists(search, simulated)
     looked_at = _finalists_searched(search, finalists, [*finalists, *simulated])
     best = min(filter(None, (*looked_at, search.best)), default=None)
-    if is_rival and best is None:
-        raise InputError(f"none of their layouts promises less than {milliseconds(question.limit_ns)}")
     if best is None or best.simulation is None:
         asked = "no layout" if layout is None else f"no {layout}"
         raise InputError(
@@ -111,8 +107,6 @@ def _large_ops_placed(search: LayoutSearch) -> list[Candidate]:
         return []
     cluster = search.question.cluster  # on many devices, or on groups, one copy of the model hardly wins
     is_many = cluster.is_large or any(device.group for device in cluster.devices)
-    if is_many and search.question.limit_ns < NEVER and search.question.is_too_large:
-        return []
     return _ops_placed(search, clock.part(search.settings.layouts.quick_share) if is_many else clock)
 
 

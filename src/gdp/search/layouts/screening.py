@@ -26,6 +26,7 @@ from gdp.search.layouts.layout_search import LayoutSearch
 from gdp.search.layouts.less_memory import with_less_memory
 from gdp.search.layouts.replica_steps import is_in_stages
 from gdp.search.question import BatchQuestion
+from gdp.simulator.constraints import memory_limits
 from gdp.simulator.simulate import NEVER
 
 Attempt = Callable[[Callable[[Arrangement], Candidate], Arrangement], Candidate | None]
@@ -67,11 +68,14 @@ class EstimateQueue:
                 self.left += [] if way in self._known else [least]
                 pending += [] if least.fits else self._smaller(way)[::-1]
 
-    def know(self, estimates: Sequence[Candidate]) -> None:
-        """Adds estimates that were made before."""
+    def know(self, estimates: Sequence[Candidate], clock: Clock | None = None) -> None:
+        """Adds estimates that were made before, and what takes less memory than those that do not fit."""
         new = [each for each in estimates if each.way not in self._known]
         self.left += new
         self._seen |= {each.way for each in new}
+        for each in new:
+            if not each.fits:
+                self.add_smaller(each.way, clock)
 
     def estimate(self, known: Candidate, clock: Clock | None = None) -> None:
         """Replaces what arithmetic says of an arrangement by an estimate; see `add` for the clock."""
@@ -110,7 +114,6 @@ _MOST_A_PLACE = 16  # micro-batches: the bubble is a seventeenth of the step
 _DEEPER = 1.25  # times as fast, by arithmetic: an estimate of many stages takes long; untuned
 _SOONER = 1.25  # times as fast: what estimates of gathers on slow links may leave out
 _MOST_BLOCKS = 0.4  # recomputed by need: stages are so unlike that strict 1F1B waits; docs/notes/search.md
-_RECOMPUTED = 4 / 3  # times as fast, at most, is a step that recomputes no forward pass
 _PROMISING = 0.95  # of the best step: an estimate that a simulation comes for before a search; untuned
 _SLOW = 1.5  # times the best step: what users run and takes longer is left
 
@@ -141,8 +144,7 @@ class Screening:
             known=(each.way for each in known),
         )
         self._num_known = len(known)
-        self._is_rival = search.question.limit_ns < NEVER  # of a step that is known: a plan is there already
-        self._queue.know(estimates)
+        self._queue.know(estimates, self._clock)
         self._put_aside: list[Candidate] = []  # there is no time to look at them
 
     @property
@@ -159,10 +161,10 @@ class Screening:
             is_on_groups = _stages_of_groups(self.search) is not None
             staged = self.with_least_memory() if not is_on_groups or self._is_gathered_sooner() else self._in_stages()
         self.simulated += [each for each in staged if each.fits]
-        is_usual_known, is_too_large = False, self.search.question.is_too_large  # then deep stages come first
+        is_usual_known = False
         while self._queue.left and not self._is_over(next_one := self._next()):
-            may_fit = next_one.fits and next_one.has_places and not self.simulated and not is_too_large
-            is_tight = not (may_fit or any(each.fits for each in self.simulated))
+            may_fit = next_one.fits and next_one.has_places and not self.simulated
+            is_tight = self._fitting_ns is None and not may_fit
             if is_tight and not self._has_least and self._clock.share_spent > self._settings.screen_share:
                 self.simulated += self.with_least_memory()
             else:
@@ -170,12 +172,9 @@ class Screening:
             if not is_usual_known and self._fitting_ns is not None:
                 is_usual_known = True
                 self._simulate_all_usual(1.0, is_captured=True)
-        if is_free and is_too_large and not any(each.fits for each in self.simulated):
-            self.simulated += self.with_least_memory()
-        is_large = self.search.question.cluster.is_large or self._is_rival
-        if is_large and all(candidate.is_whole for candidate in self.simulated):
+        if self.search.question.cluster.is_large and all(candidate.is_whole for candidate in self.simulated):
             self._simulate_most_promising()
-        self._simulate_all_usual(1.0 if self._is_rival else _SLOW)
+        self._simulate_all_usual(_SLOW)
         self.simulated += [each for each in staged if not each.fits]
 
     def first_that_fits(self) -> Candidate | None:
@@ -205,7 +204,7 @@ class Screening:
         share = self._clock.share_spent
         left = self._readable(self._queue.left) or self._queue.left
         # pipelines take long to estimate, and a plan should be there soon
-        if not self.simulated and not self._is_rival and share > 0.1:
+        if not self.simulated and share > 0.1:
             left = [each for each in left if each.way.num_places == 1 and each.fits] or left
         estimated = [each for each in left if each.has_places and (each.fits or share > self._settings.late_share)]
         return min(estimated if estimated and share > self._settings.screen_share else left)
@@ -230,10 +229,8 @@ class Screening:
 
     @property
     def _fitting_ns(self) -> int | None:
-        """The step time of the best candidate that fits, or of the step that is known; None: there is none."""
-        limits_ns = [self.search.question.limit_ns] if self._is_rival else []
-        fitting = (candidate.step_time_ns for candidate in self.simulated if candidate.fits)
-        return min([*limits_ns, *fitting], default=None)
+        """The step time of the best candidate that fits; None: there is none."""
+        return min((candidate.step_time_ns for candidate in self.simulated if candidate.fits), default=None)
 
     def _advance(self, known: Candidate, *, is_needed: bool = True, is_captured: bool = False) -> None:
         """Takes an arrangement one step on: from arithmetic to an estimate, from an estimate to a simulation, of the
@@ -273,13 +270,13 @@ class Screening:
             return layout.zero == zero and layout.is_even and layout.recompute == layout.offload == NONE
 
         while True:
-            usual = [each for each in self._queue.left if each.way.num_places == 1 and is_usual(each.way.layout)]
-            widest = max((each.way.layout.data for each in usual), default=0)
-            usual = [each for each in usual if each.way.layout.data == widest and each.fits]
-            best = min(usual, key=lambda each: (each.way.layout.num_parts, each.step_time_ns), default=None)
-            simulated = [each for each in self.simulated if each.fits and len(each.devices[0]) == 1]
-            known = [each.layout.num_parts for each in simulated if is_usual(each.layout)]
-            if best is None or min(known, default=NEVER) <= best.way.layout.num_parts:
+            alone = [each for each in self._queue.left if each.way.num_places == 1 and is_usual(each.way.layout)]
+            fitting = [each for each in self.simulated if each.fits and len(each.devices[0]) == 1]
+            known = [each.layout.microbatches for each in fitting if is_usual(each.layout)]
+            widest = max([*map(len, known), *(each.way.layout.data for each in alone)], default=0)
+            usual = [each for each in alone if each.way.layout.data == widest and each.fits]
+            best = min(usual, key=lambda each: each.way.layout.microbatches, default=None)
+            if best is None or any(counts <= best.way.layout.microbatches for counts in known if len(counts) == widest):
                 return
             limit_ns = slow * (self._fitting_ns or NEVER)
             # DDP is looked at at any time
@@ -290,7 +287,7 @@ class Screening:
 
     def of_read_parts(self) -> list[Candidate]:
         """Returns the candidate that promises most by an estimate, of those whose part of the batch was read; none
-        where no other estimate fits."""
+        where none of them fits by it."""
         search = self.search
         read = [each for each in self.estimates if each.has_places and search.parts.is_captured(each.layout.num_parts)]
         best = min((each for each in read if each.fits), default=None)
@@ -306,9 +303,6 @@ class Screening:
         way = None if self._has_least else _least_memory(self.search)
         candidates = [] if self._has_least else self._in_stages() or self._in_deep_stages(way)  # none is asked for
         self._has_least = True
-        if self._is_rival and way is not None:
-            estimate = self.search.attempt(self._estimate, way)
-            way = None if estimate is None or not self._promises(estimate) else way
         if any(each.fits for each in candidates) and self._clock.share_spent > self._settings.late_share:
             return candidates
         while way is not None and not self._is_tight and not self._clock.stop.is_set():
@@ -344,10 +338,6 @@ class Screening:
         self._has_stages = staged is None or not staged.fits or _SOONER * gathered.step_time_ns < staged.step_time_ns
         return self._has_stages
 
-    def _promises(self, candidate: Candidate, gain: float = 1.0) -> bool:
-        """Returns whether a step that is `gain` times as fast as `candidate` beats the best, if there is one."""
-        return candidate.step_time_ns < gain * (self._fitting_ns or NEVER)
-
     def _estimate(self, way: Arrangement) -> Candidate:
         return self.search.estimator.estimate(way)
 
@@ -365,7 +355,7 @@ class Screening:
             way, deep = (replace(each, layout=replace(each.layout, stages=way.num_places)) for each in (way, deep))
         if search.estimator.stages_hold_activations(way):
             return self._with_few_blocks(way)
-        return self._simulated_at(deep, estimate.places, 0) if self._promises(estimate) else []
+        return self._simulated_at(deep, estimate.places, 0)
 
     def _with_few_blocks(self, way: Arrangement) -> list[Candidate]:
         """Returns simulations of `way` with more and more blocks recomputed until it fits, and of all if an estimate
@@ -374,7 +364,7 @@ class Screening:
         search, stop, found = self.search, self._clock.stop, list[Candidate]()
         all_blocks, few_blocks = _with_all_blocks(way), replace(way, layout=replace(way.layout, recompute=AUTO))
         estimate = None if stop.is_set() else search.attempt(search.estimator.estimate, all_blocks)
-        if estimate is None or not estimate.fits or not self._promises(estimate, _RECOMPUTED):
+        if estimate is None or not estimate.fits:
             return []
         # with time for more, a simulation of few blocks is made again with more of them until it fits
         turns = [few_blocks, all_blocks] if search.has_time(few_blocks) else [few_blocks, few_blocks, all_blocks]
@@ -382,12 +372,8 @@ class Screening:
         share = search.attempt(partial(search.estimator.share_of_blocks, places=estimate.places), few_blocks)
         if share is None or share > _MOST_BLOCKS:
             turns = [all_blocks]
-        elif self._is_rival and (few := search.attempt(self._estimate, few_blocks)) and not self._promises(few):
-            return []
         for turn in turns:
             limit_ns = estimate.step_time_ns if turn == all_blocks and search.has_time(turn) else NEVER
-            if not all(map(self._promises, found if turn == few_blocks else [*found, estimate])):
-                break
             fits = any(each.fits and each.step_time_ns <= limit_ns for each in found)
             if not (fits or stop.is_set() or any(each.named_layout.recompute == BLOCKS for each in found)):
                 found += self._simulated_at(turn, estimate.places, sum(each.missing_bytes for each in found))
@@ -488,7 +474,7 @@ def read_ahead_of_groups(question: BatchQuestion) -> None:
         if part is not None and have_same_ops(parts.exact(1), part):
             return
     parts.read_ahead(2 * question.cluster.num_devices, question.settings.large)
-    if question.is_too_large:
+    if _is_too_large(question):
         _read_usual(search)
 
 
@@ -497,8 +483,14 @@ def read_ahead(question: BatchQuestion) -> None:
     on single devices with the fewest micro-batches that fit by estimate, or else FSDP with all blocks recomputed. Of
     large steps, that takes long to estimate: it is read where no device has the memory for one copy."""
     question.parts.read_ahead(question.cluster.num_devices, question.settings.large)
-    if not _is_large(question) or question.is_too_large:
+    if not _is_large(question) or _is_too_large(question):
         _read_usual(LayoutSearch(question, Clock(None)))
+
+
+def _is_too_large(question: BatchQuestion) -> bool:
+    """Returns whether no device has the memory for one copy of the model."""
+    held_bytes = int(question.parts.exact(1).resident_bytes.sum())
+    return held_bytes > int(memory_limits(question.cluster, question.constraints).max())
 
 
 def _is_large(question: BatchQuestion) -> bool:
@@ -511,8 +503,9 @@ def _read_usual(search: LayoutSearch) -> None:
     is_large = _is_large(search.question)
     usual = [way for way in _ways(search) if way.num_places == 1 and way.layout.zero in USUAL_ZERO]
     num_replicas = max((way.layout.data for way in usual), default=0)
-    num_parts = min((way.layout.num_parts for way in usual if way.layout.data == num_replicas), default=0)
-    widest = [way for way in usual if way.layout.num_parts == num_parts and not is_large]
+    widest = [way for way in usual if way.layout.data == num_replicas and not is_large]
+    fewest = min((way.layout.num_parts for way in widest), default=0)
+    widest = [way for way in widest if way.layout.num_parts == fewest]
     fitting = [way for way in (_fitting(search, way) for way in widest) if way is not None]
     least = None if fitting else _least_memory(search)
     if counts := [way.layout.num_parts for way in (*fitting, least) if way is not None]:
