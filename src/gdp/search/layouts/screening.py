@@ -287,11 +287,11 @@ class Screening:
 
     def of_read_parts(self) -> list[Candidate]:
         """Returns the candidate that promises most by an estimate, of those whose part of the batch was read; none
-        where none of them fits by it."""
+        where none of them fits by it, and where deep stages come first."""
         search = self.search
         read = [each for each in self.estimates if each.has_places and search.parts.is_captured(each.layout.num_parts)]
         best = min((each for each in read if each.fits), default=None)
-        if best is None or self._clock.stop.is_set():
+        if best is None or self._clock.stop.is_set() or _is_too_large(search.question):
             return []
         candidate = search.attempt(partial(search.simulate, places=best.places, is_captured=True), best.way)
         return [] if candidate is None else [candidate]
