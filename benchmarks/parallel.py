@@ -246,7 +246,8 @@ def made_row(make: Callable[[], Attempt], path: Path, question: BatchQuestion) -
     plan = attempt.plan
     if plan is not None:
         plan.save(path)
-    row = asdict(replace(attempt, plan=None))
+    reason = re.sub(rf"{HF}\S*/", HF, attempt.reason)  # without the directory of a config
+    row = asdict(replace(attempt, plan=None, reason=reason))
     del row["plan"]
     if row["status"] == "ok":
         _verify(row, path, question)

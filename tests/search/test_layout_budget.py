@@ -10,7 +10,7 @@ import pytest
 
 from gdp.budget import Budget, Clock
 from gdp.graph import Graph
-from gdp.parallel.layout import AUTO, BLOCKS, Layout
+from gdp.parallel.layout import AUTO, BLOCKS, NONE, Layout
 from gdp.parallel.recompute import Recomputation, blocks_to_recompute, recomputed
 from gdp.planning.layout_answer import LayoutAnswer
 from gdp.search.batch_parts import Parts
@@ -20,7 +20,8 @@ from gdp.search.layouts.choose import _confirmed
 from gdp.search.layouts.estimate import Estimator
 from gdp.search.layouts.layout_search import LayoutSearch
 from gdp.search.layouts.less_memory import with_less_memory
-from gdp.search.question import Solution
+from gdp.search.layouts.screening import EstimateQueue, Screening
+from gdp.search.question import BatchQuestion, Solution
 from gdp.search.settings import DEFAULTS, LargeSteps, Settings
 from gdp.simulator.constraints import Constraints
 from problems import choose
@@ -163,6 +164,32 @@ def test_replicas_on_one_card_each_are_looked_at_in_a_few_micro_batches() -> Non
     assert {layout.zero for layout in alone if layout.data == 2} == {0, 1, 3}
 
 
+@pytest.mark.parametrize("memory", ["1GB", "24MB"])
+def test_what_was_estimated_before_is_not_estimated_again(memory: str) -> None:
+    """A queue that knows all estimates of another has the same arrangements and estimates of them, and makes none."""
+    question = BatchQuestion(parts_of(), machine_of([1.0] * 4, memory=memory))
+    queues, made = list[EstimateQueue](), list[Arrangement]()
+    for _ in range(2):
+        search = LayoutSearch(question, Clock(None))
+        estimate = search.estimator.estimate
+
+        def noted(way: Arrangement, estimate: Callable[[Arrangement], Candidate] = estimate) -> Candidate:
+            made.append(way)
+            return estimate(way)
+
+        search.estimator.estimate = noted  # type: ignore[method-assign]
+        queue = EstimateQueue(search.estimator, BATCH, search.attempt)
+        if queues:
+            queue.know(queues[0].left, search.clock)
+        queue.add(replicated_ways(search.estimator.machine, BATCH))
+        while unknown := [each for each in queue.left if not each.has_places]:
+            queue.estimate(unknown[0])
+        queues.append(queue)
+    first, second = ({each.way: each.figures for each in queue.left} for queue in queues)
+    assert first == second
+    assert sorted(map(str, made)) == sorted(map(str, first))
+
+
 @pytest.mark.parametrize("memory", ["24MB", "6MB"])
 def test_blocks_are_chosen_in_the_places_that_are_the_fastest_with_them(memory: str) -> None:
     """An estimate is the best of all places, also where blocks are not chosen in each of them."""
@@ -174,6 +201,23 @@ def test_blocks_are_chosen_in_the_places_that_are_the_fastest_with_them(memory: 
         several = [estimator._with_places(way, places) for places in estimator._candidates(way)]
         assert estimator.estimate(way).figures == min(each.figures for each in several)
     assert any(len(estimator._candidates(way)) > 1 for way in ways)
+
+
+def test_parts_that_were_read_come_before_the_least_memory() -> None:
+    """Where nothing was simulated, the best estimate of a part of the batch that was read is: plain replicas here, not
+    FSDP with all blocks recomputed. Where no device holds a copy of the model, none is."""
+    for held_bytes, wanted in ((0, [NONE]), (10**8, [])):
+        question = BatchQuestion(parts_of(held_bytes=held_bytes), machine_of([1.0] * 4, memory="64MB"))
+        search = LayoutSearch(question, Clock(None))
+        for num_parts in (1, 4):
+            search.parts.exact(num_parts)
+        screening = Screening(search)
+        screening._queue.add(replicated_ways(search.estimator.machine, BATCH))
+        for each in [*screening._queue.left]:
+            screening._queue.estimate(each)
+        candidates = screening.of_read_parts()
+        assert [each.layout.recompute for each in candidates] == wanted
+        assert all(each.layout.num_parts in (1, 4) and each.may_be_answer for each in candidates)
 
 
 def test_a_step_of_another_size_is_recomputed_alike() -> None:

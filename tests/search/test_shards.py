@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 import gdp.search.place
 from gdp.budget import Budget, Clock
@@ -39,12 +41,21 @@ def question(
 
 
 @dataclass(frozen=True)
+class FoundSearch:
+    """Holds the fields of the record of a search that a choice of degrees reads and writes."""
+
+    missing_bytes: NDArray[np.int64]
+    seconds: float = 0.0
+    simulations: int = 0
+
+
+@dataclass(frozen=True)
 class FoundPlan:
     """Holds the fields of a plan that a choice of degrees reads."""
 
     step_time_ns: int
     status: str = "ok"
-    search: None = None
+    search: FoundSearch | None = None
     layout: dict[str, Any] | None = None
 
 
@@ -183,6 +194,24 @@ def test_a_degree_at_which_cards_wait_less_is_looked_at_behind_a_slower_one(monk
     for samples, needs in ((8, False), (12, True), (64, False)):
         monkeypatch.setattr(ModelSource, "batch_size", samples)
         assert question("8xa100-sxm-80g").needs_groups == needs
+
+
+def test_where_nothing_fits_the_answer_lacks_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of answers that do not fit, of several degrees and of several looks at one, that whose fullest card lacks least
+    is kept, be it slower."""
+    times = {2: [10, 5], 4: [20, 20], 1: [30, 30]}  # of a first look and of a second
+    lacks = {30: [7, 0], 20: [8, 8], 10: [6, 6], 5: [9, 0]}
+
+    def solve(asked: PlaceQuestion, _: Clock, *known: Solution) -> Solution:
+        time_ns = times[asked.shards.num_ranks].pop(0)
+        plan: Any = FoundPlan(time_ns, "infeasible", FoundSearch(np.array(lacks[time_ns])))
+        return Solution(None, plan=plan)
+
+    monkeypatch.setattr(PlaceQuestion, "sharded", lambda asked, shards: replace(asked, shards=shards))
+    plan = over_degrees(question("4xa100-sxm-80g"), Clock(Budget(simulations=9)), solve).plan
+    assert plan is not None
+    assert plan.step_time_ns == 10
+    assert times[2] == []
 
 
 def test_local_programs_that_come_later_are_captured_on_top_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

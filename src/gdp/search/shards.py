@@ -291,9 +291,11 @@ def stamped(solution: Solution, shards: Shards) -> Solution:
     )
 
 
-def _rank(solution: Solution) -> tuple[bool, float]:
+def _rank(solution: Solution) -> tuple[float, float]:
+    """Returns the bytes that a card lacks, 0 if the answer fits, and the step time: the lesser, the better."""
     plan, best = solution.plan, solution.best
     if plan is None:
-        return True, inf
+        return inf, inf
+    lacks = 0 if plan.status == "ok" else 1 if plan.search is None else max(int(plan.search.missing_bytes.max()), 1)
     is_in_flight = best is not None and in_flight(plan.layout)
-    return plan.status != "ok", best.step_time_ns if is_in_flight and best is not None else plan.step_time_ns
+    return lacks, best.step_time_ns if is_in_flight and best is not None else plan.step_time_ns

@@ -68,8 +68,8 @@ class EstimateQueue:
                 self.left += [] if way in self._known else [least]
                 pending += [] if least.fits else self._smaller(way)[::-1]
 
-    def know(self, estimates: Sequence[Candidate], clock: Clock | None = None) -> None:
-        """Adds estimates that were made before, and what takes less memory than those that do not fit."""
+    def know(self, estimates: Sequence[Candidate], clock: Clock) -> None:
+        """Adds estimates that were made before, and what takes less memory than those that do not fit; see `add`."""
         new = [each for each in estimates if each.way not in self._known]
         self.left += new
         self._seen |= {each.way for each in new}
