@@ -18,9 +18,10 @@ from gdp.search.candidate import Arrangement, BatchCut, Candidate, Figures
 from gdp.search.layouts.arrangement import replicated_ways
 from gdp.search.layouts.choose import _confirmed
 from gdp.search.layouts.estimate import Estimator
+from gdp.search.layouts.estimate_queue import EstimateQueue
 from gdp.search.layouts.layout_search import LayoutSearch
 from gdp.search.layouts.less_memory import with_less_memory
-from gdp.search.layouts.screening import EstimateQueue, Screening
+from gdp.search.layouts.screening import Screening
 from gdp.search.question import BatchQuestion, Solution
 from gdp.search.settings import DEFAULTS, LargeSteps, Settings
 from gdp.simulator.constraints import Constraints

@@ -28,10 +28,10 @@ from gdp.search.candidate import DOES_NOT_FIT, NOT_ALLOWED, OK, Arrangement
 from gdp.search.layouts.arrangement import DeviceSpeeds, arrangements, forced, more_microbatches, replicated_ways
 from gdp.search.layouts.dispatch import best_dispatch, levels_of, simulate_1f1b, stages_of
 from gdp.search.layouts.estimate import Estimator
+from gdp.search.layouts.known_ways import share_held
 from gdp.search.layouts.layout_search import LayoutSearch
 from gdp.search.layouts.less_memory import fewest_blocks, with_chosen_blocks
 from gdp.search.layouts.replica_steps import PartFigures
-from gdp.search.layouts.screening import _share_held
 from gdp.search.place import place
 from gdp.search.question import BatchQuestion, Solution
 from gdp.search.settings import LargeSteps
@@ -457,7 +457,7 @@ def test_weights_that_are_not_trained_are_cut_as_others_are() -> None:
 def test_a_small_copy_does_not_call_for_the_least_memory_first(devices: str) -> None:
     """What is held is compared with cards, or with CPUs where there are no others."""
     search = LayoutSearch(BatchQuestion(parts_of(), Cluster.parse(devices)), Clock(None))
-    assert _share_held(search) < 1
+    assert share_held(search) < 1
 
 
 def test_stages_that_recompute_all_blocks_have_no_limit_in_flight_first() -> None:

@@ -59,6 +59,18 @@ class FoundPlan:
     layout: dict[str, Any] | None = None
 
 
+@dataclass(frozen=True)
+class FoundCandidate:
+    """Holds the fields of the best candidate that a choice of degrees reads."""
+
+    is_whole: bool
+    name: str = ""
+
+    def on_groups(self, shards: Shards) -> "FoundCandidate":
+        del shards
+        return self
+
+
 def solution_of(step_time_ns: int) -> Solution:
     """Returns a solution that fits, of a plan without ops."""
     plan: Any = FoundPlan(step_time_ns)
@@ -212,6 +224,22 @@ def test_where_nothing_fits_the_answer_lacks_least(monkeypatch: pytest.MonkeyPat
     assert plan is not None
     assert plan.step_time_ns == 10
     assert times[2] == []
+
+
+def test_op_placement_on_groups_is_searched_on_where_its_bound_is_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look searches ops for a moment, so a degree whose op placement is far from its bound may still win, and comes
+    again before the best; one whose layouts are as far does not."""
+    asked, turns = question("4xa100-sxm-80g"), list[int]()
+
+    def solve(part: PlaceQuestion, _: Clock, *known: Solution) -> Solution:
+        turns.append(part.shards.num_ranks)
+        plan: Any = FoundPlan(3 * asked.bound_ns if turns[-1] == 1 else 100 * asked.bound_ns)
+        best: Any = FoundCandidate(is_whole=turns[-1] == 2)
+        return Solution(best, plan=plan)
+
+    monkeypatch.setattr(PlaceQuestion, "sharded", lambda asked, shards: replace(asked, shards=shards))
+    over_degrees(asked, Clock(Budget(simulations=9)), solve)
+    assert turns == [2, 4, 1, 2, 1]
 
 
 def test_local_programs_that_come_later_are_captured_on_top_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

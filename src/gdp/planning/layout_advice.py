@@ -37,8 +37,8 @@ from gdp.search.candidate import Arrangement, Candidate
 from gdp.search.layouts.arrangement import forced, replicated_ways
 from gdp.search.layouts.choose import layout_plan
 from gdp.search.layouts.estimate import Estimator
+from gdp.search.layouts.estimate_queue import EstimateQueue
 from gdp.search.layouts.layout_search import LayoutSearch
-from gdp.search.layouts.screening import EstimateQueue
 from gdp.search.question import BatchQuestion, Solution, step_times_under_noise
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.simulate import NEVER, replay

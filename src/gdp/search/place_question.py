@@ -27,7 +27,7 @@ from gdp.parallel.layout import AUTO, NONE, Layout
 from gdp.parallel.step import check_batches
 from gdp.search.batch_parts import Parts
 from gdp.search.candidate import Candidate
-from gdp.search.layouts.screening import read_ahead, read_ahead_of_groups
+from gdp.search.layouts.reading_ahead import read_ahead, read_ahead_of_groups
 from gdp.search.ops.good_order import in_program_order
 from gdp.search.question import BatchQuestion, OnProgress, Question
 from gdp.search.settings import DEFAULTS, Settings

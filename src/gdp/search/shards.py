@@ -110,9 +110,8 @@ class _Contest:
             raise self.failures.get(WHOLE) or next(iter(self.failures.values()))
         promised_ns = {shards: self._promised_ns(shards) for shards in self.found if shards in self.opened}
         limit_ns = min(self._best_ns, _NEAR * min(promised_ns.values(), default=inf))
-        again = sorted(
-            (shards for shards in promised_ns if promised_ns[shards] <= limit_ns), key=promised_ns.__getitem__
-        )
+        hoped_ns = {shards: self._reachable_ns(shards, promised_ns[shards]) for shards in promised_ns}
+        again = sorted((shards for shards in hoped_ns if hoped_ns[shards] <= limit_ns), key=hoped_ns.__getitem__)
         for turn, shards in enumerate(again[:_AGAIN]):
             if not self.clock.is_up:
                 self._ask(shards, self.clock.part(1 / (len(again[:_AGAIN]) - turn)))
@@ -191,6 +190,13 @@ class _Contest:
         misses, answer_ns = _rank(self.found[shards])
         estimates = (each.step_time_ns for each in self.found[shards].looked_at if each.has_places and each.fits)
         return min([inf if misses else answer_ns, *estimates])
+
+    def _reachable_ns(self, shards: Shards, promised_ns: float) -> float:
+        """Returns what a degree promises, or, where op placement on groups is its best, which a look searches for a
+        moment, what steps of groups hardly take less than."""
+        best = self.found[shards].best
+        is_rough = shards != WHOLE and best is not None and best.is_whole
+        return min(promised_ns, _REACHED * self.opened[shards].bound_ns) if is_rough else promised_ns
 
     @property
     def _best(self) -> Shards:

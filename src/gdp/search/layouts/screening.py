@@ -8,110 +8,31 @@ more than that, and is simulated at the end in any case, unless the step is very
 fits, so is what takes the least memory: FSDP with all blocks recomputed, or one copy in stages if that promises more.
 Where no card, and no group of cards of several hosts, holds a copy of the model, this comes first."""
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from gdp.arrays import I64
-from gdp.budget import Clock, has_time
-from gdp.cluster.catalogue import NETWORK
-from gdp.graph.interpolation import have_same_ops
 from gdp.parallel.layout import AUTO, BLOCKS, NONE, Layout
 from gdp.search.candidate import Arrangement, Candidate
-from gdp.search.layouts.arrangement import forced, more_microbatches, replicated_ways
-from gdp.search.layouts.estimate import Estimator
+from gdp.search.layouts.arrangement import more_microbatches
+from gdp.search.layouts.estimate_queue import EstimateQueue
+from gdp.search.layouts.known_ways import (
+    USUAL_ZERO,
+    all_ways,
+    is_too_large,
+    least_memory,
+    promising_depth,
+    share_held,
+    stages_of_groups,
+    with_all_blocks,
+)
 from gdp.search.layouts.layout_search import LayoutSearch
-from gdp.search.layouts.less_memory import with_less_memory
 from gdp.search.layouts.replica_steps import is_in_stages
-from gdp.search.question import BatchQuestion
-from gdp.simulator.constraints import memory_limits
 from gdp.simulator.simulate import NEVER
 
-Attempt = Callable[[Callable[[Arrangement], Candidate], Arrangement], Candidate | None]
-"""Returns an estimate of an arrangement by a function that makes one; None where the model does not allow it."""
-
-
-class EstimateQueue:
-    """The arrangements that are left. Where one does not fit, others of its kind that take less memory join."""
-
-    def __init__(
-        self,
-        estimator: Estimator,
-        batch_size: int,
-        attempt: Attempt,
-        *,
-        grows: bool = True,
-        known: Iterable[Arrangement] = (),
-    ) -> None:
-        """With `grows` false none joins. Those that are `known` are left out."""
-        self.estimator = estimator
-        self.left: list[Candidate] = []
-        self._batch_size, self._attempt, self._grows = batch_size, attempt, grows
-        self._known, self._seen = set(known), set[Arrangement]()
-        self._num_parts: set[int] = set()  # of the batch, that were looked at
-
-    def add(self, ways: Iterable[Arrangement], clock: Clock | None = None) -> None:
-        """Adds what arithmetic says of new arrangements, and of others that take less memory than do not fit. Once one
-        is there, further parts of the batch are looked at while there is time."""
-        pending = list(ways)[::-1]
-        while pending:
-            way = pending.pop()
-            num_parts = way.layout.num_parts
-            if way in self._seen or (num_parts not in self._num_parts and self.left and not has_time(clock)):
-                continue
-            self._num_parts.add(num_parts)
-            self._seen.add(way)
-            least = self._attempt(self.estimator.promise, way)
-            if least is not None:
-                self.left += [] if way in self._known else [least]
-                pending += [] if least.fits else self._smaller(way)[::-1]
-
-    def know(self, estimates: Sequence[Candidate], clock: Clock) -> None:
-        """Adds estimates that were made before, and what takes less memory than those that do not fit; see `add`."""
-        new = [each for each in estimates if each.way not in self._known]
-        self.left += new
-        self._seen |= {each.way for each in new}
-        for each in new:
-            if not each.fits:
-                self.add_smaller(each.way, clock)
-
-    def estimate(self, known: Candidate, clock: Clock | None = None) -> None:
-        """Replaces what arithmetic says of an arrangement by an estimate; see `add` for the clock."""
-        self.left.remove(known)
-        estimate = self._attempt(self.estimator.estimate, known.way)
-        if estimate is not None:
-            self.left.append(estimate)
-            if not estimate.fits:
-                self.add_smaller(known.way, clock)
-
-    def add_smaller(self, way: Arrangement, clock: Clock | None = None) -> None:
-        """Adds others that take less memory than `way`, which does not fit; see `add` for the clock."""
-        self.add(self._smaller(way), clock)
-
-    def best(self, clock: Clock) -> Candidate | None:
-        """Returns the most promising of all, estimated; None where there is none, or time is up before."""
-        while self.left:
-            most = min(self.left)
-            if most.has_places:
-                return most
-            if clock.is_up or not self.estimator.has_time(most.way):
-                return None
-            self.estimate(most, clock)
-            clock.spend(1)
-        return None
-
-    def _smaller(self, way: Arrangement) -> list[Arrangement]:
-        if not self._grows:
-            return []
-        return with_less_memory(way, self._batch_size, has_cpu=self.estimator.has_spare_cpu(way))
-
-
-USUAL_ZERO = (0, 1, 3)  # what users run on each device: DDP, ZeRO 1, FSDP
-_TIGHT = 0.5  # of the memory of a group is held by a copy of the model: stages may be needed; untuned
-_MOST_A_PLACE = 16  # micro-batches: the bubble is a seventeenth of the step
-_DEEPER = 1.25  # times as fast, by arithmetic: an estimate of many stages takes long; untuned
 _SOONER = 1.25  # times as fast: what estimates of gathers on slow links may leave out
 _MOST_BLOCKS = 0.4  # recomputed by need: stages are so unlike that strict 1F1B waits; docs/notes/search.md
 _PROMISING = 0.95  # of the best step: an estimate that a simulation comes for before a search; untuned
@@ -154,11 +75,11 @@ class Screening:
 
     def run(self) -> None:
         """Simulates what is promising, until the screening's share of the budget is spent, and what users run."""
-        self._queue.add(_ways(self.search), self._clock.until(self._settings.screen_share))
+        self._queue.add(all_ways(self.search), self._clock.until(self._settings.screen_share))
         is_free = not self._has_least and not self._num_known
         staged: list[Candidate] = []
-        if is_free and _share_held(self.search) > 1:
-            is_on_groups = _stages_of_groups(self.search) is not None
+        if is_free and share_held(self.search) > 1:
+            is_on_groups = stages_of_groups(self.search) is not None
             staged = self.with_least_memory() if not is_on_groups or self._is_gathered_sooner() else self._in_stages()
         self.simulated += [each for each in staged if each.fits]
         is_usual_known = False
@@ -179,7 +100,7 @@ class Screening:
 
     def first_that_fits(self) -> Candidate | None:
         """Returns the first layout found that fits, which ends the screening; None where there is none."""
-        clock, ways = self._clock, _ways(self.search)
+        clock, ways = self._clock, all_ways(self.search)
         tight = [] if self.search.question.layout else [*dict.fromkeys(map(self._tightest, ways))]
         for some in (tight, ways):
             self._queue.add(some, clock)
@@ -291,7 +212,7 @@ class Screening:
         search = self.search
         read = [each for each in self.estimates if each.has_places and search.parts.is_captured(each.layout.num_parts)]
         best = min((each for each in read if each.fits), default=None)
-        if best is None or self._clock.stop.is_set() or _is_too_large(search.question):
+        if best is None or self._clock.stop.is_set() or is_too_large(search.question):
             return []
         candidate = search.attempt(partial(search.simulate, places=best.places, is_captured=True), best.way)
         return [] if candidate is None else [candidate]
@@ -300,7 +221,7 @@ class Screening:
         """Returns candidates of FSDP with all blocks recomputed, once: with the fewest micro-batches that fit by
         estimate, and more until it fits. The first is simulated at any time, others while there is time. One copy in
         stages comes before it if that promises more."""
-        way = None if self._has_least else _least_memory(self.search)
+        way = None if self._has_least else least_memory(self.search)
         candidates = [] if self._has_least else self._in_stages() or self._in_deep_stages(way)  # none is asked for
         self._has_least = True
         if any(each.fits for each in candidates) and self._clock.share_spent > self._settings.late_share:
@@ -319,7 +240,7 @@ class Screening:
         """Simulates, once, one copy of the model in stages on groups of cards of several hosts, which is what
         Megatron-LM's users run where a copy needs several hosts: with the fewest blocks recomputed that memory allows,
         or else all. Where the model has no such stages, its ops go anywhere."""
-        way, self._has_stages = None if self._has_stages else _stages_of_groups(self.search), True
+        way, self._has_stages = None if self._has_stages else stages_of_groups(self.search), True
         if way is None:
             return []
         in_stages = replace(way, layout=replace(way.layout, stages=way.num_places))
@@ -330,8 +251,8 @@ class Screening:
         then."""
         if self._clock.stop.is_set():
             return False
-        stages = _stages_of_groups(self.search)
-        ways = [_least_memory(self.search), stages and _with_all_blocks(stages)]
+        stages = stages_of_groups(self.search)
+        ways = [least_memory(self.search), stages and with_all_blocks(stages)]
         gathered, staged = (None if way is None else self.search.attempt(self._estimate, way) for way in ways)
         if gathered is None or not gathered.fits:
             return False
@@ -345,7 +266,7 @@ class Screening:
         """Simulates one copy of the model in stages on most devices if its estimate with all blocks recomputed beats
         that of `other`; it is estimated only where arithmetic promises much more."""
         search = self.search
-        if self._clock.is_up or (deep := _promising_depth(search, other)) is None:
+        if self._clock.is_up or (deep := promising_depth(search, other)) is None:
             return []
         way = replace(deep, layout=replace(deep.layout, recompute=NONE))
         estimate, known = search.attempt(self._estimate, deep), other and search.attempt(self._estimate, other)
@@ -362,7 +283,7 @@ class Screening:
         promises more; of all at once where memory holds the activations of few blocks only. None where an estimate
         says that all are too few, or where it has no places for ops."""
         search, stop, found = self.search, self._clock.stop, list[Candidate]()
-        all_blocks, few_blocks = _with_all_blocks(way), replace(way, layout=replace(way.layout, recompute=AUTO))
+        all_blocks, few_blocks = with_all_blocks(way), replace(way, layout=replace(way.layout, recompute=AUTO))
         estimate = None if stop.is_set() else search.attempt(search.estimator.estimate, all_blocks)
         if estimate is None or not estimate.fits:
             return []
@@ -403,140 +324,3 @@ class Screening:
         if self.search.num_ops(way) < self.search.settings.large.winning_ops or self._fitting_ns is None:
             return False
         return self.search.estimator.least(way).step_time_ns >= self._fitting_ns
-
-
-def _ways(search: LayoutSearch) -> list[Arrangement]:
-    """Returns all arrangements, or those of the layout that is asked for."""
-    machine, batch_size = search.estimator.machine, search.parts.batch_size
-    if (layout := search.question.layout) is not None:
-        return [] if layout.is_whole else forced(machine, layout, batch_size)
-    ways = replicated_ways(machine, batch_size, is_fixed=search.parts.is_fixed)
-    return sorted(ways, key=lambda way: way.num_places)  # those that are quickest to look at
-
-
-def _stages_of_groups(search: LayoutSearch) -> Arrangement | None:
-    """Returns one copy of the model on most groups of cards of several hosts, in the most micro-batches that can be
-    simulated; None on other devices."""
-    cluster = search.question.cluster
-    groups = {number for number, device in enumerate(cluster.devices) if device.group}
-    if not groups or NETWORK not in cluster.exchanges:
-        return None
-    return _deepest(search, groups)
-
-
-def _deepest(search: LayoutSearch, devices: Container[int] | None = None) -> Arrangement | None:
-    """Returns one copy of the model on most of all devices, or of these, in the most micro-batches that can be
-    simulated, up to `_MOST_A_PLACE`."""
-    parts, most = search.parts, search.settings.large.most_ops
-    num_ops = parts.exact(parts.batch_size if parts.is_fixed else 1).num_ops
-    ways = [
-        way
-        for way in _ways(search)
-        if way.layout.data == 1 < way.num_places
-        and way.layout.num_parts <= min(most // num_ops, _MOST_A_PLACE * way.num_places)
-        and (devices is None or all(device in devices for device in way.all_devices))
-    ]
-    return max(ways, key=lambda way: (way.num_places, way.layout.num_parts), default=None)
-
-
-def _promising_depth(search: LayoutSearch, other: Arrangement | None) -> Arrangement | None:
-    """Returns one copy of the model in stages on most devices with all blocks recomputed; None where arithmetic does
-    not promise much more than an estimate of `other`."""
-    if (way := _deepest(search)) is None:
-        return None
-    deep, known = _with_all_blocks(way), None if other is None else search.attempt(search.estimator.estimate, other)
-    limit_ns = known.step_time_ns if known is not None and known.fits else NEVER
-    least, bubble = search.attempt(search.estimator.least, deep), (way.num_places - 1) / way.layout.num_parts
-    is_far = least is None or not least.fits or _DEEPER * least.step_time_ns * (1 + bubble) > limit_ns
-    return None if is_far else deep
-
-
-def _share_held(search: LayoutSearch) -> float:
-    """Returns the share of the memory of a card, or of a group of cards of several hosts, that a copy of the model
-    takes with its gradients, and with its optimizer state cut over all of them; 0 for groups of one host."""
-    devices = search.question.cluster.devices
-    is_group = np.array([bool(device.group) for device in devices])
-    if is_group.any() and _stages_of_groups(search) is None:
-        return 0.0
-    is_card = np.array([not device.is_cpu for device in devices])
-    is_holder = is_group if is_group.any() else is_card if is_card.any() else ~is_card
-    figures, count = search.estimator.replicas.figures(Layout()), max(int(is_holder.sum()), 1)
-    held_bytes = figures.resident_bytes - figures.state_bytes * (count - 1) // count + figures.gradient_bytes
-    return held_bytes / max(int(search.estimator.limits_bytes[is_holder].max(initial=0)), 1)
-
-
-def read_ahead_of_groups(question: BatchQuestion) -> None:
-    """Reads the part of the batch that stages on groups of several hosts need, if these may be needed, and else that of
-    pipelines, which take more micro-batches than there are groups; others are interpolated from it."""
-    search, parts = LayoutSearch(question, Clock(None)), question.parts
-    if _share_held(search) > _TIGHT and (way := _stages_of_groups(search)) is not None:
-        part = search.attempt(lambda way: parts.exact(way.layout.num_parts), way)
-        if part is not None and have_same_ops(parts.exact(1), part):
-            return
-    parts.read_ahead(2 * question.cluster.num_devices, question.settings.large)
-    if _is_too_large(question):
-        _read_usual(search)
-
-
-def read_ahead(question: BatchQuestion) -> None:
-    """Reads the parts of the batch from which others are interpolated, and the one that what users run needs: replicas
-    on single devices with the fewest micro-batches that fit by estimate, or else FSDP with all blocks recomputed. Of
-    large steps, that takes long to estimate: it is read where no device has the memory for one copy."""
-    question.parts.read_ahead(question.cluster.num_devices, question.settings.large)
-    if not _is_large(question) or _is_too_large(question):
-        _read_usual(LayoutSearch(question, Clock(None)))
-
-
-def _is_too_large(question: BatchQuestion) -> bool:
-    """Returns whether no device has the memory for one copy of the model."""
-    held_bytes = int(question.parts.exact(1).resident_bytes.sum())
-    return held_bytes > int(memory_limits(question.cluster, question.constraints).max())
-
-
-def _is_large(question: BatchQuestion) -> bool:
-    return question.parts.exact(1).num_ops > question.settings.large.estimated_ops
-
-
-def _read_usual(search: LayoutSearch) -> None:
-    """Reads the part of the batch that replicas on single devices take with the fewest micro-batches that fit by
-    estimate, or else that of FSDP with all blocks recomputed, and that of deep stages where these promise more."""
-    is_large = _is_large(search.question)
-    usual = [way for way in _ways(search) if way.num_places == 1 and way.layout.zero in USUAL_ZERO]
-    num_replicas = max((way.layout.data for way in usual), default=0)
-    widest = [way for way in usual if way.layout.data == num_replicas and not is_large]
-    fewest = min((way.layout.num_parts for way in widest), default=0)
-    widest = [way for way in widest if way.layout.num_parts == fewest]
-    fitting = [way for way in (_fitting(search, way) for way in widest) if way is not None]
-    least = None if fitting else _least_memory(search)
-    if counts := [way.layout.num_parts for way in (*fitting, least) if way is not None]:
-        search.attempt(lambda _: search.parts.exact(min(counts)), usual[0])
-    if not fitting and (deep := _promising_depth(search, least)) is not None:
-        search.attempt(lambda way: search.parts.exact(way.layout.num_parts), deep)
-
-
-def _least_memory(search: LayoutSearch) -> Arrangement | None:
-    """Returns FSDP on the most devices with all blocks recomputed, and the fewest micro-batches that fit by estimate;
-    one where none does."""
-    ways = [way for way in _ways(search) if way.num_places == 1 and way.layout.zero == 3]
-    way = max(ways, key=lambda way: way.layout.data, default=None)
-    if way is None:
-        return None
-    least = _with_all_blocks(way)
-    return _fitting(search, least) or least
-
-
-def _with_all_blocks(way: Arrangement) -> Arrangement:
-    return replace(way, layout=replace(way.layout, recompute=BLOCKS))
-
-
-def _fitting(search: LayoutSearch, way: Arrangement) -> Arrangement | None:
-    """Returns `way` with the fewest micro-batches that fit by estimate; None: there is none. With all blocks recomputed
-    those come first that fit beside what is gathered, since no other layout may take less."""
-    cut: Arrangement | None = way
-    fitting: Arrangement | None = None
-    while cut is not None and (estimate := search.attempt(search.estimator.estimate, cut)) is not None:
-        if estimate.fits and (way.layout.recompute != BLOCKS or search.estimator.fits_beside_gathers(estimate)):
-            return cut
-        fitting = cut if estimate.fits else fitting
-        cut = more_microbatches(cut, search.parts.batch_size)
-    return fitting
