@@ -107,7 +107,7 @@ def format_of(path: str | Path) -> str:
             return ""
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             found = re.search(rb'"format"\s*:\s*"([^"]*)"', file.read(1000))
-    except (OSError, EOFError):
+    except (OSError, EOFError, zlib.error):
         return ""
     return "" if found is None else found[1].decode("utf-8", "replace")
 

@@ -580,6 +580,12 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["place", "m.onnx", "--devices", DEVICES], ["m.onnx: no such file"]),
     (["place", "hf:m", "--devices", DEVICES], ["hf:m", "no such directory"]),
     (["place", "graph.json.gz", "--devices", "4xp1000"], ["devices '4xp1000'", "no kind 'p1000'", "p100-pcie-16g"]),
+    (["place", "graph.json.gz", "--devices", "2x(4xl4-24g)"], ["hosts and their network are", "2x(4xl4-24g)@25gbit"]),
+    (["place", "graph.json.gz", "--devices", "2x(4xl4-25g)@25gbit"], ["no kind 'l4-25g'"]),
+    (
+        ["simulate", "graph.json.gz", "--devices", DEVICES, "--placement", "p.json", "--batches", "4"],
+        ["--batches: goes with a PLAN"],
+    ),
     (["place", "graph.json.gz", "--devices", "1025xl4-24g"], ["1,025 devices", "1 to 1,024"]),
     (["place", "graph.json.gz", "--devices", "missing.yaml"], ["missing.yaml: no such file"]),
     (["place", "graph.json.gz", "--devices", "broken.yaml"], ["broken.yaml: line 1"]),

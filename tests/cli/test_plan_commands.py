@@ -1,5 +1,6 @@
 """Commands on a plan name nothing but the plan, whatever it was made from."""
 
+import gzip
 import json
 import sys
 from collections.abc import Iterator
@@ -260,6 +261,32 @@ def test_a_question_is_compared_anew(capsys: pytest.CaptureFixture[str]) -> None
     assert (answer["budget"], answer["cluster"]["name"]) == ("7sims", "3xcpu-16core")
     assert main(["compare", "models:net"]) == 2
     assert "is no plan; name the devices" in capsys.readouterr().err
+    content = gzip.compress(json.dumps([*range(999)]).encode())
+    Path("damaged.json.gz").write_bytes(content[:20] + 200 * b"x" + content[220:])
+    assert main(["compare", "damaged.json.gz", *TWO]) == 2
+    assert "damaged.json.gz: truncated or damaged gzip" in capsys.readouterr().err
+
+
+def test_compared_as_it_was_measured_and_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan with measured times is compared with these, and one of compiled steps on other devices compiled."""
+    words = ["models:net", *TWO, "--inference", "--parallel", "none", "--pin", "0=cpu1"]
+    compare = ["compare", "plan.json", "--placers", "single", "--seeds", "1", "--json"]
+    assert main(["place", *words, *QUICK]) == 0
+    capsys.readouterr()
+    assert main(compare) == 0
+    (modelled,) = json.loads(capsys.readouterr().out)["rows"]
+    Path("t.db").touch()  # an empty file is one to be written
+    assert main(["run", "plan.json", *RUNS, "--times", "t.db"]) == 0
+    assert main(["place", *words, *QUICK, "--times", "t.db"]) == 0
+    capsys.readouterr()
+    assert main(["compare", "plan-2.json", *compare[2:]]) == 0
+    (measured,) = json.loads(capsys.readouterr().out)["rows"]
+    assert measured["step_time_ns"] != modelled["step_time_ns"]
+    cards = ["models:net", "--devices", "2xl4-24g:compile", "--inference", "--parallel", "none", "--out", "compiled"]
+    assert main(["place", *cards, *QUICK]) == 0
+    capsys.readouterr()
+    assert main(["compare", "compiled/plan.json", *compare[2:], "--devices", "l4-24g"]) == 0
+    assert json.loads(capsys.readouterr().out)["cluster"]["name"] == "l4-24g:compile"
 
 
 def test_each_plan_of_a_sweep_knows_its_devices_and_microbatches() -> None:

@@ -90,7 +90,9 @@ def test_layers_are_whole_and_in_order_by_default(place: Place) -> None:
         assert "no server runs it (--parallel none has it)" in notes
 
 
-def test_equal_cards_cut_layers_where_that_is_faster(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_cards_cut_layers_where_that_is_faster(
+    place: Place, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """On equal cards servers' tensor parallelism is looked at unasked: as fast as asked for, faster than stages."""
     options = ["llama?batch=64&context=1024", "--devices", "2xl4-24g", *limits("0.15GiB", 2)]
     _, answer, _ = place(*options)
@@ -101,6 +103,13 @@ def test_equal_cards_cut_layers_where_that_is_faster(place: Place, capsys: pytes
     assert answer["serving"] == asked["serving"]
     assert main(["simulate", answer["plan"], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["serving"] == answer["serving"]
+    # the same limits asked for with and without the tool are two questions to the cache of plans
+    layouts = []
+    for words in (["--reserve", "8%", "--no-advice"], ["--for", "vllm"]):
+        asked = ["place", f"hf:{cache}/{options[0]}", "--phase", "decode", *SEARCH[:-1], "--json", *options[1:], *words]
+        assert main(asked) == 0
+        layouts.append((json.loads(capsys.readouterr().out).get("layout") or {}).get("tensor"))
+    assert layouts == [2, None]
 
 
 def test_experts_may_be_on_a_cpu_by_default(place: Place) -> None:

@@ -500,7 +500,7 @@ def test_link_suffixes() -> None:
         ("9x(16xdgx-a100)@400gbit", "1,152 devices; 1 to 1,024"),
         ("2x(2xdgx-a100)@0gbit", "at least 1"),
         ("2x(2xdgx-a100)@2x400gbit", "one uplink rate"),
-        ("2x(2x(2xl4-24g)@10gbit+cpu-16core)@20gbit", "no kind"),
+        ("2x(2x(2xl4-24g)@10gbit+cpu-16core)@20gbit", "hosts and their network"),
         ("2xdgx-a10", "no kind"),
         ("2x4xl4-24g", r"rate of a network card between the hosts: 2x\(4xl4-24g\)@100gbit"),
         ("16x8xh100", "no kind '8xh100'"),
@@ -508,7 +508,7 @@ def test_link_suffixes() -> None:
         ("0x(l4-24g)@10gbit", "at least 1"),
         ("2x(l4-24g)@0gbit", "at least 1"),
         ("9" * 5000 + "xl4-24g", "these are more than 1,024 devices"),
-        ("2x(2xl4-24g)", "no kind"),
+        ("2x(2xl4-24g)", "hosts and their network"),
     ],
 )
 def test_bad_presets(text: str, fragment: str) -> None:

@@ -36,6 +36,7 @@ def test_a_file_of_the_users_goes_before_the_catalogue(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("[]", "no kinds of devices"),
+        ("4090: {watts: 450}", "4090: is no name of a kind of device"),
         ("l4-24g: 3", "l4-24g: is 3; dollars_per_hour and watts are expected"),
         ("l4-24g: {watts: -1}", "watts is -1; a number above 0"),
         ("l4-24g: {watts: .nan}", "watts is nan; a number above 0"),

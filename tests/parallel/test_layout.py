@@ -60,6 +60,7 @@ def test_words_of_other_tools_are_understood(text: str, meant: str) -> None:
         ("tp=2,tensor=2", "tensor is given twice"),
         ("dp=2,data=2", "data is given twice"),
         ("fsdp=8,zero=2", "zero is given twice"),
+        ("zero=2,fsdp=8", "zero is given twice; fsdp=N is data=N,zero=3"),
         ("ep=4,data=6", "on as many of data=6 replicas; take a multiple of 4 for data, or add tensor=4"),
         ("ep=8,tensor=4", "let it divide tensor=4"),
         ("ep=2,cp=2", "leave context out"),

@@ -1,7 +1,10 @@
 """Sweeps: tables of plans over machines, batches and micro-batches, and pictures of what is fastest at each cost."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import orjson
 import pytest
 
@@ -9,8 +12,9 @@ from gdp.budget import Clock
 from gdp.cli import main
 from gdp.cluster import Cluster, changes
 from gdp.errors import InputError
-from gdp.parallel.layout import NONE
+from gdp.parallel.layout import NONE, Layout
 from gdp.planning.sweep import Sweep, SweepRow, place_row
+from gdp.report.sweep_answer import _num_used
 from gdp.search.place import place
 from gdp.search.place_question import PlaceQuestion, SearchOptions
 from gdp.simulator.constraints import Constraints
@@ -137,6 +141,52 @@ def test_the_command_has_costs_and_a_picture(
         assert orjson.loads(capsys.readouterr().out)["step_time_ns"] == row["step_time_ns"]
         assert main(["simulate", row["plan"]]) == 0
         capsys.readouterr()
+
+
+def test_cards_of_groups_are_counted() -> None:
+    """A plan on one group of four cards, of five that there are, uses four."""
+    cluster = Cluster.parse("4xp100-pcie-16g")
+    (row,) = rows_of(branches(4), {4: cluster}, NONE)
+    assert row.plan is not None
+    layout = {**Layout().document(), "tensor": 4}
+    grouped = replace(row.plan, devices=("gpu0-3",), placement=np.zeros_like(row.plan.placement), layout=layout)
+    assert _num_used(replace(row, plan=grouped)) == 4
+    assert _num_used(row) == len(set(row.plan.placement.tolist()))
+
+
+def test_a_plan_that_cannot_be_written_loses_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table is printed, names no plan that is not there, and the error is told behind it. Names that would be those
+    of one directory, and directories that are files, are told before."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("sweeps.py").write_text(MODEL)
+    words = ["place", "sweeps:net", "--budget", "5sims", "--threads", "1", "--out", "out", "--json"]
+    devices = ["--devices", "2xp100-pcie-16g", "--sweep", "devices=1..2"]
+    Path("out").mkdir()
+    Path("out/devices-2").touch()
+    assert main([*words, *devices]) == 2
+    assert "out/devices-2 is no directory" in capsys.readouterr().err
+    Path("out/devices-2").unlink()
+    monkeypatch.setattr("gdp.cli.sweep._save", _fail_for(2))
+    assert main([*words, *devices]) == 2
+    printed = capsys.readouterr()
+    assert [row["plan"] for row in orjson.loads(printed.out)["rows"]] == ["out/devices-1/plan.json", None]
+    assert printed.err.strip().splitlines()[-1] == "gdp: error: no space left"
+    for name in ("a-b.yaml", "a/b.yaml"):
+        Path(name).parent.mkdir(exist_ok=True)
+        changes.first(Cluster.parse("2xp100-pcie-16g"), 1).save(name)
+    assert main([*words, "--sweep", "machines=a/b.yaml,a-b.yaml"]) == 2
+    assert "a/b.yaml and a-b.yaml would both be written to" in capsys.readouterr().err
+
+
+def _fail_for(value: int) -> Callable[..., None]:
+    def save(request: object, what: str, row: SweepRow) -> None:
+        if row.value == value:
+            raise InputError("no space left")
+
+    return save
 
 
 @pytest.mark.parametrize(

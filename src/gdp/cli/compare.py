@@ -41,15 +41,16 @@ def compare(
         from gdp.cli import inputs
         from gdp.cli.request import PlaceRequest
         from gdp.cluster import Cluster
+        from gdp.cluster.device import split_runtime
         from gdp.cluster.quantities import parse_fraction
         from gdp.files import format_of
+        from gdp.models.measured_times import MeasuredTimes
         from gdp.models.source import ModelSource
         from gdp.parallel.layout import AUTO, NONE, Layout
         from gdp.planning.options import run_by
         from gdp.search.place_question import SearchOptions
         from gdp.simulator.plan import FORMAT, Asked
 
-        devices = None if devices is None else run_by(devices, runtime, model_options.reading().serving)
         asked: dict[str, Any] = {}  # of a plan: `auto` answers what it was asked
         if format_of(plan_or_model) == FORMAT:
             planned = inputs.open_plan(Path(plan_or_model), given)
@@ -58,13 +59,20 @@ def compare(
             budget = given.get("budget", planned.options.get("budget", budget))
             with prefixed(plan_or_model):
                 source, asked = planned.model, planned.resolved
-                cluster = Cluster.parse(devices) if devices is not None else planned.cluster
-                cluster = cluster if runtime is None or devices is not None else cluster.run_by(runtime)
+                checkpoint = given.get("checkpoint", asked.get("checkpoint"))
+                own = runtime or split_runtime(devices or "")[1] or split_runtime(planned.plan.question.cluster)[1]
+                if devices is not None:
+                    cluster = Cluster.parse(run_by(devices, own, source.reading.serving))
+                else:
+                    cluster = planned.cluster if runtime is None else planned.cluster.run_by(runtime)
+                if (times := asked.get("times")) is not None:
+                    source = source.timed(MeasuredTimes(times), cluster)
             limits = options.group_of(options.ConstraintOptions, asked)
         elif devices is None:
             raise InputError(f"{plan_or_model}: is no plan; name the devices to place it on with --devices")
         else:
-            source, cluster = ModelSource(plan_or_model, model_options.reading()), Cluster.parse(devices)
+            source = ModelSource(plan_or_model, model_options.reading())
+            cluster = Cluster.parse(run_by(devices, runtime, source.reading.serving))
         parallel, target, robust, times, batches = map(asked.get, ("parallel", "target", "robust", "times", "batches"))
         request = PlaceRequest(
             source=source,
@@ -85,7 +93,7 @@ def compare(
         )
         names, rivals = inputs.split_rivals(source, (placers or AUTO) if batches else placers)
         inputs.check_placers(names)
-        inputs.check_checkpoint(checkpoint, names)
+        inputs.check_checkpoint(given.get("checkpoint"), names)
         inputs.check_rivals(rivals, source)
     read = request.read()
     graph = read.graph

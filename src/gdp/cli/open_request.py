@@ -46,7 +46,7 @@ class OpenRequest:
             return None
         if question.parts is not None:
             return self.request.cache_entry(question.graph, [str(question.layout or AUTO), question.parts.batch_size])
-        return self.request.cache_entry(question.graph, [NONE] if self.request.parallel == NONE else [])
+        return self.request.cache_entry(question.graph, [NONE] if self.request.parallel == NONE else question.degrees)
 
     def problem_of(self, plan: Plan) -> Problem:
         """Returns the problem that a plan of this question solves."""

@@ -150,7 +150,7 @@ def check_times_file(path: Path) -> None:
     """Raises InputError if measured times cannot be stored in `path`; writes nothing."""
     from gdp.models.measured_times import MeasuredTimes
 
-    if path.exists():
+    if path.exists() and (path.is_dir() or path.stat().st_size):
         MeasuredTimes(path)
     else:
         check_writable(path)

@@ -49,6 +49,8 @@ def simulate(
     if placement is not None:
         if devices is None or plan is not None:
             raise InputError("--placement: scores a placement of a MODEL on --devices; leave --plan out")
+        if batches is not None:
+            raise InputError("--batches: goes with a PLAN; leave it or --placement out")
         from gdp.cluster import Cluster
         from gdp.models.source import ModelSource
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from dataclasses import replace
+from pathlib import Path
 
 from gdp import files
 from gdp.budget import Clock
@@ -10,7 +11,18 @@ from gdp.cli.options import ConstraintOptions
 from gdp.cli.plan_files import PlanFiles
 from gdp.cli.request import PlaceRequest
 from gdp.cli.requests import first_token, on_its_devices, read_prefill
-from gdp.cli.shared import INTERRUPTED, NOTHING_FITS, OK, check_writable, fail, log, print_json, show, warm_up
+from gdp.cli.shared import (
+    BAD_INPUT,
+    INTERRUPTED,
+    NOTHING_FITS,
+    OK,
+    check_writable,
+    fail,
+    log,
+    print_json,
+    show,
+    warm_up,
+)
 from gdp.cluster import Cluster, changes
 from gdp.cluster.prices import Prices
 from gdp.errors import InputError, prefixed
@@ -24,7 +36,7 @@ from gdp.planning.plan_cache import KeptAnswer
 from gdp.planning.sweep import BATCH, DEVICES, MICROBATCHES, Sweep, SweepRow, place_row
 from gdp.report import progress
 from gdp.report.progress import StatusLine, live
-from gdp.report.sweep_answer import SweepAnswer, directory_of, outcome
+from gdp.report.sweep_answer import SweepAnswer, outcome, plan_file
 from gdp.search.batch_parts import Parts
 from gdp.search.place_question import PlaceQuestion
 from gdp.simulator.simulate import replay
@@ -39,6 +51,7 @@ def sweep_place(request: PlaceRequest, sweep: Sweep, limits: ConstraintOptions, 
     asked = {value: _of_value(request, sweep, value, limits) for value in sweep.values}
     if request.out is not None:
         check_writable(request.out / _PICTURE)
+        _check_plan_files(request.out, sweep)
     for sentence in prices.unknown(of_value.cluster for of_value in asked.values()):
         log(f"gdp: note: --prices: {sentence}")
     table = _SweepTable(request, sweep, prices)
@@ -65,6 +78,8 @@ def sweep_place(request: PlaceRequest, sweep: Sweep, limits: ConstraintOptions, 
         print_json(answer.document(request.out))
     else:
         show(answer.report())
+    if table.failure is not None:
+        return fail(f"error: {table.failure}", BAD_INPUT)
     if interrupted:
         return INTERRUPTED
     if not answer.fitting:
@@ -79,6 +94,7 @@ class _SweepTable:
         self.sweep, self.prices, self.noun = sweep, prices, "samples"
         self.rows: list[SweepRow] = []
         self.served: list[ServedStep | None] = []
+        self.failure: InputError | None = None  # of writing a plan
         self._source = request.source
         self._model: Model | None = None
         self._prefills: dict[Shards, Model] = {}
@@ -101,12 +117,15 @@ class _SweepTable:
         amounts = request.source.amounts(served)
         self.noun = "tokens" if "tokens" in amounts else "samples"
         row = replace(row, price=self.prices.of(request.cluster), work=amounts.get(self.noun, 0))
+        if request.out is not None and row.is_ok:
+            try:
+                _save(request, self.sweep.what, row)
+            except InputError as error:
+                self.failure, row = error, replace(row, is_written=False)
         self.rows.append(row)
         self.served.append(served)
         if row.plan is not None:  # else the table says why, or the error does where no row has one
             log(f"gdp: {self.sweep.what} {value}: {outcome(row)}")
-        if request.out is not None and row.is_ok:
-            _save(request, self.sweep.what, row)
 
     def _first_token_ns(
         self, request: PlaceRequest, question: PlaceQuestion, served: ServedStep, row: SweepRow
@@ -145,6 +164,17 @@ class _SweepTable:
             question.prepare()
         warm_up((question.options.placer,), question.problem)
         return question, self._model.served
+
+
+def _check_plan_files(out: Path, sweep: Sweep) -> None:
+    """Raises InputError unless the plan of each value can be written to a file of its own."""
+    values: dict[Path, int | str] = {}
+    for value in sweep.values:
+        file = out / plan_file(sweep.what, value)
+        check_writable(file)
+        if file in values:
+            raise InputError(f"--sweep: {values[file]} and {value} would both be written to {file}; rename one of them")
+        values[file] = value
 
 
 def _check(request: PlaceRequest, sweep: Sweep) -> None:
@@ -198,7 +228,7 @@ def _save(request: PlaceRequest, what: str, row: SweepRow) -> None:
     assert request.out is not None
     assert row.plan is not None
     assert row.plan.problem is not None
-    files = replace(PlanFiles.of(replace(request, out=request.out / directory_of(what, row))), report=None)
+    files = replace(PlanFiles.of(replace(request, out=request.out / plan_file(what, row.value).parent)), report=None)
     files = files.suited_to(row.plan.problem)
     asked, names = request.asked, {name for device in request.cluster.devices for name in (device.name, device.kind)}
     if what == DEVICES:

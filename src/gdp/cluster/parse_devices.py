@@ -154,6 +154,8 @@ def _parts(local: str, text: str, host: str) -> list[_Part]:
         match = _GROUP.fullmatch(group.strip().lower())
         if match is None or match[2] not in KINDS:
             name = match[2] if match else group
+            if "(" in local:
+                raise InputError(f"devices {text!r}: hosts and their network are expected as 2x(4xl4-24g)@25gbit")
             raise InputError(f"devices {text!r}: no kind {name!r} is built in; {suggest(name, list(KINDS))}")
         kind, count = KINDS[match[2]], _count(match[1] or "1")
         _check_count(text, count and len(parts) + count)

@@ -50,6 +50,9 @@ class Prices:
         with prefixed(path):
             if not isinstance(document, dict) or not document:
                 raise InputError("no kinds of devices; KIND: {dollars_per_hour: 1.5, watts: 300} is expected")
+            for kind in document:
+                if not isinstance(kind, str):
+                    raise InputError(f"{kind}: is no name of a kind of device, such as rtx4090-24g; mend or quote it")
             return cls(MappingProxyType({kind: dict(_figures(kind, row)) for kind, row in document.items()}))
 
     def unknown(self, clusters: Iterable[Cluster]) -> list[str]:

@@ -145,6 +145,8 @@ class Layout:
             if key == "hsdp":
                 raise InputError("--parallel: hsdp: parameters are cut over all replicas; take data=N,zero=3")
             if key == "fsdp":
+                if "zero" in values:
+                    raise InputError("--parallel: zero is given twice; fsdp=N is data=N,zero=3")
                 values["zero"], key = "3", "data"
             key = _MEANT.get(key, key)
             value = BLOCKS if (key, value) == ("recompute", "full") else value

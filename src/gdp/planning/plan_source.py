@@ -114,7 +114,7 @@ class PlanSource:
         """The options with the files of those that were asked found from where the plan was asked."""
         files = {
             name: in_directory(self.options[name], self.plan.question.directory)
-            for name in ("op_costs", "times")
+            for name in ("op_costs", "times", "checkpoint")
             if self.options.get(name) is not None and name not in self._given
         }
         return self.options | files

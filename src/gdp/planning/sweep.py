@@ -88,6 +88,8 @@ class SweepRow:
     first_token_ns: int | None = None  # of one prompt, with layers where the plan of a decoder has them
     work: int = 0  # the samples or tokens of a step; 0: not known
     graph: str = ""  # the fingerprint of the whole step
+    num_devices: int = 0  # that there are
+    is_written: bool = True  # where there is a plan that fits
 
     @property
     def is_ok(self) -> bool:
@@ -123,7 +125,7 @@ def place_row(
     plan = solution.plan
     assert plan is not None
     bound_ns, graph = plan.lower_bound_ns if question.parts is None else solution.bound_ns, question.graph.fingerprint
-    row = SweepRow(value, plan, bound_ns, graph=graph)
+    row = SweepRow(value, plan, bound_ns, graph=graph, num_devices=question.cluster.num_devices)
     for other in earlier:
         is_faster = other.is_ok and not (row.is_ok and (other.step_time_ns or 0) >= plan.step_time_ns)
         if other.plan is None or not is_faster or other.graph != graph:

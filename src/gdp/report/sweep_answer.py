@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from gdp.cluster.groups import members_of
 from gdp.models.serving import ServedStep, serving_entry
 from gdp.notebook import digits, format_gib
 from gdp.planning.advice import AS_FAST
@@ -105,7 +106,7 @@ class SweepAnswer:
                 "watts": price.watts,
                 **{f"{self.noun}_per_{unit}": rate for unit, rate in rates.items()},
                 "is_on_front": row in on_front,
-                "plan": None if out is None or not row.is_ok else str(out / directory_of(self.what, row) / "plan.json"),
+                "plan": str(out / plan_file(self.what, row.value)) if out and row.is_ok and row.is_written else None,
                 "note": row.note,
             }
             serving = serving_entry(self._served[number], row.step_time_ns)
@@ -165,7 +166,7 @@ class SweepAnswer:
         if self.what == MICROBATCHES:
             return "GiB of the fullest device", [int(plan.peak_memory_bytes.max()) / 2**30 for plan in plans]
         if None in dollars:
-            return "devices", [float(len(plan.devices)) for plan in plans]
+            return "devices", [float(len(set(plan.cards))) for plan in plans]
         return "dollars per hour", [float(amount or 0.0) for amount in dollars]
 
     def _on_front(self) -> list[SweepRow]:
@@ -176,9 +177,10 @@ class SweepAnswer:
         return [row for row, is_beaten in zip(self.fitting, beaten, strict=True) if not is_beaten]
 
 
-def directory_of(what: str, row: SweepRow) -> str:
-    """Returns the name of the directory for the plan of a row."""
-    return f"{what}-{''.join(each if each.isalnum() or each in '-_.' else '-' for each in str(row.value))}"
+def plan_file(what: str, value: int | str) -> Path:
+    """Returns the plan file of a value, in a directory of its own."""
+    name = "".join(each if each.isalnum() or each in "-_." else "-" for each in str(value))
+    return Path(f"{what}-{name}") / "plan.json"
 
 
 def outcome(row: SweepRow) -> str:
@@ -194,15 +196,17 @@ def _note(row: SweepRow) -> str:
     """Returns why a row has no plan, or whose plan it has, and how many of the devices that uses."""
     if row.plan is None or not row.is_ok:
         return outcome(row)
-    num_used, num_devices = _num_used(row), len(row.plan.devices)
+    num_used, num_devices = _num_used(row), row.num_devices
     notes = ["" if row.same_as is None else f"the plan of {row.same_as}"]
     notes.append("" if num_used == num_devices else f"uses {num_used} of {num_devices}")
     return ", ".join(filter(None, notes))
 
 
 def _num_used(row: SweepRow) -> int:
-    """Returns the number of devices that hold ops."""
-    return 0 if row.plan is None else len(set(row.plan.placement.tolist()))
+    """Returns the number of devices that hold ops, all cards of a group."""
+    plan = row.plan
+    names = set() if plan is None else {plan.devices[number] for number in plan.placement.tolist()}
+    return 0 if plan is None else len({card for name in names for card in members_of(name, plan.num_ranks)})
 
 
 def _figure(value: float | None) -> str:
