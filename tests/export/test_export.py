@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from readers import read_devices
 import gdp
 from gdp.budget import Budget, Clock
 from gdp.cli import main
+from gdp.errors import InputError
 from gdp.export.adapt import adapt, simulated
 from gdp.export.exportable_plan import place_for
 from gdp.export.targets_by_name import LAYOUT_TARGETS, TARGETS, find_target
@@ -281,12 +283,37 @@ def test_commands(run: Run) -> None:
     assert "whole decoder layers by rank: " in out
     assert " ms a step instead of " in out
     assert Path("my.env").is_file()
+    assert run("place", "model.json.gz", *arguments[:6], "--for", "llama-cpp", "--ctx", "128")[0] == 0
+    for words, tokens in (([], 128), (["--ctx", "64"], 64), (["--to", "llama_cpp", "--ctx", "64"], 64)):
+        status, out, _ = run("export", "d/plan.json", *words, "--json")
+        assert status == 0
+        assert f"-c {tokens}\n" in json.loads(out)["content"]
 
 
 def test_help(run: Run) -> None:
     """The help names every target."""
     _, out, _ = run("export", "--help")
     assert {*TARGETS, *LAYOUT_TARGETS} <= set(re.findall(r"[a-z-]+", out))
+
+
+def test_plans_over_hosts() -> None:
+    """Tools of one process take the cards of one host; ranks of Megatron-LM are started on each, whatever the cluster
+    calls its hosts."""
+    graph = graph_of("llama")
+    for name in ("hf-device-map", "llama-cpp"):
+        with pytest.raises(InputError, match=f"{name}: runs on one host, and .* has 2; place on one"):
+            TARGETS[name].read_units(Problem.build(graph, "2x(2xp100-pcie-16g)@10gbit"))
+    hosts = gdp.Cluster.parse("2x(2xp100-pcie-16g)@10gbit")
+    measured = [replace(each, name=each.name.replace(".gpu", "-cuda")) for each in hosts.devices]
+    for cluster in (hosts, replace(hosts, devices=tuple(measured))):
+        problem = Problem.build(graph, cluster)
+        units = TARGETS["megatron"].read_units(problem)
+        text = TARGETS["megatron"].write(problem, units, np.arange(units.num_units) * 4 // units.num_units)
+        assert text.endswith("# on host0: CUDA_VISIBLE_DEVICES=0,1\n# on host1: CUDA_VISIBLE_DEVICES=0,1\n")
+    with pytest.raises(InputError, match="stages in turns on hosts"):
+        TARGETS["megatron"].write(
+            problem, units, np.array([0, 2, 1, 3])[np.arange(units.num_units) * 4 // units.num_units]
+        )
 
 
 def test_bad_input(run: Run) -> None:

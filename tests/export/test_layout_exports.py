@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from export_models import graph_of
+from export_models import MODELS, graph_of
 from layout_training import train
 
 import gdp
@@ -117,6 +117,18 @@ def test_strategies_of_megatron_fsdp(zero: int, strategy: str) -> None:
     options = megatron_lm.options(cut(f"data=4,zero={zero}"))
     assert f"--data-parallel-sharding-strategy {strategy}" in options
     assert {"--use-megatron-fsdp", "--use-distributed-optimizer"} < set(options)
+    with pytest.raises(InputError, match="Megatron-FSDP has no pipelines; place with zero=1"):
+        megatron_lm.options(cut(f"data=2,stages=2,microbatches=4,zero={zero}", cuts=(2,)))
+
+
+def test_other_optimizers_are_told() -> None:
+    """The captured optimizer is Adam: tools need no note; of SGD without momentum there is no state."""
+    step = cut("data=4")
+    assert not any("optimizer" in note for note in torchtitan.TARGET.notes(step))
+    model, args = MODELS["llama"]()
+    graph = gdp.capture(model, args, optimizer="sgd").graph
+    step = replace(step, problem=Problem.build(graph, step.problem.cluster))
+    assert "The plan's optimizer has 0 bytes of state" in " ".join(torchtitan.TARGET.notes(step))
 
 
 @pytest.mark.parametrize("layout", [PIPELINE, "data=4,microbatches=2,zero=3", "data=4", "data=4,recompute=selective"])

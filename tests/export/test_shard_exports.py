@@ -19,6 +19,7 @@ from gdp.errors import InputError
 from gdp.export.export_target import cards_of
 from gdp.export.exported_plan import Exported, check_takes_layout, exported
 from gdp.export.layouts.target import CutStep
+from gdp.export.servers import SGLANG, TENSORRT_LLM, VLLM
 from gdp.export.targets_by_name import LAYOUT_TARGETS, TARGETS
 from gdp.models.model import Reading
 from gdp.models.serving import Serving
@@ -291,6 +292,16 @@ def test_experts_of_servers(parallel: str, options: dict[str, str]) -> None:
     halves = replace(plan, layout=dict(plan.layout or {}) | Shards(4, expert=2).document())
     with pytest.raises(InputError, match="which vllm does not take"):
         check_takes_layout(halves, TARGETS["vllm"])
+
+
+def test_stages_of_ranks_with_requests_of_their_own() -> None:
+    """vLLM numbers the stages of such a rank one behind the other; the others, the ranks of a stage."""
+    problem = Problem.build(planned("tensor=2")[0].graph, gdp.Cluster.parse("4xp100-pcie-16g").grouped(2))
+    visible = {
+        tool.name: replace(tool, shards=Shards(expert=2))._visible(problem, [0, 1])
+        for tool in (VLLM, SGLANG, TENSORRT_LLM)
+    }
+    assert visible == {"vllm": "0,2,1,3", "sglang": "0,1,2,3", "tensorrt-llm": "0,1,2,3"}
 
 
 def test_cards_left_out_of_groups_keep_their_numbers() -> None:

@@ -44,7 +44,7 @@ def export(
         from gdp.cli.inputs import open_plan, read_planned
         from gdp.export.export_target import ExportTarget
         from gdp.export.exported_plan import check_takes_layout, exported
-        from gdp.export.targets_by_name import find_layout_target
+        from gdp.export.targets_by_name import find_layout_target, find_target
         from gdp.report import export as report
 
         source = open_plan(plan, given, graph, devices)
@@ -54,9 +54,10 @@ def export(
             raise InputError(f"{plan}: was placed for no target; name one with --to, such as --to hf-device-map")
         target: ExportTarget | LayoutTarget | None = find_layout_target(name, is_cut=read.layout is not None)
     if target is None:
-        target = (options.group_of(options.TargetOptions, source.options) if name == asked else target_options).target(
-            name
-        )
+        if asked is not None and find_target(name).name == find_target(asked).name:
+            own = {option: value for option, value in given.items() if option in ("ctx", "split_layers")}
+            target_options = options.group_of(options.TargetOptions, source.options | own)
+        target = target_options.target(name)
         with prefixed(plan):
             check_takes_layout(read, target)
     else:

@@ -7,7 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -242,8 +242,9 @@ def stage_members(units: ExportUnits, devices: I64) -> list[list[str]]:
 
 
 def host_of(device: str) -> str:
-    """Returns `host0` of `host0.gpu1`, "" of `gpu1`."""
-    return device.rpartition(".")[0]
+    """Returns `host0` of `host0.gpu1`, and of `host0-cuda1` as `gdp devices measure` has it; "" of `gpu1`."""
+    found = re.match(r"(.*host\d+)[.-]", device)
+    return found[1] if found else device.rpartition(".")[0]
 
 
 def is_cpu(problem: Problem) -> Bool:
@@ -276,6 +277,13 @@ def cards_of(problem: Problem) -> list[list[tuple[str, int]]]:
     return cards
 
 
+def check_one_host(problem: Problem, target: str) -> None:
+    """Raises InputError if there are GPUs of several hosts, for a tool that is one process."""
+    hosts = dict.fromkeys(host for cards in cards_of(problem) for host, _ in cards)
+    if len(hosts) > 1:
+        raise InputError(f"{target}: runs on one host, and {problem.cluster.name!r} has {len(hosts)}; place on one")
+
+
 def visible_cards(problem: Problem, devices: Sequence[int]) -> str:
     """Returns the value of CUDA_VISIBLE_DEVICES for these devices in order."""
     cards = cards_of(problem)
@@ -291,6 +299,15 @@ def gpus(problem: Problem, target: str) -> Bool:
 
 
 def write_ranks(problem: Problem, devices: I64, command: str, variable: str) -> str:
-    """Writes the command as a comment, the `NAME=value` of a layout, and the GPUs in the order of pipeline ranks."""
-    visible = visible_cards(problem, devices[stage_starts(devices)].tolist())
-    return f"# {command}\n{variable}\nCUDA_VISIBLE_DEVICES={visible}\n"
+    """Writes the command as a comment, the `NAME=value` of a layout, and the GPUs in the order of pipeline ranks; those
+    of several hosts as comments. InputError where the ranks of a host are no neighbours."""
+    cards, ranks = cards_of(problem), devices[stage_starts(devices)].tolist()
+    runs = [
+        (host, list(own)) for host, own in groupby(ranks, lambda device: cards[device][0][0] if cards[device] else "")
+    ]
+    if len({host for host, _ in runs}) < len(runs):
+        raise InputError("ranks are numbered host by host, and the plan has stages in turns on hosts; place on one")
+    visible = [f"CUDA_VISIBLE_DEVICES={visible_cards(problem, own)}" for _, own in runs]
+    if len(runs) > 1:
+        visible = [f"# on {host}: {line}" for (host, _), line in zip(runs, visible, strict=True)]
+    return "\n".join((f"# {command}", variable, *visible, ""))

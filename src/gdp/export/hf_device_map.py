@@ -14,7 +14,7 @@ import numpy as np
 from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.export.accelerate_maps import fetching_late, placement_of
-from gdp.export.export_target import ExportTarget, ExportUnits, check_one_batch, gpu_numbers, is_cpu
+from gdp.export.export_target import ExportTarget, ExportUnits, check_one_batch, check_one_host, gpu_numbers, is_cpu
 from gdp.export.modules import STATE_KINDS, first_input, is_inside, module_units
 from gdp.graph.layers import enclosing
 from gdp.simulator.problem import Problem
@@ -26,6 +26,7 @@ NAME = "hf-device-map"
 def read_units(problem: Problem) -> ExportUnits:
     """Makes the units of `module_units` on the GPUs, else on the first CPU. InputError for micro-batches."""
     check_one_batch(problem, NAME)
+    check_one_host(problem, NAME)
     cpus = is_cpu(problem)
     return module_units(problem, devices=np.arange(problem.num_devices) == 0 if cpus.all() else ~cpus)
 

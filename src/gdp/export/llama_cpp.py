@@ -22,6 +22,7 @@ from gdp.export.export_target import (
     cards_of,
     check_inference,
     check_one_batch,
+    check_one_host,
     gpu_numbers,
     is_cpu,
 )
@@ -70,6 +71,7 @@ class LlamaCpp:
         """Makes the units of a Transformers decoder. InputError for other names, training and micro-batches."""
         check_inference(problem, NAME)
         check_one_batch(problem, NAME)
+        check_one_host(problem, NAME)
         layers = find_layers(problem)
         unit_of = _unit_names(problem.graph, layers, split_layers=self.split_layers)
         numbers: dict[str, int] = {}

@@ -6,7 +6,14 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.errors import InputError
-from gdp.export.export_target import ExportUnits, check_inference, check_nodes, check_one_batch, gpu_numbers
+from gdp.export.export_target import (
+    ExportUnits,
+    check_inference,
+    check_nodes,
+    check_one_batch,
+    check_one_host,
+    gpu_numbers,
+)
 from gdp.export.modules import STATE_KINDS
 from gdp.placers.base import inherit
 from gdp.simulator.problem import Problem
@@ -18,6 +25,7 @@ def node_units(problem: Problem, target: str) -> ExportUnits:
     check_nodes(graph, target)
     check_inference(problem, target)
     check_one_batch(problem, target, pipelines=False)
+    check_one_host(problem, target)
     is_node = ~graph.is_of_kind(*STATE_KINDS, "input")
     if not is_node.any() or not any(graph.kinds):
         raise InputError(f"{target}: graph {graph.name!r} has no nodes of an ONNX file; place the file itself")

@@ -7,6 +7,7 @@ on each rank, beside parts of attention or requests of its own (docs.vllm.ai, ex
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,6 +40,7 @@ class Server:
     note: str = ""
     experts: tuple[str, ...] = ()  # options for whole experts on each of N ranks,
     samples: tuple[str, ...] = ()  # and where these have requests of their own, in place of the one for a group
+    by_samples: bool = False  # ranks with requests of their own have stages of their own (vLLM, get_device_indices)
     length: str = ""  # the option for the tokens of a sequence
     small_cache: str = ""  # that for a cache of a byte an element
     model: tuple[str, ...] = ()  # options of the planned sizes
@@ -62,9 +64,10 @@ class Server:
         servers, parts = self._servers(problem, units, devices), []
         for number, ranks in enumerate(servers):
             sizes = [sum(len(units.members[unit]) for unit in np.flatnonzero(own)) for own in ranks.values()]
-            visible = f"CUDA_VISIBLE_DEVICES={visible_cards(problem, list(ranks))}"
+            visible = f"CUDA_VISIBLE_DEVICES={self._visible(problem, list(ranks))}"
             group = [*self._group(num_cards), *self.model]
-            if len(hosts := {cards_of(problem)[device][0][0] for device in ranks}) > 1:
+            hosts = {cards_of(problem)[device][0][0] for device in ranks}
+            if len(hosts) > 1:
                 raise InputError(
                     f"{self.name}: a server is on {len(hosts)} hosts, and its file starts one; place on one"
                 )
@@ -76,8 +79,17 @@ class Server:
             partition = f"{self.variable}={','.join(map(str, sizes))}"
             if len(servers) == 1:
                 return "\n".join((f"# {command}", partition, visible, ""))
+            parts += [f"# on {host}:" for host in hosts if host]
             parts.append(f"{partition} {visible} {command} --port {self.port + number}")
         return "\n".join((f"# {len(servers)} servers", *parts, ""))
+
+    def _visible(self, problem: Problem, ranks: Sequence[int]) -> str:
+        """Returns the cards of pipeline ranks in the order in which the tool numbers them: stage by stage, or, where
+        ranks of `by_samples` have requests of their own, the stages of each such rank."""
+        cards = [visible_cards(problem, [device]).split(",") for device in ranks]
+        if self.by_samples and self.shards.samples > 1:
+            cards = [list(own) for own in zip(*cards, strict=True)]
+        return ",".join(number for own in cards for number in own)
 
     def _share(self, problem: Problem, used: I64) -> float:
         """Returns the share of memory that the tool takes of each card. InputError where limits have several."""
@@ -172,6 +184,7 @@ VLLM = Server(
     length="--max-model-len",
     small_cache="--kv-cache-dtype fp8",
     samples=("--data-parallel-size N",),
+    by_samples=True,
 )
 SGLANG = Server(
     "sglang",

@@ -66,11 +66,12 @@ class Messages:
         except RuntimeError:
             self.fail(Failure.gone(peer))
 
-    def wait(self, work: Any, peer: int, what: str) -> None:
-        """Waits for a message; on a GPU its stream does. `what` says what the peer has not done in time."""
+    def wait(self, work: Any, peer: int, what: str, *, by_stream: bool = False) -> None:
+        """Waits for a message; `by_stream` the GPU's stream does, and not the host, as NCCL has it without a timeout.
+        `what` says what the peer has not done in time."""
         began = time.monotonic()
         try:
-            work.wait(timedelta(seconds=self._timeout_seconds))
+            _ = work.wait() if by_stream else work.wait(timedelta(seconds=self._timeout_seconds))
         except RuntimeError:
             is_late = time.monotonic() - began >= self._timeout_seconds
             late = Failure(peer, f"did not {what} for {self._timeout_seconds:g} s")
@@ -207,7 +208,8 @@ class RankTransport:
         on_gpu = memory is not None and memory.is_cuda
         self._send_pending(wait=not on_gpu)
         names, producers = self._program.graph.op_names, self._program.graph.producers
-        self._messages.wait(work, peer, f"send what op {names[int(producers[tensor])]!r} gives")
+        what = f"send what op {names[int(producers[tensor])]!r} gives"
+        self._messages.wait(work, peer, what, by_stream=on_gpu)
         self._ahead_bytes -= self._sizes[tensor]
         self._post_ahead()
         target = self._backend.target.device

@@ -30,7 +30,12 @@ _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 def write(step: CutStep) -> str:
     """Writes the script. InputError for unequal micro-batches, and for layers recomputed that are not first."""
     by_stage = step.devices.T.ravel().tolist()
-    by_replica = RankOrder.of(step.problem, by_stage) is None
+    by_replica, shards = RankOrder.of(step.problem, by_stage) is None, step.layout.shards
+    if by_replica and step.num_stages > 1 and (shards.context > 1 or shards.samples > 1):
+        raise InputError(
+            f"{NAME}: numbers no ranks replica by replica beside context or ranks with samples of their own; place "
+            "without them, or with another number of stages"
+        )
     ranks = ranks_of(step, NAME, by_replica=by_replica)
     usage = f"Megatron-LM (megatron-core 0.16): sh {TARGET.file_name} pretrain_gpt.py OPTIONS"
     mapping = ["--use-tp-pp-dp-mapping"] if by_replica else []
@@ -71,6 +76,8 @@ def options(step: CutStep) -> list[str]:
         found.append("--overlap-grad-reduce")
     if layout.zero:
         found += ["--use-distributed-optimizer", "--overlap-param-gather"]
+    if layout.zero >= 2 and step.num_stages > 1:
+        raise InputError(f"{NAME}: Megatron-FSDP has no pipelines; place with zero=1, or export to torchtitan")
     if layout.zero >= 2:
         strategy = f"--data-parallel-sharding-strategy {_STRATEGIES[layout.zero]}"
         found += ["--use-megatron-fsdp", strategy, "--no-gradient-accumulation-fusion", "--ckpt-format fsdp_dtensor"]

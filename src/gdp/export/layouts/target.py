@@ -16,11 +16,13 @@ from gdp.errors import InputError
 from gdp.export import megatron
 from gdp.export.adapt import adapt_within, simulated
 from gdp.export.export_target import ExportUnits, cards_of, is_cpu, stage_members, stage_starts
-from gdp.export.layouts.precision import Held
+from gdp.export.layouts.precision import Held, precision_of
 from gdp.export.module_chains import find_layers
 from gdp.graph import Graph
 from gdp.graph.builder import GraphBuilder
 from gdp.graph.copies import HOST_COPY
+from gdp.graph.parameter_bytes import ParameterBytes
+from gdp.models.model import PURE_BF16
 from gdp.models.shards import WHOLE
 from gdp.models.source import ModelSource
 from gdp.parallel.layout import BLOCKS, NONE, SELECTIVE, Layout
@@ -301,6 +303,12 @@ def check_even(step: CutStep, target: str) -> None:
 def common_notes(step: CutStep) -> list[str]:
     """Returns sentences on what no tool does as the plan has it."""
     notes = [step.held.sentence] if step.held.sentence else []
+    each, precision = ParameterBytes.of(step.problem.graph), precision_of(step.problem.graph)
+    if each is not None and abs(each.optimizer_state - (4 if precision == PURE_BF16 else 8)) > 1:
+        notes.append(
+            f"The plan's optimizer has {each.optimizer_state:.3g} bytes of state a parameter, not those of Adam; give "
+            "the tool the same optimizer."
+        )
     if step.num_moved:
         notes.append(
             f"{step.num_moved:,} ops that the plan has on other devices are on those of their replica and stage."
