@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from gdp.costs.passes import array_bytes
 from gdp.errors import InputError
 from gdp.graph import Graph
+from gdp.graph.shapes import parsed_calls
 from gdp.models.model import Model, Reading
 from gdp.models.serving import Serving
 from gdp.models.shards import Shards
@@ -134,6 +136,31 @@ def test_stored_bytes_are_cut(tmp_path: Path) -> None:
     text = text_of("llama", tmp_path, dtype="bfloat16") + "&weights=int4"
     whole, local = (served(text, "decode", tensor, Fraction(1)) for tensor in (1, 2))
     assert 2 * bytes_of(local.graph, "_cache") == bytes_of(whole.graph, "_cache")
+    layers = [bytes_of(model.graph, "proj.weight") for model in (whole, local)]
+    assert 2 * layers[1] == layers[0]
+
+
+def test_experts_of_a_rank_are_hit_by_rows_of_their_own(tmp_path: Path) -> None:
+    """Two tokens of two experts of four each hit 3/4 of them; two rows on a rank with two hit 3/4 of these, too."""
+    source = ModelSource(text_of("mixtral", tmp_path), Reading(training=False, serving=Serving("decode")))
+    for shards, rows in ((Shards(), 4), (Shards(2, expert=2), 2)):
+        graph = (source if rows == 4 else source.sharded(shards)).part(1).graph
+        found = 0
+        for text, num_bytes in zip(graph.shapes, graph.bytes_accessed.tolist(), strict=True):
+            for call in parsed_calls(text):
+                if "grouped" in call.kind and call.arrays[1].num_elements > 1:
+                    hidden, weights, ends = call.arrays[:3]
+                    assert hidden.size[0] == rows
+                    whole = sum(map(array_bytes, (hidden, ends, *call.results)))
+                    assert num_bytes == pytest.approx(whole + array_bytes(weights) * 3 / 4, abs=2)
+                    found += 1
+        assert found == 2 * LAYERS
+
+
+def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
+    """An embedding that is the head too, quantised as llama.cpp has it, is cut as any other weight."""
+    text = text_of("llama", tmp_path, dtype="bfloat16", tie_word_embeddings=True) + "&weights=q4_k_m"
+    whole, local = (served(text, "decode", tensor) for tensor in (1, 2))
     layers = [bytes_of(model.graph, "proj.weight") for model in (whole, local)]
     assert 2 * layers[1] == layers[0]
 

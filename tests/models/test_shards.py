@@ -21,7 +21,7 @@ from gdp.models.pytorch.shards.experts import expert_weights
 from gdp.models.pytorch.shards.plan import pattern_of
 from gdp.models.shards import Shards
 from gdp.models.source import ModelSource
-from tests.models.shard_cases import BATCH, TOKENS, VOCABULARY, WIDTH, case
+from tests.models.shard_cases import BATCH, TOKENS, VOCABULARY, WIDTH, Block, case
 
 PAIRED = ("llama", "tied", "qwen3", "phi3", "olmo2", "neox", "gpt2", "bert", "vit", "t5", "encoder", "blocks")
 HEADS_ALIKE = ("bloom", "opt", "bigcode", "gemma", "phi3-gqa")  # fused, one of keys, or fewer of keys than ranks
@@ -346,6 +346,108 @@ def test_code_that_fails_on_parts_names_the_degree() -> None:
     source = ModelSource.of_example((Custom(), (torch.zeros(8, 16),)))
     with pytest.raises(InputError, match="its code takes whole tensors; leave tensor=2,sequence=on out"):
         source.sharded(Shards(2)).part(1)
+
+
+class Crossed(nn.Module):
+    """Twelve blocks, and another one behind each fourth of them, as models of two towers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(12))
+        self.crossed = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for place, block in enumerate(self.blocks):
+            x = block(x)
+            if place % 4 == 3:
+                x = self.crossed[place // 4](x)
+        return x
+
+
+def test_layers_that_few_others_reach_are_cut() -> None:
+    """One block stands for twelve that are alike only where all that the model has runs with it."""
+    source = ModelSource.of_example((Crossed(), (torch.randn(2, 8, WIDTH),)))
+    whole, local = source.part(1).graph, source.sharded(Shards(2)).part(1).graph
+    assert 2 * product_flops(local) / product_flops(whole) == pytest.approx(1, abs=0.001)
+
+
+class Routed(nn.Module):
+    """A mixture with learned positions [S]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.mixture, _ = case("mixtral")
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids) + self.positions(torch.arange(TOKENS))
+        return self.mixture(inputs_embeds=x.bfloat16(), labels=ids).loss  # type: ignore[no-any-return]
+
+
+def test_positions_are_those_of_all_samples() -> None:
+    """Positions without a batch are whole on each rank: embeddings of samples stay where they are."""
+    source = ModelSource.of_example((Routed(), (torch.zeros(BATCH, TOKENS, dtype=torch.int64),)))
+    graph = source.sharded(Shards(expert=2)).part(1).graph
+    gathers = [phase for phase, kind in zip(graph.phases, graph.kinds, strict=True) if kind == "collective.all_gather"]
+    assert "forward" not in gathers
+
+
+class Router(nn.Module):
+    """A router whose `topk` has these options."""
+
+    def __init__(self, options: dict[str, int]) -> None:
+        super().__init__()
+        self.options, self.weight = options, nn.Parameter(torch.randn(4, WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = nn.functional.linear(hidden.reshape(-1, WIDTH), self.weight)
+        weights, index = torch.topk(logits.float().softmax(-1), 2, **self.options)
+        return logits, weights.to(hidden.dtype), index
+
+
+def test_routers_need_no_dimension_of_topk() -> None:
+    """The last dimension is that of `topk` by default: rows go to their experts, and tokens are not gathered."""
+    counts = []
+    for options in ({"dim": -1}, {}):
+        model, inputs = case("mixtral")
+        for layer in model.model.layers:
+            layer.mlp.gate = Router(options).bfloat16()
+        source = ModelSource.of_example((model, (), inputs))
+        counts.append(exchanges(source.sharded(Shards(expert=2)).part(1).graph))
+    assert counts[0] == counts[1]
+    assert counts[1]["forward", "all_to_all"] > 0
+
+
+def test_masks_of_groups_of_experts_are_not_gathered() -> None:
+    """A router that marks groups of experts writes along them, and each rank does so for its own tokens."""
+    graph = captured("deepseek", 2, sequence=True, expert=2).graph
+    integers = [
+        call
+        for shapes in graph.shapes
+        for call in parsed_calls(shapes)
+        if call.kind == "collective.all_gather" and call.arrays[0].dtype == "int64"
+    ]
+    assert integers == []
+
+
+class Losses(nn.Module):
+    """Two losses, of which none is called loss, and logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(16, 64), nn.Linear(64, 16), nn.Linear(16, 64)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.down(self.up(x).relu()))
+        return {"first": logits.logsumexp(-1).mean(), "second": logits.square().mean(), "logits": logits}
+
+
+def test_outputs_that_a_loss_is_made_of_are_whole() -> None:
+    """Where a model has no loss of its own, all outputs are part of it: a rank has whole ones."""
+    source = ModelSource.of_example((Losses(), (torch.randn(8, 16),)))
+    graph = source.sharded(Shards(2, False)).part(1).graph
+    gathered = [call for text in graph.shapes for call in parsed_calls(text) if call.kind == "collective.all_gather"]
+    assert (8, 64) in [call.results[0].size for call in gathered]
 
 
 def test_heads_that_ranks_do_not_divide_stay_whole() -> None:

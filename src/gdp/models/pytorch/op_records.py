@@ -112,9 +112,10 @@ def rounded(dtype: str, name: str, *, is_product: bool) -> str:
     return TF32 if settings is not None and settings.fp32_precision == TF32 else dtype
 
 
-def experts_per_token(values: list[ValueRecord], record: OpRecord) -> int | None:
+def experts_per_token(values: list[ValueRecord], record: OpRecord, num_experts: int) -> int | None:
     """Returns the number of experts that a token of a grouped product is sent to. It is the `k` of the nearest `topk`
-    that the groups' sizes are computed from; None if there is none, or if rows have come from other ranks."""
+    that the groups' sizes are computed from; None if there is none, if rows have come from other ranks, or if some of
+    the experts are theirs: rows of a token are then anywhere."""
     waiting, seen = deque([record]), {record}
     while waiting:
         one = waiting.popleft()
@@ -122,7 +123,9 @@ def experts_per_token(values: list[ValueRecord], record: OpRecord) -> int | None
             if call.func.namespace == "collective":  # rows of several ranks, each of them on its own
                 return None
             if call.func is torch.ops.aten.topk.default:
-                return int(call.args[1])
+                scores, count, *dim = call.args
+                size = (scores.layout or values[scores.value].layout).size
+                return int(count) if size[dim[0] if dim else -1] == num_experts else None
         for value in one.reads:
             producer = values[value].producer
             is_weight = values[value].owner is not None

@@ -291,7 +291,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             record.dtype = stored.arithmetic(read) or (record.dtype if operand is None else product_dtype(operand))
             name = func._schema.name.partition("::")[2]
             record.dtype = rounded(record.dtype, name, is_product=operand is not None)
-        per_token = experts_per_token(self.memories.values, record) if is_grouped_product(func) else None
+        per_token = None
+        if is_grouped_product(func) and args[1].dim() == 3:
+            per_token = experts_per_token(self.memories.values, record, int(args[1].shape[0]))
         held = stored.num_bytes
         record.bytes_accessed = bytes_accessed(func, args, read, made, written, stored_bytes=held, per_token=per_token)
 

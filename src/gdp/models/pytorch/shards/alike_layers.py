@@ -37,13 +37,17 @@ class AlikeLayers:
     @classmethod
     def of(cls, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "AlikeLayers":
         """Returns the layers of a model that runs with one of each kind; of another one none."""
-        layers = cls(model)
+        layers, have_run = cls(model), set[nn.Module]()
+        hooks = [layer.register_forward_pre_hook(lambda layer, _: have_run.add(layer)) for layer in layers.counts]
         try:
             with layers.shortened(), torch.no_grad():
                 model(*args, **kwargs)
         except Exception:  # whatever the model's code raises that counts on all of its layers
             return cls(nn.Module())
-        return layers
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return layers if layers.counts.keys() <= have_run else cls(nn.Module())  # such as every fourth layer
 
     def representative(self, path: str) -> str:
         """Returns the path of a weight of the first layer of its kind."""

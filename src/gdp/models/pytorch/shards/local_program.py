@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gdp.errors import InputError
 from gdp.models.pytorch.flops import FORMULA, classify, count_flops, product_operand
+from gdp.models.pytorch.loss import has_loss
 from gdp.models.pytorch.routine import leaves
 from gdp.models.pytorch.shards.alike_layers import AlikeLayers
 from gdp.models.pytorch.shards.context import ContextRun, SampleRun
@@ -132,7 +133,7 @@ def _notes(plan: CutPlan, shards: Shards, share: float, name: str, differences: 
 
 def _cut_weights(model: nn.Module, plan: CutPlan, num_ranks: int, *, rank: int) -> None:
     """Cuts the weights of a module to those of a rank."""
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # stored weights have each of their names
     changed = {
         id(parameters[path]): _cut_parameter(parameters[path], path, role, rank, num_ranks)
         for path, role in plan.roles.items()
@@ -173,9 +174,7 @@ def _run_locally(model: nn.Module, runs: Sequence[Callable[[], LocalRun]]) -> No
         run = runs[0]()
         with run.running():
             output = through(runs[1:], call)
-        tensors = [tensor for tensor in torch.utils._pytree.tree_leaves(output) if isinstance(tensor, Tensor)]
-        has_loss = any(tensor.dim() == 0 and tensor.is_floating_point() for tensor in tensors)
-        return run.finished(output, keeps_cuts=has_loss if torch.is_grad_enabled() else run.context)
+        return run.finished(output, keeps_cuts=has_loss(output) if torch.is_grad_enabled() else run.context)
 
     forward.__wrapped__ = kind.forward  # type: ignore[attr-defined]
     model.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})

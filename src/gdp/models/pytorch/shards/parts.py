@@ -50,7 +50,8 @@ _ALONG = {  # functions along a dimension: its place among the arguments, and it
     **dict.fromkeys(names("max min amax amin var std argmax argmin prod any all norm flip median"), (1, None)),
     "linalg_vector_norm": (2, None),
     **dict.fromkeys(names("sort argsort diff"), (1, -1)),
-    **dict.fromkeys(names("topk roll renorm kthvalue"), (2, None)),
+    **dict.fromkeys(names("topk kthvalue"), (2, -1)),
+    **dict.fromkeys(names("roll renorm"), (2, None)),
 }
 _SUMS = names("sum mean")
 _REORDERED = names("apply repeat tile")  # entries of a cut dimension, in a way that is not known
@@ -370,6 +371,10 @@ def _write(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> 
     x, cut = args[0], cut_of(args[0])
     if cut is None or SEQUENCE not in cut.sources:
         return (_refuse if name in ("__setitem__", "index_put_") else by_broadcast)(run, name, func, args, kwargs)
+    if name in ("scatter_", "scatter_add_") and type(args[1]) is int and args[1] % x.dim() != cut.dim:
+        cuts = [cut_of(tensor) for tensor in tensors_in((args, kwargs))]
+        if all(each is not None and (each.dim, each.outer) == (cut.dim, cut.outer) for each in cuts):
+            return on_parts(run, name, func, args, kwargs, x)
     whole = run.whole(x).clone()
     func(whole, *mapped(args[1:], run.whole), **mapped(kwargs, run.whole))
     x.copy_(run.own(whole, cut.dim, cut))
