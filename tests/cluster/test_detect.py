@@ -88,6 +88,15 @@ def test_two_linked_cards() -> None:
     assert not any("cuda" in note for note in machine.notes)  # nothing is estimated, assumed or in use
 
 
+@pytest.mark.parametrize(("capability", "factor"), [((6, 1), None), ((7, 5), 4), ((8, 0), 16), ((8, 6), 2)])
+def test_halves_of_cards_that_are_not_built_in(capability: tuple[int, int], factor: int | None) -> None:
+    """Tensor cores multiply halves in a multiple of float32's rate, which the compute capability tells."""
+    (gpu, _) = Cluster.of_machine(machine_of([Card("NVIDIA New 1", capability=capability)])).devices
+    rates = gpu.flops_per_second
+    assert rates.get("float16") == (None if factor is None else factor * rates["float32"])
+    assert ("bfloat16" in rates) == ("tf32" in rates) == (capability >= (8, 0))
+
+
 @pytest.mark.parametrize("end", ["switch", "hidden"])
 def test_nvlink_switches(end: str) -> None:
     """Cards on an NVLink switch share its ports, though a virtual machine hides it."""
@@ -138,7 +147,8 @@ def test_unknown_cards() -> None:
     machine = machine_of([UNKNOWN])
     gpu = Cluster.of_machine(machine).devices[0]
     assert (gpu.kind, gpu.memory_bytes) == ("nvidia-rtx-a2000", 5888 * MIB)
-    assert gpu.flops_per_second == {"float32": 13_977_600_000_000}
+    halves = {"float16": 27_955_200_000_000, "bfloat16": 27_955_200_000_000}  # twice as many, on a card as GeForce's
+    assert gpu.flops_per_second == {"float32": 13_977_600_000_000, "tf32": 13_977_600_000_000} | halves
     assert gpu.memory_bytes_per_second == 288_048_000_000
     assert routes_of(machine)["cuda0>cpu0"].bytes_per_second == 12 * GB  # PCIe 4, 8 lanes
     assert any("cuda0: figures are estimates: 3328 CUDA cores x 2100 MHz x 2" in note for note in machine.notes)

@@ -72,4 +72,4 @@ def test_pointwise_ops_between_products_are_one_kernel():
     fusion = fused(Graph.build("block", ops, tensors))
     assert fusion.is_fused.tolist() == [False, False, False, True, True, False]
     assert fusion.bytes[[3, 4]].tolist() == [72, 64]
-    assert fusion.launches[[3, 4]].tolist() == [False, True]
+    assert fusion.launches[[3, 4]].tolist() == [0, 1]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gdp.cluster import Device
-from gdp.costs.kernels import CLASSES, Kernels
+from gdp.costs.kernels import CLASSES, SIZES, Kernels
 from gdp.costs.rates import kernel_times
 
 # of a FLOP and of a byte a ns; products reach half of it, passes a quarter
@@ -26,7 +26,7 @@ def time_ns(
     kind: str, flops: int, num_bytes: int, size: tuple[int, ...] = (), launches: int = 1, on: Device = CORE
 ) -> float:
     """Returns what one kernel takes."""
-    sizes = np.zeros((1, 6))
+    sizes = np.zeros((1, SIZES))
     sizes[0, : len(size)] = size
     one, kinds, ends = np.zeros(1, np.int64), np.array([CLASSES.index(kind)]), np.array([0, 1])
     figures = (np.array([float(x)]) for x in (flops, num_bytes))

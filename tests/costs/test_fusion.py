@@ -190,6 +190,27 @@ def test_servers_join_products_of_one_tensor() -> None:
     assert times["compile"][0][1:].sum() == times["eager"][0][1:].sum() > 1.2 * served[1:].sum()
 
 
+def test_a_batch_is_read_again_behind_its_statistics() -> None:
+    """Of 2 x 8 x 16 floats the norm reads 1,024 bytes twice, in two kernels, and the activation writes as many; in the
+    backward pass the gradient and the batch are read twice."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.last = nn.BatchNorm1d(8), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(functional.relu(self.norm(x)))
+
+    x = torch.randn(2, 8, 16, requires_grad=True)
+    for training, expected in ((True, (2 * 1024, 2)), (False, (1024, 1))):
+        graph = capture(Normed().train(training), (x,), training=training).graph
+        kernels, op = fused(graph), next(op for op, kind in enumerate(graph.kinds) if "native_batch_norm" in kind)
+        of_region = kernels.region == kernels.region[op]
+        assert kernels.launches[of_region].sum() == expected[1]
+        assert 0 <= kernels.bytes[op] - expected[0] < 1024
+
+
 def test_a_fused_lookup_reads_its_rows_alone() -> None:
     """Three rows of a table of 1,000 are read and written, and their numbers read."""
     table = nn.Embedding(1000, 8)

@@ -186,6 +186,10 @@ def test_odd_channels_are_padded() -> None:
         ("cat float32[4,8] float32[4,8] > float32[8,8]", [("copy", 512)]),
         ("sum float32[4,8] (0) > float32[8]", [("narrow_sum", 160), ("reduction", 0)]),
         ("sum float32[4,8] (1) > float32[4]", [("reduction", 144)]),
+        (
+            "new_empty float32[4,8] (4,8) > float32[4,8]; aten.bernoulli_ float32[4,8] > float32[4,8]",
+            [("pointwise", 256)],
+        ),
         ("max_pool2d_with_indices_backward float32[1,1,2,2] > float32[1,1,4,4]", [("pool", 2 * 80)]),
         ("embedding float32[100,8] int64[4] > float32[4,8]", [("gather", 3200 + 32 + 128)]),
         ("max_pool2d_with_indices float16[1,1,4,4] > float16[1,1,2,2] int64[1,1,2,2]", [("pool", 32 + 8 + 32)]),
@@ -212,6 +216,40 @@ def test_calls_in_one_memory() -> None:
     """An activation in place is a kernel of its own behind the norm that it has joined."""
     text = f"aten.native_batch_norm {IMAGE} - - - - 0 ~ ~ > {IMAGE}; aten.relu_ {IMAGE} > {IMAGE}"
     assert moved(text) == [("evaluated_batch_norm", 1024), ("pointwise", 1024)]
+
+
+def test_rows_that_are_added_move_no_more() -> None:
+    """A gradient of looked up rows is filled with zeros; then its rows alone are written."""
+    text = "aten.new_zeros float32[4,8] (1000,8) > float32[1000,8]; aten.scatter_add_ float32[1000,8] 0 int64[4,8] "
+    calls = parsed_calls(f"{text}float32[4,8] > float32[1000,8]")
+    op = PricedOp(calls[0].kind, "", "float32", 0, 32_000 + 512, calls)
+    assert sum(kernel.bytes for kernel in rule_of(op)[1](op)) == pytest.approx(32_512, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("form", "values", "launches"),
+    [
+        ("1", IMAGE.replace("float16", "bfloat16"), 3),
+        ("1", HALVES, 4),
+        ("0", HALVES, 3),
+        ("1", IMAGE, 1),
+        ("1", LAST, 1),
+    ],
+)
+def test_batch_norms_in_bfloat16_are_several_kernels(form: str, values: str, launches: int) -> None:
+    """PyTorch's own kernels are launched one by one; in float16 cuDNN has one, and so has Inductor."""
+    text = f"aten.native_batch_norm {values} float32[8] float32[8] - - {form} ~ ~ > {values}"
+    assert kernels(text)[0].launches == launches
+    calls = parsed_calls(text)
+    op = PricedOp(calls[0].kind, "", "bfloat16", 0, call_bytes(calls[0]), calls, is_compiled=True)
+    assert rule_of(op)[1](op)[0].launches == 1
+
+
+def test_scans_across_the_order_of_memory() -> None:
+    """A thread goes through a column of 2,048 elements alone, for 370 ns each, and not through a row."""
+    across, along = (kernels(f"aten.cumsum int64[2048,8] {dim} > int64[2048,8]")[0] for dim in (0, 1))
+    assert across.size == (1, 370 * 2048)
+    assert along.size == ()
 
 
 def test_memory_formats() -> None:

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from gdp.costs.hosts import CHECKPOINT_KERNELS, RECOMPUTED_KERNELS
 from gdp.costs.op_times import count_time_sources, op_times, transfer_occupancy_ns, unused_names
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
+from gdp.models.pytorch import capture
 from gdp.parallel.recompute import recomputed
 from gdp.simulator.problem import Problem
 
@@ -148,6 +150,17 @@ def test_times_on_hosts_by_hand() -> None:
         Problem.build(graph_of(Op("o", flops=3, kernels=2**62)), cluster_of(*devices))
     with pytest.raises(InputError, match="host_time_ns holds -1; at least 0 is expected"):
         Problem.build(graph_of(*ops), cluster_of(*devices), host_time_ns=np.full((3, 2), -1))
+
+
+def test_updates_take_their_host_longer_than_their_kernels() -> None:
+    """The Python of an optimizer looks at each parameter: 0.25 kernels for each of 8 calls of `foreach`, 0.6 for one
+    that is fused, and 0.55 for each call of a loop, besides the kernels."""
+    weight, eager = torch.nn.Linear(16, 16, bias=False), replace(device("a", "x", 7), issue_ns=10_000)
+    for optimizer, kernels in {"adamw": 8 / 48 + 2, "adamw,fused": 1 / 48 + 0.6, "adamw,for-loop": 8 + 4.4}.items():
+        graph = capture(weight, torch.randn(2, 16), optimizer=optimizer).graph
+        card = replace(eager, achieved={"gap_ns": 1})
+        host_ns = Problem.build(graph, cluster_of(card)).host_time_ns[graph.is_in_phase("update"), 0]
+        assert host_ns.tolist() == [math.ceil(kernels * 10_000)]
 
 
 def test_checkpoints_take_their_host_as_long_as_many_kernels() -> None:

@@ -25,7 +25,7 @@ def times_ns(sizes, kind="product", card="a100-sxm-80g", dtype="bfloat16", num_b
     flops = 2 * sizes.prod(axis=1)
     zeros = np.zeros(len(sizes), np.int64)
     kinds = zeros + CLASSES.index(kind)
-    padded = np.pad(sizes, ((0, 0), (0, 2)))
+    padded = np.pad(sizes, ((0, 0), (0, 3)))
     rows = Kernels(
         zeros, zeros, kinds, flops, zeros + num_bytes, padded, np.ones(len(sizes)), (dtype,), zeros, ("r",), zeros
     )
@@ -185,7 +185,10 @@ def test_attention():
     shape = "bfloat16[2,4,8,16]"
     name = "aten._scaled_dot_product_flash_attention"
     full = kernels(f"{name} {shape} {shape} {shape} ~ 0 > {shape}", 6400)
-    assert full == [Kernel("attention", 6400, 1000, (8, 1, 8, 8, 16, 0))]
+    assert full == [Kernel("attention", 6400, 1000, (8, 1, 8, 8, 16, 0, 0))]
+    for heads, is_masked in ((4, 1), (1, 0)):  # a bias of each head, and the window of all in a forward pass alone
+        (masked,) = kernels(f"{name}_for_cpu {shape} {shape} {shape} ~ 0 bfloat16[2,{heads},8,8] > {shape}", 6400)
+        assert masked == Kernel("attention", 6400, 1000, (8, 1, 8, 8, 16, 0, is_masked))
     (causal,) = kernels(f"{name} {shape} {shape} {shape} ~ 1 > {shape}", 6400)
     assert causal.flops == 3600  # 36 of 64 pairs
     sums = "float32[2,4,8]"
@@ -198,10 +201,37 @@ def test_attention():
 
 def test_attention_time():
     """Blocks of queries take waves, and only the keys that they see; one token's are split among multiprocessors."""
-    sizes = np.array([(3, 1, 256, 256, 64, 1), (3, 1, 256, 256, 64, 0), (2, 8, 1, 4096, 64, 0)], np.float64)
+    sizes = np.array([(3, 1, 256, 256, 64, 1, 0), (3, 1, 256, 256, 64, 0, 0), (2, 8, 1, 4096, 64, 0, 0)], np.float64)
     # 1 FLOP a pair: a block of 128 queries takes 128 / 128 = 1 ns a key
     flops = np.array([3 * 256 * 257 / 2, 3 * 256 * 256, 2 * 8 * 4096])
-    spent = attention_ns(sizes, flops, Multiprocessors(4, np.full(3, 128.0), np.inf, 100.0))
+    processors = Multiprocessors(4, np.full(3, 128.0), np.inf, 100.0)
+    spent = attention_ns(sizes, flops, np.ones(3, np.bool_), processors)
     # 6 blocks on 4 multiprocessors: two waves of 2,500 ns and 192 keys, or all 256. Two tokens' blocks are each split
     # in two: 2,500 ns, 2,048 keys of 20 ns, and 100 ns until a second kernel adds them
     assert spent == pytest.approx([2 * 2692, 2 * 2756, 43560])
+    sizes[:, 6] = 1  # with a mask each key takes twice as long, but for one query, which waits for memory
+    masked = attention_ns(sizes, flops, np.ones(3, np.bool_), processors)
+    assert masked == pytest.approx([2 * (2500 + 2 * 192), 2 * (2500 + 2 * 256), 43560])
+
+
+def test_keys_of_few_queries_are_split():
+    """Two queries to 8,192 keys take about as long as one, not as long as a block that goes through all of them; the
+    gradient splits none."""
+    (device,) = Cluster.parse("a100-sxm-80g").devices
+    name, key = "aten._scaled_dot_product_flash_attention", "bfloat16[1,8,8192,128]"
+    times = {}
+    for count in (1, 2, 64, 4096):
+        query = f"bfloat16[1,32,{count},128]"
+        for end, others in (("", ""), ("_backward", f"{query} ")):
+            text = f"{name}{end} {others}{query} {key} {key} ~ 0 > {query}"
+            rows = kernels(text, 4 * 32 * count * 8192 * 128, 2 * 2**24)[:1]
+            sizes = np.array([rows[0].size], np.float64)
+            zeros = np.zeros(1, np.int64)
+            kinds, flops = zeros + CLASSES.index(rows[0].kind), np.array([float(rows[0].flops)])
+            found = Kernels(
+                zeros, zeros, kinds, flops, zeros + 2.0**25, sizes, np.ones(1), ("bfloat16",), zeros, ("r",), zeros
+            )
+            times[count, end] = float(kernel_times(found, device)[0])
+    assert times[1, ""] <= times[2, ""] < 2 * times[1, ""]
+    assert times[2, ""] <= times[64, ""] < times[4096, ""]
+    assert times[2, "_backward"] > 4 * times[2, ""]

@@ -1,17 +1,32 @@
 """Fused attention as cards run it: blocks of queries, each of which goes through the keys that it sees. FlashAttention
 (T. Dao, "FlashAttention-2", ICLR 2024): a multiprocessor takes a block of queries of a head after the other, and of
 causal attention only the keys up to the block's last query. One token to a cache (decoding) has a block for the queries
-of all heads that share keys, and the keys are split where there are few blocks."""
+of all heads that share keys. Where there are few blocks, those of one query or of 64, the keys are split (its
+`set_params_splitkv`)."""
+
+import math
 
 import numpy as np
 
-from gdp.arrays import F64
+from gdp.arrays import F64, Bool
 from gdp.costs.kernels import Kernel, PricedOp
 from gdp.costs.products import Multiprocessors, item_bytes
 
-_BLOCK, _DECODE_BLOCK, _KEYS = 128, 64, 64  # queries of a block, of one that decodes; keys read at a time
+_BLOCK, _SHORT_BLOCK, _KEYS = 128, 64, 64  # queries of a block, of one whose keys are split; keys read at a time
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)  # of keys
 _LEAST_SPLIT = 128
+_FEW = 0.8  # blocks a multiprocessor: with fewer, FlashAttention splits the keys of a forward pass
+# FlashAttention takes no mask, and kernels that do are slower: 1.9 and 1.4 times in forward passes of BEiT and GPT-2,
+# 2.1 in GPT-2's backward pass, on an H100 and an H200 (benchmarks/data/h100/further-step-ops.csv, h200/step-ops.csv)
+_MASKED = 2
+_UNMASKED = {  # tensors without a mask, of kernels that take one
+    "flash_attention_for_cpu": 3,
+    "efficient_attention": 3,
+    "cudnn_attention": 3,
+    "flash_attention_for_cpu_backward": 6,
+    "efficient_attention_backward": 8,
+    "cudnn_attention_backward": 8,
+}
 # Fitted on the tables of all three cards (benchmarks/data/measured/attention-*.csv): what a block takes to begin and
 # end, and what a key takes one multiprocessor that decodes, of any card: it waits for memory.
 _BLOCK_NS, _KEY_NS = 2_500, 20.0
@@ -45,10 +60,13 @@ def attention(op: PricedOp) -> list[Kernel]:
     is_backward = call.kind.endswith("_backward")
     query, key = call.arrays[is_backward : 2 + is_backward]
     (batch, heads, queries, width), (kv_heads, keys) = query.size, key.size[-3:-1]
-    place = _CAUSAL[call.kind.removeprefix(f"aten.{_PREFIX}")]
+    name = call.kind.removeprefix(f"aten.{_PREFIX}")
+    place, has_mask = _CAUSAL[name], queries > 1 and len(call.arrays) > _UNMASKED.get(name, len(call.arrays))
+    # a mask of all heads alike in a forward pass alone is that of a window, which servers' kernels know
+    is_masked = has_mask and (op.is_trained or math.prod(call.arrays[3].size[-3:-2]) > 1)
     is_causal = place < len(call.arguments) and call.arguments[place] == 1
     causal = int(is_causal) * (_ZIGZAG if call.kind.startswith("context.") else 1)
-    size = (batch * kv_heads, max(heads // max(kv_heads, 1), 1), queries, keys, width, causal)
+    size = (batch * kv_heads, max(heads // max(kv_heads, 1), 1), queries, keys, width, causal, is_masked)
     seen = float(keys_seen(np.array([size], np.float64), 1)[0])
     flops = round(op.flops * seen / keys) if keys else 0
     kernels = [Kernel("attention_backward" if is_backward else "attention", flops, op.bytes, size)]
@@ -68,23 +86,25 @@ def core_block(queries: int) -> int:
     return next(rows for least, rows in _CORE_BLOCKS if queries >= least)
 
 
-def attention_ns(size: F64, flops: F64, processors: Multiprocessors) -> F64:
-    """Returns the ns [K] of attention of `size` [K, 6], if memory is quick enough, without its floor. A size has
-    sequences x heads of keys, heads of queries for each of them, queries, keys, width and 1 if causal, 2 in zigzag."""
-    parts, group, queries, keys, _, _ = size.T
-    is_decode = queries == 1
+def attention_ns(size: F64, flops: F64, is_forward: Bool, processors: Multiprocessors) -> F64:
+    """Returns the ns [K] of attention of `size` [K, 7], if memory is quick enough, without its floor. A size has
+    sequences x heads of keys, heads of queries for each of them, queries, keys, width, 1 if causal, 2 in zigzag, and 1
+    with a mask."""
+    parts, group, queries, keys, _, _, is_masked = size.T
+    is_decode, flops = queries == 1, np.where(is_masked, _MASKED, 1) * flops
     pairs = parts * group * queries * keys_seen(size, 1)
-    block = np.where(is_decode, _DECODE_BLOCK, _BLOCK)
-    blocks = parts * np.where(is_decode, np.ceil(group / block), group * np.ceil(queries / block))
-    key_ns = block * flops / np.maximum(pairs, 1) / processors.flops_per_ns
-    key_ns = np.where(is_decode, np.maximum(key_ns, _KEY_NS), key_ns)
-    seen = np.where(is_decode, keys, keys_seen(size, _BLOCK))
+    is_few = is_forward & (parts * group * np.ceil(queries / _SHORT_BLOCK) < _FEW * processors.count)
     best = np.full(len(size), np.inf)
     for splits in _SPLITS:
+        block = np.where(is_decode | (splits > 1), _SHORT_BLOCK, _BLOCK)
+        blocks = parts * np.where(is_decode, np.ceil(group / block), group * np.ceil(queries / block))
+        key_ns = block * flops / np.maximum(pairs, 1) / processors.flops_per_ns
+        key_ns = np.where(is_decode, np.maximum(key_ns, _KEY_NS), key_ns)
+        seen = np.where(is_decode, keys, keys_seen(size, _BLOCK if splits == 1 else _SHORT_BLOCK))
         spent_ns = _BLOCK_NS + np.ceil(seen / splits / _KEYS) * _KEYS * key_ns
         spent_ns *= np.ceil(blocks * splits / processors.count)
         if splits > 1:
-            spent_ns = np.where(is_decode & (seen >= splits * _LEAST_SPLIT), spent_ns, np.inf)
+            spent_ns = np.where((is_decode | is_few) & (seen >= splits * _LEAST_SPLIT), spent_ns, np.inf)
             spent_ns += processors.next_kernel_ns
         best = np.minimum(best, spent_ns)
     return np.asarray(best)
@@ -92,7 +112,7 @@ def attention_ns(size: F64, flops: F64, processors: Multiprocessors) -> F64:
 
 def keys_seen(size: F64, block: int) -> F64:
     """Returns the mean number of keys [K] that a block of queries sees; the last query sees all."""
-    _, _, queries, keys, _, is_causal = size.T
+    _, _, queries, keys, _, is_causal, _ = size.T
     rows = np.minimum(queries, keys)  # that see a key
     seen = (keys - np.maximum(rows - block, 0) / 2) * rows / np.maximum(queries, 1)
     return np.asarray(np.where(is_causal == 1, seen, keys / np.where(is_causal == _ZIGZAG, 2, 1)))

@@ -21,8 +21,9 @@ import numpy as np
 from gdp.arrays import F64, I64, Bool, connected, unique
 from gdp.cluster.achieved import OF_FLOPS
 from gdp.costs.collectives import COLLECTIVE
+from gdp.costs.passes import array_bytes, is_training
 from gdp.costs.products import PRODUCTS, product_size
-from gdp.costs.table import class_of
+from gdp.costs.table import BATCH_NORMS, class_of
 from gdp.graph import Graph
 from gdp.graph.fingerprint import numbered
 from gdp.graph.shapes import parsed_calls
@@ -40,7 +41,7 @@ class Fusion:
     is_fused: Bool  # [N] the ops that become, alone or with others, a kernel of what they loop over
     region: I64  # [N] the kernel of each op
     bytes: I64  # [N] that the op's part of its kernel reads and writes
-    launches: Bool  # [N] the last op of each kernel
+    launches: I64  # [N] 1 for the last op of each kernel, and 1 for a batch norm, whose statistics come first
     part: F64  # [N] of the product that each op is computed in; 1: by itself
 
 
@@ -63,7 +64,8 @@ def fused(graph: Graph, *, with_siblings: bool = False) -> Fusion:
     last = np.zeros(graph.num_ops, np.int64)
     last[region] = np.arange(graph.num_ops)
     part = _siblings(graph, place) if with_siblings else np.ones(graph.num_ops)
-    return Fusion(is_fused, region, _crossing(graph, region), last[region] == np.arange(graph.num_ops), part)
+    again, is_last = _read_again(graph), last[region] == np.arange(graph.num_ops)
+    return Fusion(is_fused, region, _crossing(graph, region) + again, is_last + (again > 0).astype(np.int64), part)
 
 
 def _siblings(graph: Graph, place: I64) -> F64:
@@ -130,6 +132,20 @@ def _computed_at(graph: Graph, is_inline: Bool, is_fused: Bool, of_pass: I64) ->
     while (computed_at != (computed_at := computed_at[computed_at])).any():
         pass
     return computed_at
+
+
+def _read_again(graph: Graph) -> I64:
+    """Returns the bytes [N] that batch norms in training read after their statistics: the batch, and its gradient."""
+    texts, code = numbered(graph.shapes)
+    found = [0] * len(texts)
+    for place, text in enumerate(texts):
+        for call in parsed_calls(text)[:1]:
+            name, num_bytes = call.kind.removeprefix("aten."), sum(map(array_bytes, call.results[:1]))
+            if name == "native_batch_norm_backward":
+                found[place] = 2 * num_bytes
+            elif name in BATCH_NORMS and is_training(call):
+                found[place] = num_bytes
+    return np.array(found, np.int64)[code]
 
 
 def _crossing(graph: Graph, region: I64) -> I64:

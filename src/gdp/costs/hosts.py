@@ -15,7 +15,9 @@ from gdp.costs.table import class_of
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.copies import RECOMPUTED
+from gdp.graph.fingerprint import numbered
 from gdp.graph.layers import LayerPaths
+from gdp.graph.shapes import parsed_calls
 
 CHECKPOINT_KERNELS, RECOMPUTED_KERNELS = 49, 165
 """Kernels that a host issues in the time of the Python of a checkpointed layer, when it runs forward, and when it does
@@ -29,6 +31,11 @@ gradients, which takes 4 times as long as one of `torch.nn` alone (benchmarks/ho
 EXCHANGE_KERNELS = 5
 """Kernels that a host issues in the time of an exchange between ranks in eager PyTorch, its own among them: six in such
 a layer, in a group that launches nothing, take 8 to 14 % more, 4 to 7 kernels each (benchmarks/host_of_layers.py)."""
+
+
+_OF_UPDATES = {"optimizer.foreach": 0.25, "optimizer.fused": 0.6, "optimizer.for-loop": 0.55}
+"""Kernels that a host issues in the time of an optimizer's Python, for each call of a parameter's update: fitted on
+AdamW and SGD of 100 and 300 parameters on an H100 (benchmarks/data/h100/further-ops.csv)."""
 
 
 def host_times(graph: Graph, cluster: Cluster, op_time_ns: I64) -> I64:
@@ -69,7 +76,7 @@ def _issue_times(graph: Graph, issue_ns: int, runtime: str, by_kernels: bool) ->
         )
     counted = np.where(counts == 1, step_kernels(graph, runtime).counts, counts) if by_kernels else counts
     if runtime == EAGER:
-        counted = counted + _checkpoint_kernels(graph) + _exchange_kernels(graph)
+        counted = counted + _checkpoint_kernels(graph) + _exchange_kernels(graph) + _update_kernels(graph)
     return np.asarray(np.ceil(counted * issue_ns), np.int64)
 
 
@@ -94,3 +101,15 @@ def _exchange_kernels(graph: Graph) -> I64:
     """Returns what exchanges between ranks cost [N], beside their own kernels."""
     is_exchange = graph.is_of_kind(*(kind for kind in set(graph.kinds) if class_of(kind) == COLLECTIVE))
     return np.where(is_exchange, EXCHANGE_KERNELS - 1, 0)
+
+
+def _update_kernels(graph: Graph) -> F64:
+    """Returns what the Python of updates of parameters costs [N]."""
+    texts, code = numbered(graph.shapes)
+    found = np.zeros(len(texts))
+    for place, text in enumerate(texts):
+        if text.startswith("optimizer."):
+            call = parsed_calls(text)[0]
+            *_, count = (1, *(number for number in call.arguments if isinstance(number, int)))
+            found[place] = _OF_UPDATES.get(call.kind, 0) * max(count, 1)
+    return found[code]

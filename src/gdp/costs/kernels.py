@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gdp.costs.fusion import Fusion
 
 CLASSES = (*OF_FLOPS, *OF_BYTES, COLLECTIVE)
-SIZES = 6  # sizes that a kernel may have
+SIZES = 7  # sizes that a kernel may have
 
 
 class Kernel(NamedTuple):
@@ -111,8 +111,8 @@ def kernels_of(
                     "the model again, or leave shapes out"
                 ) from None
             if part[op]:
-                name = "fused"
-                own = [Kernel(own[0].kind, flops, num_bytes, launches=float(part[op] - 1))]
+                name, main = "fused", next((each for each in own if each.kind != "transposed_copy"), own[0])
+                own = [Kernel(main.kind, flops, num_bytes, launches=float(part[op] - 1))]
             elif of_product[op] < 1:
                 size = (*own[0].size[:2], round(own[0].size[2] / of_product[op]), own[0].size[3])
                 own[0] = own[0]._replace(size=size, launches=float(of_product[op]))

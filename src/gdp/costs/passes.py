@@ -21,6 +21,7 @@ _NARROW = 1024  # elements of a row; a thread block has it, and waits for its su
 _ROW_NS, _ROW_GRADIENT_NS, _ROW_SUM_NS = 1200, (6, 1700), (9, 3300)
 _CHANNEL_NS, _CHANNEL_GRADIENT_NS, _GROUP_NS = 0.17, 0.18, 0.45
 _POOL_NS, _POOL_GRADIENT_NS, _POOLED = 4800, 7000, 256  # elements of a block
+_STEP_NS = 370  # of a scan across the order of memory, for an element
 _PLANE = 150  # elements of a channel of an image: fewer are read in parts of what memory delivers
 
 
@@ -141,18 +142,26 @@ def _is_narrow(op: PricedOp, array: Array) -> bool:
     return "group" not in op.kind and not op.is_compiled and bool(array.size) and array.size[-1] <= _NARROW
 
 
+def is_training(call: ShapedCall) -> bool:
+    """Returns whether a batch norm reads the statistics of its batch."""
+    return "no_training" not in call.kind and call.arguments[5:6] != (0,)
+
+
 def batch_norm(op: PricedOp) -> list[Kernel]:
-    """In training the statistics are read first; in inference they are known."""
+    """In training the statistics are read first; in inference they are known. In bfloat16 several kernels are launched
+    (benchmarks/data/h200/ops.csv, h100/further-ops.csv)."""
     call = op.calls[0]
     values = call.arrays[0]
-    if "no_training" in call.kind or call.arguments[5] == 0:
+    if not is_training(call):
+        launches = 3 if values.dtype == "bfloat16" and not op.is_compiled else 1
         if op.is_compiled or is_channels_last(values):
-            return [Kernel("norm", op.flops, op.bytes)]
-        return [Kernel("evaluated_batch_norm", op.flops, round(op.bytes * _of_small_planes(values)))]
+            return [Kernel("norm", op.flops, op.bytes, launches=launches)]
+        return [Kernel("evaluated_batch_norm", op.flops, round(op.bytes * _of_small_planes(values)), launches=launches)]
     kind, moved = _of_batch_norm(op), op.bytes + array_bytes(values)
     if kind != "native_batch_norm":
-        return [Kernel(kind, op.flops, moved)]
-    return [Kernel(kind, op.flops, round(moved * _of_small_planes(values)), _channels(values, moved, _CHANNEL_NS))]
+        return [Kernel(kind, op.flops, moved, launches=4 if kind.startswith("native") else 1)]
+    size = _channels(values, moved, _CHANNEL_NS)
+    return [Kernel(kind, op.flops, round(moved * _of_small_planes(values)), size, launches=3)]
 
 
 def _of_small_planes(values: Array) -> float:
@@ -166,7 +175,7 @@ def batch_norm_backward(op: PricedOp) -> list[Kernel]:
     gradient, values = op.calls[0].arrays[:2]
     kind, moved = _of_batch_norm(op, "_backward"), op.bytes + array_bytes(gradient) + array_bytes(values)
     size = _channels(values, moved, _CHANNEL_GRADIENT_NS) if kind == "native_batch_norm_backward" else ()
-    return [Kernel(kind, op.flops, moved, size)]
+    return [Kernel(kind, op.flops, moved, size, launches=3 if kind.endswith("_backward_last") else 1)]
 
 
 def _channels(values: Array, moved: int, ns: float) -> tuple[int, ...]:
@@ -227,6 +236,15 @@ def column_sum(op: PricedOp) -> list[Kernel]:
     return [Kernel("narrow_sum" if width <= _NARROW else "reduction", op.flops, op.bytes), Kernel("reduction", 0, 0)]
 
 
+def scan(op: PricedOp) -> list[Kernel]:
+    """Along neighbours, a thread block has a row; across them a thread has a column, and goes through it alone."""
+    call = op.calls[0]
+    values, dim = call.arrays[0], next((argument for argument in call.arguments[1:] if isinstance(argument, int)), -1)
+    is_inside = not values.size or values.size[dim] < 2 or values.strides[dim] == 1
+    size = () if is_inside or op.is_compiled else (1, _STEP_NS * values.size[dim])
+    return [Kernel("reduction", op.flops, op.bytes, size)]
+
+
 def average_pool(op: PricedOp) -> list[Kernel]:
     """Each element looks for its window, or a gradient for all that it may be in."""
     ns = _POOL_GRADIENT_NS if "backward" in op.kind else _POOL_NS
@@ -235,7 +253,7 @@ def average_pool(op: PricedOp) -> list[Kernel]:
 
 def max_pool_backward(op: PricedOp) -> list[Kernel]:
     """The gradient is filled, then each of its elements reads the indices of the windows that it may be in."""
-    return [Kernel("pool", op.flops, 2 * op.bytes)]
+    return [Kernel("pool", op.flops, op.bytes if op.is_compiled else 2 * op.bytes)]
 
 
 def filled_and_copied(op: PricedOp) -> list[Kernel]:

@@ -80,7 +80,12 @@ def _times_on_card(kernels: Kernels, device: Device) -> F64:
     if figures.get("multiprocessors"):
         item = np.array([item_bytes(dtype) for dtype in kernels.dtypes])[kernels.dtype_codes[cut]]
         cut_ns = tiled_ns(sizes[cut, :4], item, multiprocessors_of(device, achieved[cut]))
-        fused_ns = attention_ns(sizes[fused], kernels.flops[fused], multiprocessors_of(device, achieved[fused]))
+        fused_ns = attention_ns(
+            sizes[fused],
+            kernels.flops[fused],
+            kernels.kinds[fused] == ATTENTION[0],
+            multiprocessors_of(device, achieved[fused]),
+        )
         times_ns[cut] = together_ns(cut_ns * kernels.launches[cut], bytes_ns[cut])
         times_ns[fused] = together_ns(fused_ns, bytes_ns[fused])
     floors_ns = [figures.get(f"{name}_floor_ns", 0) for name in ("product", "decode", "prefill")]

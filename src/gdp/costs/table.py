@@ -27,13 +27,14 @@ _CLASS_OF_NAME = (  # the first that a kind's name has decides
     ("transpose|permute|contiguous|clone|copy|cat|stack|roll|flip|im2col|col2im", "transpose"),
     ("adam|adafactor|sgd|optimizer|lamb|adagrad|rmsprop|update", "optimizer"),
 )
-_BATCH_NORMS = (
+BATCH_NORMS = (
     "native_batch_norm",
     "_native_batch_norm_legit",
     "_native_batch_norm_legit_no_training",
     "cudnn_batch_norm",
 )
 _SOFTMAXES = "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"
+_EMPTY = re.compile(r"\.(?:new_)?empty(?:_like|_strided)?$")  # calls that launch nothing
 _PATTERNS = tuple((re.compile(pattern), kind) for pattern, kind in _CLASS_OF_NAME)
 
 
@@ -68,7 +69,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **dict.fromkeys(ATTENTION, attention),
         "convolution": convolutions.convolution,
         "convolution_backward": convolutions.convolution_backward,
-        **dict.fromkeys(_BATCH_NORMS, passes.batch_norm),
+        **dict.fromkeys(BATCH_NORMS, passes.batch_norm),
         "native_batch_norm_backward": passes.batch_norm_backward,
         "native_layer_norm": passes.row_norm,
         "native_layer_norm_backward": passes.row_norm_backward,
@@ -78,6 +79,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "native_group_norm_backward": passes.row_norm_backward,
         **dict.fromkeys(_SOFTMAXES, passes.softmax),
         "sum": passes.column_sum,
+        **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp"), passes.scan),
         **dict.fromkeys(("avg_pool2d", "avg_pool2d_backward"), passes.average_pool),
         "max_pool2d_with_indices_backward": passes.max_pool_backward,
         **dict.fromkeys(("select_backward", "slice_backward", "constant_pad_nd"), passes.filled_and_copied),
@@ -103,9 +105,12 @@ def _rule_of_call(op: PricedOp) -> Rule:
 
 def _call_by_call(op: PricedOp) -> list[Kernel]:
     """Kernels of each call, as of an op that others in its memory have joined; the first has its FLOPs."""
+    calls = [call for call in op.calls if not _EMPTY.search(call.kind)] or op.calls[:1]
+    num_bytes = [passes.call_bytes(call) for call in calls]
+    part = min(op.bytes / max(sum(num_bytes), 1), 1)  # rows of a table, or shapes alone
     kernels: list[Kernel] = []
-    for number, call in enumerate(op.calls):
+    for number, call in enumerate(calls):
         flops = 0 if number else op.flops
-        one = op._replace(kind=call.kind, flops=flops, bytes=passes.call_bytes(call), calls=(call,))
+        one = op._replace(kind=call.kind, flops=flops, bytes=round(part * num_bytes[number]), calls=(call,))
         kernels += _rule_of_call(one)(one)
     return kernels

@@ -38,6 +38,18 @@ def memory_of(gpu: Gpu) -> int | None:
     return None if kind is None else kind.memory_bytes
 
 
+# Products of halves over those of float32 by compute capability, from the built-in kinds; 2 is GeForce's
+_HALVES = {(7, 0): 8, (7, 5): 4, (8, 0): 16, (9, 0): 14, (10, 0): 28}
+
+
+def _rates_of_halves(float32: int, capability: tuple[int, int]) -> dict[str, int]:
+    """Returns the FLOPs per second of the types that tensor cores multiply."""
+    if capability < (7, 0):
+        return {}
+    halves = _HALVES.get(capability, 2) * float32
+    return {"float16": halves} if capability < (8, 0) else {"tf32": halves // 2, "float16": halves, "bfloat16": halves}
+
+
 def gpu_device(name: str, gpu: Gpu) -> Device | None:
     """Returns the device with the figures of its kind, else with estimates; None if too little is known."""
     memory_bytes, kind = memory_of(gpu), kind_of(gpu)
@@ -53,5 +65,5 @@ def gpu_device(name: str, gpu: Gpu) -> Device | None:
     float32 = 2 * gpu.num_cores * gpu.sm_mhz * 10**6
     bandwidth = 2 * gpu.memory_mhz * 10**6 * gpu.bus_width_bits // 8
     figures = figures_of_kind(kind)
-    rates = {"float32": float32}
+    rates = {"float32": float32} | _rates_of_halves(float32, gpu.compute_capability or (0, 0))
     return Device(name, kind, memory_bytes, rates, bandwidth, GPU_LAUNCH_NS, figures.issue_ns, figures.achieved)
