@@ -61,8 +61,9 @@ def attention(op: PricedOp) -> list[Kernel]:
     query, key = call.arrays[is_backward : 2 + is_backward]
     (batch, heads, queries, width), (kv_heads, keys) = query.size, key.size[-3:-1]
     name = call.kind.removeprefix(f"aten.{_PREFIX}")
-    place, has_mask = _CAUSAL[name], queries > 1 and len(call.arrays) > _UNMASKED.get(name, len(call.arrays))
-    # a mask of all heads alike in a forward pass alone is that of a window, which servers' kernels know
+    place, could_be_flash = _CAUSAL[name], item_bytes(query.dtype) < 4 and queries > 1
+    has_mask = could_be_flash and len(call.arrays) > _UNMASKED.get(name, len(call.arrays))
+    # a mask of all heads in a forward pass is that of a window, which servers' kernels know
     is_masked = has_mask and (op.is_trained or math.prod(call.arrays[3].size[-3:-2]) > 1)
     is_causal = place < len(call.arguments) and call.arguments[place] == 1
     causal = int(is_causal) * (_ZIGZAG if call.kind.startswith("context.") else 1)
