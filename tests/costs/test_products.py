@@ -186,7 +186,7 @@ def test_attention():
     name = "aten._scaled_dot_product_flash_attention"
     full = kernels(f"{name} {shape} {shape} {shape} ~ 0 > {shape}", 6400)
     assert full == [Kernel("attention", 6400, 1000, (8, 1, 8, 8, 16, 0, 0))]
-    for heads, is_masked in ((4, 1), (1, 0)):  # a bias of each head, and the window of all in a forward pass alone
+    for heads, is_masked in ((4, 1), (1, 0)):  # a bias of each head, and a mask of all
         (masked,) = kernels(f"{name}_for_cpu {shape} {shape} {shape} ~ 0 bfloat16[2,{heads},8,8] > {shape}", 6400)
         assert masked == Kernel("attention", 6400, 1000, (8, 1, 8, 8, 16, 0, is_masked))
     (causal,) = kernels(f"{name} {shape} {shape} {shape} ~ 1 > {shape}", 6400)
@@ -209,7 +209,7 @@ def test_attention_time():
     # 6 blocks on 4 multiprocessors: two waves of 2,500 ns and 192 keys, or all 256. Two tokens' blocks are each split
     # in two: 2,500 ns, 2,048 keys of 20 ns, and 100 ns until a second kernel adds them
     assert spent == pytest.approx([2 * 2692, 2 * 2756, 43560])
-    sizes[:, 6] = 1  # with a mask each key takes twice as long, but for one query, which waits for memory
+    sizes[:, 6] = 1  # with a bias each key takes twice as long, but for one query, which waits for memory
     masked = attention_ns(sizes, flops, np.ones(3, np.bool_), processors)
     assert masked == pytest.approx([2 * (2500 + 2 * 192), 2 * (2500 + 2 * 256), 43560])
 

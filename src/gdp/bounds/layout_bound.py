@@ -23,7 +23,7 @@ import numpy as np
 
 from gdp.arrays import I64
 from gdp.cluster import Cluster, Device
-from gdp.cluster.achieved import NUMBERS
+from gdp.cluster.achieved import CACHE_SHARE, NUMBERS
 from gdp.costs.op_times import op_time_classes
 from gdp.costs.table import class_of
 from gdp.graph import Graph
@@ -61,7 +61,7 @@ def _whole(device: Device) -> Device:
     """Returns the device without what a part of an op may take less of: launches, work that is cut into tiles, reads of
     what is not in the cache, and steps of exchanges."""
     shares = {name: value for name, value in device.achieved.items() if name not in NUMBERS}
-    if device.achieved.get("cache_bytes"):
+    if device.achieved.get("cache_bytes") and device.achieved.get("cache_share", CACHE_SHARE):
         shares["cache_bytes"] = 1e15  # all of them
     link = device.link and replace(device.link, latency_ns=0)
     return replace(device, launch_ns=0, issue_ns=0, achieved=MappingProxyType(shares), link=link)

@@ -16,15 +16,14 @@ _BLOCK, _SHORT_BLOCK, _KEYS = 128, 64, 64  # queries of a block, of one whose ke
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)  # of keys
 _LEAST_SPLIT = 128
 _FEW = 0.8  # blocks a multiprocessor: with fewer, FlashAttention splits the keys of a forward pass
-# FlashAttention takes no mask, and kernels that do are slower: 1.9 and 1.4 times in forward passes of BEiT and GPT-2,
-# 2.1 in GPT-2's backward pass, on an H100 and an H200 (benchmarks/data/h100/further-step-ops.csv, h200/step-ops.csv)
-_MASKED = 2
-_UNMASKED = {  # tensors without a mask, of kernels that take one
+# FlashAttention takes no bias of single heads: kernels that do take 2 to 3 times as long, in BEiT's forward pass on an
+# H100 (benchmarks/data/h100/further-step-ops.csv). A mask of all heads is that of a window, which kernels know
+_BIASED = 2
+_BIAS = {  # its place among the tensors of kernels that take one
     "flash_attention_for_cpu": 3,
     "efficient_attention": 3,
     "cudnn_attention": 3,
     "flash_attention_for_cpu_backward": 6,
-    "efficient_attention_backward": 8,
     "cudnn_attention_backward": 8,
 }
 # Fitted on the tables of all three cards (benchmarks/data/measured/attention-*.csv): what a block takes to begin and
@@ -61,13 +60,11 @@ def attention(op: PricedOp) -> list[Kernel]:
     query, key = call.arrays[is_backward : 2 + is_backward]
     (batch, heads, queries, width), (kv_heads, keys) = query.size, key.size[-3:-1]
     name = call.kind.removeprefix(f"aten.{_PREFIX}")
-    place, could_be_flash = _CAUSAL[name], item_bytes(query.dtype) < 4 and queries > 1
-    has_mask = could_be_flash and len(call.arrays) > _UNMASKED.get(name, len(call.arrays))
-    # a mask of all heads in a forward pass is that of a window, which servers' kernels know
-    is_masked = has_mask and (op.is_trained or math.prod(call.arrays[3].size[-3:-2]) > 1)
+    place, bias = _CAUSAL[name], call.arrays[_BIAS.get(name, len(call.arrays)) :][:1]
+    is_biased = item_bytes(query.dtype) < 4 and any(math.prod(array.size[-3:-2]) > 1 for array in bias)
     is_causal = place < len(call.arguments) and call.arguments[place] == 1
     causal = int(is_causal) * (_ZIGZAG if call.kind.startswith("context.") else 1)
-    size = (batch * kv_heads, max(heads // max(kv_heads, 1), 1), queries, keys, width, causal, is_masked)
+    size = (batch * kv_heads, max(heads // max(kv_heads, 1), 1), queries, keys, width, causal, is_biased)
     seen = float(keys_seen(np.array([size], np.float64), 1)[0])
     flops = round(op.flops * seen / keys) if keys else 0
     kernels = [Kernel("attention_backward" if is_backward else "attention", flops, op.bytes, size)]
@@ -90,9 +87,9 @@ def core_block(queries: int) -> int:
 def attention_ns(size: F64, flops: F64, is_forward: Bool, processors: Multiprocessors) -> F64:
     """Returns the ns [K] of attention of `size` [K, 7], if memory is quick enough, without its floor. A size has
     sequences x heads of keys, heads of queries for each of them, queries, keys, width, 1 if causal, 2 in zigzag, and 1
-    with a mask."""
-    parts, group, queries, keys, _, _, is_masked = size.T
-    is_decode, flops = queries == 1, np.where(is_masked, _MASKED, 1) * flops
+    with a bias of heads."""
+    parts, group, queries, keys, _, _, is_biased = size.T
+    is_decode, flops = queries == 1, np.where(is_biased, _BIASED, 1) * flops
     pairs = parts * group * queries * keys_seen(size, 1)
     is_few = is_forward & (parts * group * np.ceil(queries / _SHORT_BLOCK) < _FEW * processors.count)
     best = np.full(len(size), np.inf)

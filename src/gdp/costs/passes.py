@@ -15,6 +15,7 @@ _FUNCTIONS = re.compile(
 )
 _COPIES = "aten.cat", "aten.stack"
 _NARROW = 1024  # elements of a row; a thread block has it, and waits for its sum
+_NARROW_SUM = 4096  # the same of a sum over rows: blocks have few columns each
 # ns that a thread block takes, however many run beside it: of a row of a norm, backward of an element and at most; of a
 # byte of a channel or group that it has alone; of the elements of a pool. Fitted on single ops on an H100
 # (benchmarks/data/h100/further-ops.csv)
@@ -115,6 +116,8 @@ def _kind(call: ShapedCall) -> str:
     if len(types) > 1:
         return "widening_copy" if "float32" in {array.dtype for array in call.results} else "copy"
     if call.kind in _COPIES:
+        if any(_is_permuted(array, call.results[0]) for array in call.arrays):
+            return "permuted_copy"
         if not all(_are_alike([array]) for array in call.arrays):
             return "strided_copy"
         return "interleaved_copy" if any(map(is_channels_last, call.results)) else "copy"
@@ -123,6 +126,20 @@ def _kind(call: ShapedCall) -> str:
     if call.kind.endswith(("native_dropout", "native_dropout_backward")):
         return "masked" if call.kind.endswith("backward") else "random"
     return "function" if _FUNCTIONS.search(call.kind) else "pointwise"
+
+
+def _is_permuted(part: Array, result: Array) -> bool:
+    """Returns whether the dimensions of a part lie in memory in another order than those of the result."""
+    own, other = (
+        sorted(
+            (dim for dim, size in enumerate(array.size) if size > 1 and array.strides[dim]),
+            key=lambda dim: -array.strides[dim],
+        )
+        for array in (part, result)
+    )
+    if is_contiguous(result):
+        return own != sorted(own)
+    return len(part.size) == len(result.size) and own != [dim for dim in other if dim in own]
 
 
 def _made_contiguous(*arrays: Array) -> list[Kernel]:
@@ -233,7 +250,8 @@ def column_sum(op: PricedOp) -> list[Kernel]:
     width = values.size[-1] if values.size else 1
     if op.is_compiled or not is_contiguous(values) or result.num_elements != width or values.num_elements == width:
         return [Kernel("reduction", op.flops, op.bytes)]
-    return [Kernel("narrow_sum" if width <= _NARROW else "reduction", op.flops, op.bytes), Kernel("reduction", 0, 0)]
+    kind = "narrow_sum" if width <= _NARROW_SUM else "reduction"
+    return [Kernel(kind, op.flops, op.bytes), Kernel("reduction", 0, 0)]
 
 
 def scan(op: PricedOp) -> list[Kernel]:

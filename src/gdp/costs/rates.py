@@ -8,7 +8,7 @@ import numpy as np
 
 from gdp.arrays import F64, Bool
 from gdp.cluster import Device
-from gdp.cluster.achieved import OF_BYTES, OF_FLOPS, share
+from gdp.cluster.achieved import CACHE_SHARE, OF_BYTES, OF_FLOPS, share
 from gdp.costs.attention import attention_ns
 from gdp.costs.collectives import COLLECTIVE, KINDS, AlikeCards
 from gdp.costs.cores import ATTENTION, core_times, launches_on_core
@@ -19,7 +19,6 @@ SMALL_FLOATS, HALVES = ("float8", "float4"), ("bfloat16", "float16")
 # Classes whose kernels read weights, or products', whose shares are fitted with what caches hold
 _OF_OTHERS = [CLASSES.index(name) for name in (*OF_FLOPS, "product_bytes", "gather", "element_gather", "optimizer")]
 _BLOCKS_AT_ONCE = 8  # on a multiprocessor: 2,048 threads, in blocks of 256
-_HELD = 0.5  # of the cache, fitted on the 24 set rows of GPT on A100, where 0.25 and 1 are worse
 _SUMS = {name for name in OF_BYTES if "norm" in name or name in ("reduction", "narrow_sum")}
 _OF_ELEMENTS = [
     CLASSES.index(name) for name in ("function", "random", "softmax")
@@ -137,7 +136,8 @@ def memory_times(kernels: Kernels, device: Device) -> F64:
     is_wide = np.array([item_bytes(dtype) >= 4 for dtype in kernels.dtypes] or [False])[kernels.dtype_codes]
     is_wide &= not device.is_cpu
     of_kernels = np.where(is_wide & np.isin(kernels.kinds, _OF_ELEMENTS), of_wide[kernels.kinds], shares[kernels.kinds])
-    held = _HELD * device.achieved.get("cache_bytes", 0) * ~np.isin(kernels.kinds, _OF_OTHERS)
+    cache_bytes = device.achieved.get("cache_share", CACHE_SHARE) * device.achieved.get("cache_bytes", 0)
+    held = cache_bytes * ~np.isin(kernels.kinds, _OF_OTHERS)
     moved = kernels.bytes - np.minimum(kernels.bytes / 2, held)
     return np.asarray(moved * 1e9 / (device.memory_bytes_per_second * of_kernels))
 
