@@ -69,7 +69,7 @@ class H200Steps(CardSteps):
     """Steps on an H200."""
 
     name, card = "h200", "h200-sxm-141g"
-    about = "kernels of steps on one H200, PyTorch 2.11; some rules were read from the times of their ops"
+    about = "kernels of steps on one H200, PyTorch 2.11; some rules, and what its cache holds, were read from them"
 
 
 class H100Steps(CardSteps):
