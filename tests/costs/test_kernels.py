@@ -186,6 +186,11 @@ def test_odd_channels_are_padded() -> None:
         ("cat float32[4,8] float32[4,8] > float32[8,8]", [("copy", 512)]),
         ("sum float32[4,8] (0) > float32[8]", [("narrow_sum", 160), ("reduction", 0)]),
         ("sum float32[4,8] (1) > float32[4]", [("reduction", 144)]),
+        ("sum float16[2,4096] (0) > float16[4096]", [("narrow_sum", 24_576), ("reduction", 0)]),
+        ("sum float16[2,4097] (0) > float16[4097]", [("reduction", 24_582), ("reduction", 0)]),
+        # heads behind tokens in memory: in the order of the result they are apart
+        ("stack float32[2,4,8]{8,16,1} float32[2,4,8]{8,16,1} > float32[2,2,4,8]", [("permuted_copy", 1024)]),
+        ("cat float32[4,8]{1,4} float32[4,8]{1,4} 1 > float32[4,16]", [("permuted_copy", 512)]),
         (
             "new_empty float32[4,8] (4,8) > float32[4,8]; aten.bernoulli_ float32[4,8] > float32[4,8]",
             [("pointwise", 256)],
@@ -201,7 +206,12 @@ def test_passes(text: str, expected: list[tuple[str, int]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "kind"), [("add float32[4,8] float32[8]", "pointwise"), ("add bfloat16[4,8] float32[4,8]", "copy")]
+    ("text", "kind"),
+    [
+        ("add float32[4,8] float32[8]", "pointwise"),
+        ("add bfloat16[4,8] float32[4,8]", "copy"),
+        ("cat float32[2,8]{1,2} float32[2,8]{1,2}", "copy"),
+    ],
 )
 def test_compiled_passes_read_several_elements_at_once(text: str, kind: str) -> None:
     """Inductor's kernels are not slower where operands are repeated or widened."""

@@ -1,5 +1,7 @@
 """Products and fused attention as kernels, and their times by hand and in properties."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,7 @@ from gdp.cluster.achieved import figures_of_kind
 from gdp.costs.attention import attention_ns
 from gdp.costs.kernels import CLASSES, Kernel, Kernels, PricedOp
 from gdp.costs.products import Multiprocessors, product, tiled_ns, together_ns
-from gdp.costs.rates import kernel_times
+from gdp.costs.rates import kernel_times, memory_times
 from gdp.costs.table import class_of, rule_of
 from gdp.graph.shapes import parsed_calls
 
@@ -186,8 +188,9 @@ def test_attention():
     name = "aten._scaled_dot_product_flash_attention"
     full = kernels(f"{name} {shape} {shape} {shape} ~ 0 > {shape}", 6400)
     assert full == [Kernel("attention", 6400, 1000, (8, 1, 8, 8, 16, 0, 0))]
-    for heads, is_masked in ((4, 1), (1, 0)):  # a bias of each head, and a mask of all
-        (masked,) = kernels(f"{name}_for_cpu {shape} {shape} {shape} ~ 0 bfloat16[2,{heads},8,8] > {shape}", 6400)
+    # a bias of each head, a mask of all, and one that is expanded over them
+    for mask, is_masked in (("[2,4,8,8]", 1), ("[2,1,8,8]", 0), ("[2,4,8,8]{64,0,8,1}", 0)):
+        (masked,) = kernels(f"{name}_for_cpu {shape} {shape} {shape} ~ 0 bfloat16{mask} > {shape}", 6400)
         assert masked == Kernel("attention", 6400, 1000, (8, 1, 8, 8, 16, 0, is_masked))
     (causal,) = kernels(f"{name} {shape} {shape} {shape} ~ 1 > {shape}", 6400)
     assert causal.flops == 3600  # 36 of 64 pairs
@@ -212,6 +215,20 @@ def test_attention_time():
     sizes[:, 6] = 1  # with a bias each key takes twice as long, but for one query, which waits for memory
     masked = attention_ns(sizes, flops, np.ones(3, np.bool_), processors)
     assert masked == pytest.approx([2 * (2500 + 2 * 192), 2 * (2500 + 2 * 256), 43560])
+
+
+def test_what_was_written_last_is_in_the_cache_of_some_cards():
+    """Of 16 MiB that a kernel moves an A100 finds half in its cache, and a Hopper card none."""
+    zeros = np.zeros(1, np.int64)
+    kinds = zeros + CLASSES.index("pointwise")
+    rows = Kernels(
+        zeros, zeros, kinds, zeros, zeros + 2**24, np.zeros((1, 7)), np.ones(1), ("bfloat16",), zeros, ("r",), zeros
+    )
+    ampere, hopper = (Cluster.parse(name).devices[0] for name in ("a100-sxm-80g", "h100-sxm-80g"))
+    without = replace(ampere, achieved={**ampere.achieved, "cache_share": 0.0})
+    assert memory_times(rows, without) == pytest.approx(2 * memory_times(rows, ampere))
+    whole_ns = 2**24 * 1e9 / (hopper.achieved["pointwise"] * hopper.memory_bytes_per_second)
+    assert memory_times(rows, hopper) == pytest.approx([whole_ns])
 
 
 def test_keys_of_few_queries_are_split():

@@ -80,7 +80,7 @@ NUMBERS: Mapping[str, str] = MappingProxyType(
         "decode_floor_ns": "of attention of one token to a cache, in the same way",
         "prefill_floor_ns": "of other fused attention, in the same way",
     }
-)  # further numbers, 0 where a device does not tell them
+)  # further numbers, 0 where a device does not tell them and nothing else is said
 
 
 CACHE_SHARE = 0.5  # fitted on the 24 set rows of GPT on A100, where 0.25 and 1 are worse

@@ -4,8 +4,6 @@ causal attention only the keys up to the block's last query. One token to a cach
 of all heads that share keys. Where there are few blocks, those of one query or of 64, the keys are split (its
 `set_params_splitkv`)."""
 
-import math
-
 import numpy as np
 
 from gdp.arrays import F64, Bool
@@ -61,7 +59,8 @@ def attention(op: PricedOp) -> list[Kernel]:
     (batch, heads, queries, width), (kv_heads, keys) = query.size, key.size[-3:-1]
     name = call.kind.removeprefix(f"aten.{_PREFIX}")
     place, bias = _CAUSAL[name], call.arrays[_BIAS.get(name, len(call.arrays)) :][:1]
-    is_biased = item_bytes(query.dtype) < 4 and any(math.prod(array.size[-3:-2]) > 1 for array in bias)
+    by_head = [pair for array in bias for pair in zip(array.size[-3:-2], array.strides[-3:-2], strict=True)]
+    is_biased = item_bytes(query.dtype) < 4 and any(size > 1 and stride for size, stride in by_head)
     is_causal = place < len(call.arguments) and call.arguments[place] == 1
     causal = int(is_causal) * (_ZIGZAG if call.kind.startswith("context.") else 1)
     size = (batch * kv_heads, max(heads // max(kv_heads, 1), 1), queries, keys, width, causal, is_biased)

@@ -68,15 +68,15 @@ def _issue_times(graph: Graph, issue_ns: int, runtime: str, by_kernels: bool) ->
     """Returns the ns [N] that a host takes to issue the kernels of each op; those of a CUDA graph are there already."""
     if not issue_ns or runtime == CUDA_GRAPHS:
         return np.zeros(graph.num_ops, np.int64)
-    counts = graph.kernels
-    if float(counts.max() + RECOMPUTED_KERNELS) * issue_ns + int(graph.host_ns.max()) >= 2.0**62:
+    counts, of_updates = graph.kernels, _update_kernels(graph)
+    if float(counts.max() + RECOMPUTED_KERNELS + of_updates.max()) * issue_ns + int(graph.host_ns.max()) >= 2.0**62:
         raise InputError(
             f"graph {graph.name!r}: {counts.max():,} kernels at {issue_ns} ns and {graph.host_ns.max()} ns take hosts "
             "2^62 ns or more; check kernels, host_ns and issue"
         )
     counted = np.where(counts == 1, step_kernels(graph, runtime).counts, counts) if by_kernels else counts
     if runtime == EAGER:
-        counted = counted + _checkpoint_kernels(graph) + _exchange_kernels(graph) + _update_kernels(graph)
+        counted = counted + _checkpoint_kernels(graph) + _exchange_kernels(graph) + of_updates
     return np.asarray(np.ceil(counted * issue_ns), np.int64)
 
 
@@ -111,5 +111,5 @@ def _update_kernels(graph: Graph) -> F64:
         if text.startswith("optimizer."):
             call = parsed_calls(text)[0]
             *_, count = (1, *(number for number in call.arguments if isinstance(number, int)))
-            found[place] = _OF_UPDATES.get(call.kind, 0) * max(count, 1)
+            found[place] = _OF_UPDATES.get(call.kind, 0) * min(max(count, 1), 2**62)
     return found[code]

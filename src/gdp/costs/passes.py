@@ -97,7 +97,12 @@ def pointwise(op: PricedOp) -> list[Kernel]:
     """Operands are read, the result is written: across the order of memory if strides differ."""
     kind = _kind(op.calls[0])
     if op.is_compiled:  # Inductor reads several elements at once in any of these
-        kind = {"strided_copy": "pointwise", "widening_copy": "copy", "interleaved_copy": "copy"}.get(kind, kind)
+        kind = {
+            "strided_copy": "pointwise",
+            "widening_copy": "copy",
+            "interleaved_copy": "copy",
+            "permuted_copy": "copy",
+        }.get(kind, kind)
     elif kind == "transpose":
         kind = "transposed_copy"
     return [Kernel(kind, op.flops, op.bytes)]

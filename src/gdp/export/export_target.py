@@ -298,7 +298,7 @@ def gpus(problem: Problem, target: str) -> Bool:
     return np.asarray(is_gpu)
 
 
-def write_ranks(problem: Problem, devices: I64, command: str, variable: str) -> str:
+def write_ranks(problem: Problem, devices: I64, command: str, variable: str, target: str) -> str:
     """Writes the command as a comment, the `NAME=value` of a layout, and the GPUs in the order of pipeline ranks; those
     of several hosts as comments. InputError where the ranks of a host are no neighbours."""
     cards, ranks = cards_of(problem), devices[stage_starts(devices)].tolist()
@@ -306,7 +306,9 @@ def write_ranks(problem: Problem, devices: I64, command: str, variable: str) -> 
         (host, list(own)) for host, own in groupby(ranks, lambda device: cards[device][0][0] if cards[device] else "")
     ]
     if len({host for host, _ in runs}) < len(runs):
-        raise InputError("ranks are numbered host by host, and the plan has stages in turns on hosts; place on one")
+        raise InputError(
+            f"{target}: numbers ranks host by host, and the plan has stages in turns on hosts; place on one"
+        )
     visible = [f"CUDA_VISIBLE_DEVICES={visible_cards(problem, own)}" for _, own in runs]
     if len(runs) > 1:
         visible = [f"# on {host}: {line}" for (host, _), line in zip(runs, visible, strict=True)]

@@ -36,7 +36,7 @@ def write(problem: Problem, units: ExportUnits, devices: I64) -> str:
     stages = layout(units, devices)
     size = stages.count("|") + 1
     command = f'--pipeline-model-parallel-size {size} --pipeline-model-parallel-layout "${_VARIABLE}"'
-    return write_ranks(problem, devices, command, f"{_VARIABLE}='{stages}'")
+    return write_ranks(problem, devices, command, f"{_VARIABLE}='{stages}'", NAME)
 
 
 TARGET = ExportTarget(NAME, "embedding, decoder layers and head by rank", "megatron.env", read_units, write)

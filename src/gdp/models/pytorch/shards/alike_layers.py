@@ -40,14 +40,17 @@ class AlikeLayers:
         layers, have_run = cls(model), set[nn.Module]()
         hooks = [layer.register_forward_pre_hook(lambda layer, _: have_run.add(layer)) for layer in layers.counts]
         try:
-            with layers.shortened(), torch.no_grad():
-                model(*args, **kwargs)
+            with torch.no_grad():
+                with layers.shortened():
+                    model(*args, **kwargs)
+                if missing := layers.counts.keys() - have_run:  # behind every fourth layer, or not in use at all
+                    model(*args, **kwargs)
         except Exception:  # whatever the model's code raises that counts on all of its layers
             return cls(nn.Module())
         finally:
             for hook in hooks:
                 hook.remove()
-        return layers if layers.counts.keys() <= have_run else cls(nn.Module())  # such as every fourth layer
+        return cls(nn.Module()) if missing & have_run else layers
 
     def representative(self, path: str) -> str:
         """Returns the path of a weight of the first layer of its kind."""

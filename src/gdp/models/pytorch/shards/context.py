@@ -136,8 +136,8 @@ def _attention_of_samples(run: Any, name: str, func: Any, args: Any, kwargs: Any
 
 def _embedding(run: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     table, ids, *rest = args
-    # positions [S] are those of all samples
-    ids = run.begun(ids, -1) if ids.dim() > run.has_experts and cut_of(ids) is None else ids
+    least = 2 if run.has_experts else 1  # positions [S] are those of all samples
+    ids = run.begun(ids, -1) if ids.dim() >= least and cut_of(ids) is None else ids
     cut = cut_of(ids)
     result = func(run.entered(table) if cut else table, ids, *rest, **kwargs)
     if cut is None:
