@@ -45,7 +45,7 @@ RECORDED = {  # error of the fixed part in percent: median, 90th percentile; a f
     "mpt": (0.7, 1.0),
     "timm-training": (1.8, 2.4),
     "timm-inference": (5.4, 15.0),
-    "h200": (15.2, 35.8),
+    "h200": (11.2, 30.1),
 }
 FIXED_ROWS: dict[str, tuple[MeasuredSource, Callable[[int, MeasuredRow], bool]]] = {  # few captures, of small models
     "products": (ProductTable(), lambda number, _: number % 25 == 0),

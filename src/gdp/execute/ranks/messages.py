@@ -67,7 +67,7 @@ class Messages:
             self.fail(Failure.gone(peer))
 
     def wait(self, work: Any, peer: int, what: str, *, by_stream: bool = False) -> None:
-        """Waits for a message; `by_stream` the GPU's stream does, and not the host, as NCCL has it without a timeout.
+        """Waits for a message; `by_stream` the GPU's stream does, and not the host, as NCCL has it without a limit.
         `what` says what the peer has not done in time."""
         began = time.monotonic()
         try:
