@@ -33,6 +33,7 @@ CALLS = (
     "nvmlDeviceGetNvLinkRemotePciInfo",
     "nvmlDeviceGetNvLinkRemoteDeviceType",
     "nvmlDeviceGetTopologyCommonAncestor",
+    "nvmlDeviceGetP2PStatus",
 )
 
 
@@ -64,8 +65,10 @@ class FakeNvml:
         cards: Sequence[Card],
         ancestors: Mapping[tuple[int, int], int] | None = None,
         refused: Collection[str] = (),
+        without_copies: Collection[tuple[int, int]] = (),
     ) -> None:
         self.cards, self.ancestors, self.refused = cards, ancestors or {}, refused
+        self.without_copies = without_copies
         self.asked: set[str] = set()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -91,6 +94,8 @@ class FakeNvml:
         card = self.cards[number]
         if name == "TopologyCommonAncestor":
             return self.ancestors[number, int(args[1].removeprefix("handle "))]
+        if name == "P2PStatus":
+            return 2 * ((number, int(args[1].removeprefix("handle "))) in self.without_copies)
         if name == "MemoryInfo":
             used = card.others_mib + card.own_mib
             free = card.total_mib - card.reserved_mib - used

@@ -385,7 +385,8 @@ def test_pcie_slots() -> None:
         "gpu1>cpu0": ("gpu1.pcie.up",),
         "cpu0>gpu1": ("gpu1.pcie.down",),
     }
-    assert cluster.route(0, 1) == Route(10_000, 12_000_000_000, ("gpu0.pcie.up", "gpu1.pcie.down"))
+    assert cluster.route(0, 1) == Route(5_770, 12_000_000_000, ("gpu0.pcie.up", "gpu1.pcie.down"), "pcie3")
+    assert cluster.route(0, 2) == Route(10_000, 12_000_000_000, ("gpu0.pcie.up",))  # a copy to the host
 
 
 def test_the_slowest_slot() -> None:
@@ -412,7 +413,7 @@ def test_hybrid_cube_mesh() -> None:
     assert len(wired) == 8 * 4  # four links a card
     assert (0, 4) in wired
     assert (0, 5) not in wired
-    assert cluster.route(0, 5) == Route(10_000, 12_000_000_000, ("gpu0.pcie.up", "gpu5.pcie.down"))
+    assert cluster.route(0, 5) == Route(5_770, 12_000_000_000, ("gpu0.pcie.up", "gpu5.pcie.down"), "pcie3")
 
 
 def test_network_cards_of_hosts() -> None:
@@ -481,9 +482,8 @@ def test_network_cards_of_machines() -> None:
 
 def test_link_suffixes() -> None:
     """A link suffix replaces the kind's own link."""
-    assert Cluster.parse("2xa100-sxm-80g:pcie5").route(0, 1) == Route(
-        10_000, 55 * 10**9, ("gpu0.pcie.up", "gpu1.pcie.down")
-    )
+    channels = "gpu0.pcie.up", "gpu1.pcie.down"
+    assert Cluster.parse("2xa100-sxm-80g:pcie5").route(0, 1) == Route(5_770, 55 * 10**9, channels, "pcie5")
     assert Cluster.parse("2xp100-pcie-16g:nvlink2").route(0, 1).exchange == "nvlink2"
 
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from fake_nvml import CALLS, H100, L4, MIB, P100, Card, FakeNvml
 from gdp.cli import main
 from gdp.cluster import Cluster, Route
-from gdp.cluster.catalogue import GB, GIB, KINDS
+from gdp.cluster.catalogue import EXCHANGES, GB, GIB, KINDS
 from gdp.cluster.detect import Machine, detect, host
 from gdp.cluster.detect.gpu_figures import KIND_BY_NAME
 from gdp.cluster.detect.machine import Visible
@@ -77,9 +78,10 @@ def test_two_linked_cards() -> None:
     assert (gpu.kind, gpu.flops_per_second, gpu.launch_ns) == ("h100-sxm-80g", kind.flops_per_second, kind.launch_ns)
     assert gpu.memory_bytes == 81_000 * MIB // (256 * MIB) * (256 * MIB)  # what the driver keeps is not free
     assert (cpu.memory_bytes, machine.devices[2].place) == (64 * GIB, "cpu:2-4")
+    linked = EXCHANGES["nvlink4"].latency_ns, 350 * GB * 12 // 18  # exchanges, with 12 links of a generation's 18
     assert routes_of(machine) == {
-        "cuda0>cuda1": Route(10_000, 300 * GB, ("cuda0->cuda1",)),
-        "cuda1>cuda0": Route(10_000, 300 * GB, ("cuda1->cuda0",)),
+        "cuda0>cuda1": Route(*linked, ("cuda0->cuda1",), "nvlink4"),
+        "cuda1>cuda0": Route(*linked, ("cuda1->cuda0",), "nvlink4"),
         "cuda0>cpu0": Route(10_000, 55 * GB, ("cuda0.pcie.up",)),
         "cpu0>cuda0": Route(10_000, 55 * GB, ("cuda0.pcie.down",)),
         "cuda1>cpu0": Route(10_000, 55 * GB, ("cuda1.pcie.up",)),
@@ -99,9 +101,23 @@ def test_halves_of_cards_that_are_not_built_in(capability: tuple[int, int], fact
 
 @pytest.mark.parametrize("end", ["switch", "hidden"])
 def test_nvlink_switches(end: str) -> None:
-    """Cards on an NVLink switch share its ports, though a virtual machine hides it."""
+    """Cards on an NVLink switch share its ports, though a virtual machine hides it; they exchange as a preset's do."""
     routes = routes_of(machine_of([Card(H100, ends=[end] * 18), Card(H100, ends=[end] * 18)]))
-    assert routes["cuda0>cuda1"] == Route(10_000, 450 * GB, ("cuda0.nvlink.out", "cuda1.nvlink.in"))
+    preset = Cluster.parse("2xh100-sxm-80g").route(0, 1)
+    assert routes["cuda0>cuda1"] == replace(preset, channels=("cuda0.nvlink.out", "cuda1.nvlink.in"))
+
+
+def test_cards_without_peer_to_peer_copies() -> None:
+    """Where the driver refuses copies between cards, they exchange over the host's memory: half as fast in 8 lanes."""
+    cards = [Card(L4, pcie=(4, width)) for width in (16, 16, 8)]
+    nvml = FakeNvml(cards, {(0, 1): 40, (0, 2): 40, (1, 2): 40}, without_copies=((0, 1), (1, 2)))
+    machine = detect(all_of, nvml=nvml)
+    assert str(machine.links["cuda0", "cuda1"]) == "PCIe without peer-to-peer copies, 24 GB/s; one NUMA node"
+    assert str(machine.links["cuda0", "cuda2"]) == "PCIe, 12 GB/s; one NUMA node"
+    routes, host = routes_of(machine), EXCHANGES["pcie4-host"]
+    found = [(routes[name].exchange, routes[name].bytes_per_second) for name in ("cuda0>cuda1", "cuda1>cuda2")]
+    assert found == [("pcie4-host", host.rate(3)), ("pcie4-host", round(host.rate(3) / 2))]
+    assert (routes["cuda0>cuda2"].exchange, routes["cuda0>cuda2"].bytes_per_second) == ("pcie4", 12 * GB)
 
 
 def test_links_of_other_cards() -> None:
@@ -116,8 +132,9 @@ def test_pcie_switches() -> None:
     cards = [Card(P100, pcie=(3, 16)), Card(P100, pcie=(3, 16)), Card(P100, pcie=(3, 8))]
     machine = machine_of(cards, {(0, 1): 10, (0, 2): 30, (1, 2): 30})
     routes = routes_of(machine)
-    assert routes["cuda0>cuda1"] == Route(10_000, 12 * GB, ("cuda0.pcie.up", "cuda1.pcie.down"))
-    assert routes["cuda0>cuda2"] == Route(10_000, 6 * GB, ("cuda0.pcie.up", "cuda2.pcie.down", "switch0.pcie.up"))
+    over_switch = ("cuda0.pcie.up", "cuda2.pcie.down", "switch0.pcie.up")
+    assert routes["cuda0>cuda1"] == Route(5_770, 12 * GB, ("cuda0.pcie.up", "cuda1.pcie.down"), "pcie3")
+    assert routes["cuda0>cuda2"] == Route(5_770, 6 * GB, over_switch, "pcie3")
     assert routes["cuda2>cuda1"].channels == ("cuda1.pcie.down", "cuda2.pcie.up", "switch0.pcie.down")
     assert routes["cuda1>cpu0"].channels == ("cuda1.pcie.up", "switch0.pcie.up")
     assert routes["cpu0>cuda1"].channels == ("cuda1.pcie.down", "switch0.pcie.down")
@@ -134,12 +151,9 @@ def test_numa_nodes() -> None:
     cards = [Card(H100)] * 4
     ancestors = {(0, 1): 40, (2, 3): 10} | {(a, b): 50 for a in (0, 1) for b in (2, 3)}
     routes = routes_of(machine_of(cards, ancestors))
-    assert routes["cuda0>cuda1"] == Route(10_000, 55 * GB, ("cuda0.pcie.up", "cuda1.pcie.down"))
-    assert routes["cuda1>cuda2"] == Route(
-        10_000,
-        41_600_000_000,
-        ("cuda1.pcie.up", "cuda2.pcie.down", "node0.upi.out", "node1.upi.in", "switch0.pcie.down"),
-    )
+    over_nodes = ("cuda1.pcie.up", "cuda2.pcie.down", "node0.upi.out", "node1.upi.in", "switch0.pcie.down")
+    assert routes["cuda0>cuda1"] == Route(5_770, 55 * GB, ("cuda0.pcie.up", "cuda1.pcie.down"), "pcie5")
+    assert routes["cuda1>cuda2"] == Route(5_770, 41_600_000_000, over_nodes, "pcie5")
 
 
 def test_unknown_cards() -> None:

@@ -77,6 +77,7 @@ class ExchangeFigures:
     tree_ns: Mapping[str, int]  # a step of a tree between hosts, by protocol
     # sums of servers by one kernel a card: ns, bytes per second, by the number of passes
     one_kernel: Mapping[int, tuple[int, float]] = field(default_factory=lambda: MappingProxyType({}))
+    is_switched: bool = True  # `rates` are by all cards that exchange at once; else by those of one exchange
 
     @property
     def latency_ns(self) -> int:
@@ -148,7 +149,7 @@ def _link(name: str, row: Mapping[str, Any]) -> LinkKind:
     return LinkKind(name, rate, latency_ns, row.get("is_switched", True))
 
 
-def _exchange(row: Mapping[str, Any]) -> ExchangeFigures:
+def _exchange(name: str, row: Mapping[str, Any]) -> ExchangeFigures:
     known = [name for name in ("ll", "ll128", "simple") if name in row]
     protocols = {x: (round(row[x][0] * 1000), round(row[x][1] * 1000), float(row[x][2])) for x in known}
     nvls = (row["nvls"][0] * 1000, row["nvls"][1] * float(GB)) if "nvls" in row else None
@@ -157,7 +158,9 @@ def _exchange(row: Mapping[str, Any]) -> ExchangeFigures:
     own = {
         passes: (round(us * 1000), rate * float(GB)) for passes, (us, rate) in enumerate(row.get("one_kernel", ()), 1)
     }
-    return ExchangeFigures(rates, row.get("share", 1.0), row.get("local", math.inf) * GB, protocols, nvls, tree_ns, own)
+    is_switched = _TABLES["links"].get(name, {}).get("is_switched", True)
+    local_rate = row.get("local", math.inf) * GB
+    return ExchangeFigures(rates, row.get("share", 1.0), local_rate, protocols, nvls, tree_ns, own, is_switched)
 
 
 def _kind(name: str, row: Mapping[str, Any]) -> DeviceKind:
@@ -203,6 +206,6 @@ def _tera_rates(tera: Mapping[str, Any]) -> Mapping[str, float]:
 
 
 LINKS: Mapping[str, LinkKind] = MappingProxyType({name: _link(name, row) for name, row in _TABLES["links"].items()})
-EXCHANGES = MappingProxyType({name: _exchange(row) for name, row in _TABLES["exchanges"].items()})
+EXCHANGES = MappingProxyType({name: _exchange(name, row) for name, row in _TABLES["exchanges"].items()})
 MACHINES = MappingProxyType({name: MachineKind(*row) for name, row in _TABLES["machines"].items()})
 KINDS: Mapping[str, DeviceKind] = MappingProxyType({name: _kind(name, row) for name, row in _TABLES["kinds"].items()})

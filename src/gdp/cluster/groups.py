@@ -142,7 +142,9 @@ def _device(cluster: "Cluster", members: _Members, uses: Mapping[int, int], num_
     latency_ns, rate = max(int(cluster.latency_ns[hop]) for hop in hops), min(rates)
     if exchange:  # its figures know what cards have that exchange at once
         rate = min(int(cluster.bytes_per_second[hop]) for hop in hops)
-        rate = EXCHANGES[exchange].over(rate, latency_ns, num_used).rate(num_used)
+        figures = EXCHANGES[exchange]
+        num_used = num_used if figures.is_switched else len(cards)
+        rate = figures.over(rate, latency_ns, num_used).rate(num_used)
     dtypes = [dtype for dtype in cards[0].flops_per_second if all(dtype in card.flops_per_second for card in cards)]
     return replace(
         cards[0],

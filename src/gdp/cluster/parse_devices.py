@@ -204,7 +204,8 @@ def _routes(
             route, is_far = routes[source, target], a.host != b.host
             link = NETWORK if is_far else a.nvlink.name if a.nvlink and _nvlink_route(a, b) else a.port.name
             if (known := EXCHANGES.get(link)) is not None and (not is_far or uplink is None):
-                rate = round(route.bytes_per_second * known.share) if is_far else known.rate(num_cards[a.host])
+                at_once = num_cards[a.host] if known.is_switched else 2
+                rate = round(route.bytes_per_second * known.share) if is_far else known.rate(at_once)
                 routes[source, target] = Route(known.latency_ns, rate, route.channels, link)
     return routes
 

@@ -214,7 +214,8 @@ def _of_place(
         near, num_alike = is_other & ~is_far, int((cluster.exchanges[devices[0]] == inside[0]).sum()) + 1
         num_alike *= cluster.devices[devices[0]].num_cards
         link = link.over(int(rates[near].min()), int(latency_ns[near].max()), num_alike)
-    rate, network_rate = math.inf if link is None else link.rate(-(-num_used // len(first))), math.inf
+        num_used = -(-num_used // len(first)) if link.is_switched else size
+    rate, network_rate = math.inf if link is None else link.rate(num_used), math.inf
     leaders = [list(range(size))] * len(first)  # of each replica of a host the one that uses its network card
     if len(first) > 1:
         hosts = order.reshape(len(first), size)

@@ -70,6 +70,7 @@ class Machine:
     cores: tuple[int, ...]
     memory_bytes: int
     found_notes: tuple[str, ...] = ()
+    refused: frozenset[tuple[int, int]] = frozenset()  # pairs of NVML's numbers without peer-to-peer copies
 
     @property
     def devices(self) -> tuple[Detected, ...]:
@@ -83,7 +84,7 @@ class Machine:
     @property
     def links(self) -> dict[tuple[str, str], Link]:
         """The link of each pair of GPUs."""
-        links = Links(self.gpus, self.ancestors)
+        links = Links(self.gpus, self.ancestors, self.refused)
         return {(a, b): links.link(a, b) for a, b in combinations(self.gpus, 2)}
 
     def cluster(self) -> tuple[list[Device], dict[tuple[int, int], Route]]:
@@ -91,7 +92,7 @@ class Machine:
         figures are left out. Figures are those of the built-in kind, else estimates."""
         gpus = {name: device for name, gpu in self.gpus.items() if (device := gpu_device(name, gpu)) is not None}
         devices = [*gpus.values(), *_cpu_devices(self._cpus(beside_gpus=bool(gpus)))]
-        links = Links({name: self.gpus[name] for name in gpus}, self.ancestors)
+        links = Links({name: self.gpus[name] for name in gpus}, self.ancestors, self.refused)
         return devices, links.routes([device.name for device in devices])
 
     @property
@@ -149,4 +150,5 @@ def detect(choose: Callable[[Sequence[Gpu]], Visible] = visible_cards, *, nvml: 
     Raises nothing: a device that does not answer is left out, with a note."""
     cards = read_cards(nvml)  # before anything of this process takes memory of a card
     gpus, notes = choose(cards.gpus)
-    return Machine(gpus, cards.ancestors, host.all_cores(), host.memory_bytes(), (*cards.notes, *notes))
+    notes = [*cards.notes, *notes]
+    return Machine(gpus, cards.ancestors, host.all_cores(), host.memory_bytes(), tuple(notes), cards.refused)

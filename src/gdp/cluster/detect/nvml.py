@@ -15,8 +15,9 @@ SWITCH = -1  # the number of an NVLink switch, in place of a card's number
 # Values of nvmlGpuTopologyLevel_t (nvml.h), the nearest common ancestor of two cards.
 BOARD, ONE_SWITCH, SWITCHES, HOST_BRIDGE, NODE, SYSTEM = 0, 10, 20, 30, 40, 50
 
-# Values of nvmlEnableState_t, nvmlIntNvLinkDeviceType_t and nvmlClockType_t, and nvml.h's values for not available.
-_ENABLED, _GPU, _NPU, _SM, _MEMORY = 1, 0, 1, 1, 2
+# Values of nvmlEnableState_t, nvmlIntNvLinkDeviceType_t, nvmlClockType_t and of nvmlGpuP2PStatus_t for reads, which are
+# what NCCL asks for, and nvml.h's values for not available.
+_ENABLED, _GPU, _NPU, _SM, _MEMORY, _READS, _ALLOWED = 1, 0, 1, 1, 2, 0, 0
 _UNAVAILABLE = (2**32 - 1, 2**64 - 1)
 
 # NVLink generation by the first figure of the compute capability (the architectures' white papers: Pascal, Volta and
@@ -67,10 +68,12 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Cards:
-    """All cards that NVML knows, and, by pairs of their numbers, smaller first, their nearest common ancestor."""
+    """All cards that NVML knows, and, by pairs of their numbers, smaller first, their nearest common ancestor and those
+    between which the driver refuses peer-to-peer copies."""
 
     gpus: tuple[Gpu, ...] = ()
     ancestors: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    refused: frozenset[tuple[int, int]] = frozenset()
     notes: tuple[str, ...] = ()
 
 
@@ -130,12 +133,14 @@ def _read(ask: _Asked) -> Cards:
     handles = {number: handle for number, handle in handles.items() if handle is not None}
     addresses = {_address(ask("nvmlDeviceGetPciInfo", handle)): number for number, handle in handles.items()}
     gpus = tuple(_gpu(ask, number, handle, addresses) for number, handle in handles.items())
-    ancestors = {}
+    ancestors, refused = {}, set()
     for (a, first), (b, second) in combinations(handles.items(), 2):
+        if ask.number("nvmlDeviceGetP2PStatus", first, second, _READS) not in (_ALLOWED, None):
+            refused.add((a, b))
         level = ask.number("nvmlDeviceGetTopologyCommonAncestor", first, second)
         if level is not None:
             ancestors[a, b] = level
-    return Cards(gpus, ancestors, tuple(notes))
+    return Cards(gpus, ancestors, frozenset(refused), tuple(notes))
 
 
 def _gpu(ask: _Asked, number: int, handle: Any, addresses: Mapping[tuple[int, int, int] | None, int]) -> Gpu:

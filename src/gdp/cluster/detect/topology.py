@@ -4,15 +4,17 @@ cuda0 --cuda0->cuda1--> cuda1                                   NVLink from card
 cuda0 --cuda0.nvlink.out--> switch --cuda1.nvlink.in--> cuda1   NVLink through a switch
 cuda0 --cuda0.pcie.up--> cuda1.pcie.down--> cuda1               below one PCIe switch, or over the host
 cuda0 --cuda0.pcie.up--> switch0.pcie.up--> cpu0                all below a PCIe switch share its way to the host
-cuda0 --cuda0.pcie.up--> node0.upi.out--> node1.upi.in--> cuda2.pcie.down--> cuda2      to another NUMA node"""
+cuda0 --cuda0.pcie.up--> node0.upi.out--> node1.upi.in--> cuda2.pcie.down--> cuda2      to another NUMA node
 
-from collections.abc import Mapping
+Like cards exchange at what NCCL reaches over links of their generation, in proportion to their number and lanes."""
+
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import permutations
 
-from gdp.cluster.catalogue import COPY_LATENCY_NS, GB, LINKS, SOCKET
+from gdp.cluster.catalogue import COPY_LATENCY_NS, EXCHANGES, GB, LINKS, SOCKET
 from gdp.cluster.detect import nvml
-from gdp.cluster.detect.gpu_figures import slot_of
+from gdp.cluster.detect.gpu_figures import kind_of, slot_of
 from gdp.cluster.device import Route
 
 _WORDS = {nvml.BOARD: "one board", nvml.ONE_SWITCH: "one PCIe switch", nvml.SWITCHES: "PCIe switches"}
@@ -30,18 +32,25 @@ class Link:
     num_nvlinks: int
     is_switched: bool
     bytes_per_second: int  # of NVLink if there is any, else of PCIe
+    has_peer_copies: bool = True  # else all goes through the host's memory
 
     def __str__(self) -> str:
         links = f"{self.num_nvlinks} NVLink{'' if self.num_nvlinks == 1 else 's'}"
         wires = f"{links}{' to a switch' if self.is_switched else ''}" if self.num_nvlinks else "PCIe"
+        wires += "" if self.has_peer_copies else " without peer-to-peer copies"
         return f"{wires}, {self.bytes_per_second / 1e9:g} GB/s" + (f"; {self.ancestor}" if self.ancestor else "")
 
 
 class Links:
-    """Links and routes between cards and the host, by the cards' names."""
+    """Links and routes between cards and the host, by the cards' names; `refused`: pairs without peer-to-peer copies."""
 
-    def __init__(self, gpus: Mapping[str, nvml.Gpu], ancestors: Mapping[tuple[int, int], int]) -> None:
-        self._gpus, self._ancestors, cards = gpus, ancestors, list(gpus.values())
+    def __init__(
+        self,
+        gpus: Mapping[str, nvml.Gpu],
+        ancestors: Mapping[tuple[int, int], int],
+        refused: Collection[tuple[int, int]] = (),
+    ) -> None:
+        self._gpus, self._ancestors, self._refused, cards = gpus, ancestors, refused, list(gpus.values())
         groups = nvml.groups_below(cards, ancestors, nvml.SWITCHES)
         shared = sorted({group for group in groups if groups.count(group) > 1})
         pairs = zip(gpus, groups, strict=True)
@@ -53,7 +62,8 @@ class Links:
         ancestor = _WORDS.get(-1 if (level := self._level(a, b)) is None else level, "")
         num_links, is_switched = self._nvlinks(a, b)
         rate = num_links * min(self._gpus[name].nvlink_bytes_per_second for name in (a, b))
-        return Link(ancestor, num_links, is_switched, rate or self._over_pcie(a, b).bytes_per_second)
+        rate = rate or self._over_pcie(a, b).bytes_per_second
+        return Link(ancestor, num_links, is_switched, rate, bool(num_links) or self._has_peer_copies(a, b))
 
     def routes(self, names: list[str]) -> dict[tuple[int, int], Route]:
         """Returns the route of each ordered pair of devices; devices that are not cards are cores of the host."""
@@ -68,9 +78,20 @@ class Links:
             return Route(COPY_LATENCY_NS, self._slot_rate(card), tuple(f"{name}.pcie.{way}" for name in passed))
         num_links, is_switched = self._nvlinks(a, b)
         if not num_links:
-            return self._over_pcie(a, b)
-        channels = [f"{a}.nvlink.out", f"{b}.nvlink.in"] if is_switched else [f"{a}->{b}"]
-        return Route(COPY_LATENCY_NS, self.link(a, b).bytes_per_second, tuple(channels))
+            kind = f"pcie{slot_of(self._gpus[a])[0]}" if self._has_peer_copies(a, b) else "pcie4-host"
+            return self._exchanging(a, b, self._over_pcie(a, b), kind)
+        channels = (f"{a}.nvlink.out", f"{b}.nvlink.in") if is_switched else (f"{a}->{b}",)
+        route = Route(COPY_LATENCY_NS, self.link(a, b).bytes_per_second, channels)
+        return self._exchanging(a, b, route, f"nvlink{self._gpus[a].nvlink_generation}")
+
+    def _exchanging(self, a: str, b: str, route: Route, link: str) -> Route:
+        """Returns the route over that kind of link with what exchanges of like cards reach on it."""
+        kind, figures = kind_of(self._gpus[a]), EXCHANGES.get(link)
+        if figures is None or kind != kind_of(self._gpus[b]):
+            return route
+        num_alike = sum(kind_of(gpu) == kind for gpu in self._gpus.values())
+        share = route.bytes_per_second / LINKS[link.removesuffix("-host")].bytes_per_second
+        return Route(figures.latency_ns, round(figures.rate(num_alike) * share), route.channels, link)
 
     def _over_pcie(self, a: str, b: str) -> Route:
         up, down, rates = [f"{a}.pcie.up"], [f"{b}.pcie.down"], [self._slot_rate(a), self._slot_rate(b)]
@@ -91,6 +112,10 @@ class Links:
             return direct, False
         switched = min(first.nvlinks.get(nvml.SWITCH, 0), second.nvlinks.get(nvml.SWITCH, 0))
         return switched, switched > 0
+
+    def _has_peer_copies(self, a: str, b: str) -> bool:
+        first, second = sorted(self._gpus[name].number for name in (a, b))
+        return (first, second) not in self._refused
 
     def _level(self, a: str, b: str) -> int | None:
         return nvml.ancestor_of(self._ancestors, self._gpus[a], self._gpus[b])
