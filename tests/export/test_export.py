@@ -77,7 +77,7 @@ def test_modules_go_where_most_time_was() -> None:
     # one device crosses never
     assert plan.step_time_ns - adapted.step_time_ns == 7 * (1 + latency)
     assert json.loads(adapted.content) == {"": 0}
-    assert adapted.notes == ["All of the model is on gpu0: what hf-device-map makes of the plan takes 9.055 ms a step."]
+    assert adapted.notes == ["All of the model is on gpu0: what hf-device-map makes of the plan takes 9.051 ms a step."]
     assert adapted.loss == adapted.step_time_ns / plan.step_time_ns - 1 < 0
 
 

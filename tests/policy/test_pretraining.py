@@ -67,9 +67,14 @@ def assert_equal(first: Path, second: Path) -> None:
     torch.testing.assert_close(parameters(first), parameters(second), rtol=0.0, atol=0.0)
 
 
+TWO_CARDS = Cluster.parse("2xp100-pcie-16g")
+
+
 def test_the_curve_of_twenty_updates(tmp_path: Path) -> None:
     """Mean reward and entropy of each update, recorded once: what is learnt does not change unnoticed."""
-    graphs, cluster = (mixed_chain(6), mixed_chain(9), random_graph(12, 0)), Cluster.parse("2xp100-pcie-16g")
+    graphs, document = (mixed_chain(6), mixed_chain(9), random_graph(12, 0)), TWO_CARDS.to_document()
+    links = [{"from": "*", "to": "*", "bandwidth": "12GB/s", "latency": "10us"}]  # whatever the catalogue has later
+    cluster = Cluster.from_document(document | {"links": links})
     tasks = Tasks([TaskSource(graph, cluster) for graph in graphs], TaskConfig(), 0)
     config = TrainingConfig(
         updates=20, graphs_per_update=3, samples=8, learning_rate=0.05, warmup_updates=0, ppo=PPOConfig()

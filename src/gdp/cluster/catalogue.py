@@ -69,7 +69,7 @@ class LinkKind:
 class ExchangeFigures:
     """Figures of exchanges over a kind of link; `network`, between hosts, has a share of the rate of a route."""
 
-    rates: Mapping[int, float]  # bytes per second of a card in each direction, by the number of cards
+    rates: Mapping[int, float]  # bytes per second of a card in each direction, by the number of cards: `is_switched`
     share: float  # of the rate of a route, in place of `rates`
     local_rate: float  # bytes per second of the pass over a card's own part
     protocols: Mapping[str, tuple[int, int, float]]  # ns to begin, ns a step, share of the rate
@@ -77,7 +77,8 @@ class ExchangeFigures:
     tree_ns: Mapping[str, int]  # a step of a tree between hosts, by protocol
     # sums of servers by one kernel a card: ns, bytes per second, by the number of passes
     one_kernel: Mapping[int, tuple[int, float]] = field(default_factory=lambda: MappingProxyType({}))
-    is_switched: bool = True  # `rates` are by all cards that exchange at once; else by those of one exchange
+    # the cards are all that exchange at once; else those of one exchange, and a route between two has the rate of two
+    is_switched: bool = True
 
     @property
     def latency_ns(self) -> int:
@@ -86,8 +87,15 @@ class ExchangeFigures:
 
     def over(self, bytes_per_second: int, latency_ns: int, num_cards: int) -> "ExchangeFigures":
         """Returns the figures in proportion to a route between two of `num_cards`, where it has others than these."""
-        is_known = any(bytes_per_second == self.rate(count) for count in range(2, max(num_cards, 8) + 1))
-        rate = 1.0 if is_known else bytes_per_second / self.rate(num_cards)
+        num_cards, most = (num_cards, max(num_cards, 8)) if self.is_switched else (2, 2)
+        is_known = any(bytes_per_second == self.rate(count) for count in range(2, most + 1))
+        return self._scaled(1.0 if is_known else bytes_per_second / self.rate(num_cards), latency_ns)
+
+    def with_latency(self, latency_ns: int) -> "ExchangeFigures":
+        """Returns the figures in proportion to a route with another latency."""
+        return self._scaled(1.0, latency_ns)
+
+    def _scaled(self, rate: float, latency_ns: int) -> "ExchangeFigures":
         latency = latency_ns / self.latency_ns
         if rate == latency == 1.0:
             return self
@@ -96,7 +104,8 @@ class ExchangeFigures:
         protocols = {name: (round(begin * latency), round(step * latency), part) for name, (begin, step, part) in parts}
         nvls = None if self.nvls is None else (round(self.nvls[0] * latency), self.nvls[1] * rate)
         own = {passes: (round(begin * latency), own * rate) for passes, (begin, own) in self.one_kernel.items()}
-        return replace(self, rates=rates, protocols=protocols, nvls=nvls, one_kernel=own)
+        tree_ns = {name: round(step * latency) for name, step in self.tree_ns.items()}
+        return replace(self, rates=rates, protocols=protocols, nvls=nvls, tree_ns=tree_ns, one_kernel=own)
 
     def rate(self, num_cards: int) -> int:
         """Returns bytes per second for `num_cards`: on a line in logarithms between those that are known."""

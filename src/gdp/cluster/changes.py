@@ -53,10 +53,13 @@ def with_another(cluster: Cluster, like: int) -> Cluster | None:
 
 
 def with_faster_links(cluster: Cluster, factor: int) -> Cluster:
-    """Returns the cluster with `factor` times the bandwidth of every route."""
-    routes = routes_of(cluster)
-    routes |= {pair: replace(one, bytes_per_second=factor * one.bytes_per_second) for pair, one in routes.items()}
-    return Cluster.build(cluster.name, cluster.devices, routes)
+    """Returns the cluster with `factor` times the bandwidth of every route, and of links inside groups."""
+
+    def faster(route: Route) -> Route:
+        return replace(route, bytes_per_second=factor * route.bytes_per_second)
+
+    devices = [replace(device, link=device.link and faster(device.link)) for device in cluster.devices]
+    return Cluster.build(cluster.name, devices, {pair: faster(route) for pair, route in routes_of(cluster).items()})
 
 
 def with_more_memory(cluster: Cluster, factor: int) -> Cluster:

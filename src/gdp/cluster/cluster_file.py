@@ -73,7 +73,10 @@ def _is_figures(value: object) -> bool:
 
 def _parse_link(record: Mapping[str, Any], where: str) -> Route:
     files.require_keys(record, where, {key: _LINK_FIELDS[key] for key in _OF_LINK}, set(_OF_LINK[:2]))
-    return _read_route(record, where)
+    link = _read_route(record, where)
+    if link.exchange and not EXCHANGES[link.exchange].rates:
+        raise InputError(f"{where}: exchange {link.exchange!r} is between hosts; name the link between cards of one")
+    return link
 
 
 def _is_names(value: object) -> bool:

@@ -55,6 +55,13 @@ class Device:
         return is_cpu_kind(self.kind) or re.fullmatch(r"(.*\.)?cpu\d*", self.name.lower()) is not None
 
 
+def host_of(name: str) -> str:
+    """Returns `host0` of a device's name `host0.gpu1`, and of `host0-cuda1` as `gdp devices measure` has it; "" of
+    `gpu1`."""
+    found = re.match(r"(.*host\d+)[.-]", name)
+    return found[1] if found else name.rpartition(".")[0]
+
+
 def is_cpu_kind(kind: str) -> bool:
     """Returns whether devices of a kind are CPUs: cpu-16core, or amd-epyc-1core of `gdp devices detect`."""
     return "cpu" in kind.lower() or kind.endswith("core")

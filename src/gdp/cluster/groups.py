@@ -21,14 +21,13 @@ import numpy as np
 
 from gdp.arrays import I64, unique
 from gdp.cluster.catalogue import EXCHANGES, NETWORK
-from gdp.cluster.device import Device, Route
+from gdp.cluster.device import Device, Route, host_of
 from gdp.errors import InputError
 
 if TYPE_CHECKING:
     from gdp.cluster.cluster import Cluster
 
 _AS_FAST = 0.8  # of the fastest link: measured rates of equal links differ
-_HOST = re.compile(r"(.*host\d+)[.-]")  # of a device's name, in presets and as `gdp devices measure` has it
 _Members = tuple[int, ...]
 
 
@@ -39,9 +38,8 @@ def islands(cluster: "Cluster", least: int = 2, *, of_cpus: bool = False, of_any
     alike: dict[object, list[int]] = {}
     for number, device in enumerate(cluster.devices):
         if device.is_cpu == of_cpus and not device.group:
-            host = found[1] if (found := _HOST.match(device.name)) else ""
             traits = () if of_any_kind else (device.kind, *sorted(device.achieved.items()))
-            alike.setdefault((host, device.runtime, *traits), []).append(number)
+            alike.setdefault((host_of(device.name), device.runtime, *traits), []).append(number)
     return sorted(island for cards in alike.values() for island in _joined(cluster, np.array(cards), least))
 
 
@@ -143,8 +141,7 @@ def _device(cluster: "Cluster", members: _Members, uses: Mapping[int, int], num_
     if exchange:  # its figures know what cards have that exchange at once
         rate = min(int(cluster.bytes_per_second[hop]) for hop in hops)
         figures = EXCHANGES[exchange]
-        num_used = num_used if figures.is_switched else len(cards)
-        rate = figures.over(rate, latency_ns, num_used).rate(num_used)
+        rate = figures.over(rate, latency_ns, num_used).rate(num_used) if figures.is_switched else rate
     dtypes = [dtype for dtype in cards[0].flops_per_second if all(dtype in card.flops_per_second for card in cards)]
     return replace(
         cards[0],

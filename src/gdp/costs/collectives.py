@@ -59,6 +59,7 @@ class AlikeCards:
     num_hosts: int = 1
     network_rate: float = math.inf  # bytes per second out of a host, over all network cards that they use
     is_served: bool = False  # small sums take one kernel
+    network: ExchangeFigures = EXCHANGES[NETWORK]  # between hosts
 
     @classmethod
     def of_group(cls, device: Device, num_ranks: int = 0) -> "AlikeCards":
@@ -68,25 +69,28 @@ class AlikeCards:
         rate, protocols = link.bytes_per_second, {"hops": (0, link.latency_ns, 1.0)}
         if link.exchange:
             figures = EXCHANGES[link.exchange].over(rate, link.latency_ns, count)
+            rate = rate if figures.is_switched else figures.rate(count)
         else:
             figures = ExchangeFigures({count: rate}, 1.0, math.inf, protocols, None, {})
         return cls(count, figures, rate, is_served=device.runtime == CUDA_GRAPHS)
 
     def lines(self, exchange: str) -> tuple[Line, ...]:
         """Returns what each protocol and algorithm takes; the exchange takes the least."""
-        count, hosts, between = self.num_cards, self.num_hosts, EXCHANGES[NETWORK]
+        count, hosts = self.num_cards, self.num_hosts
         pieces = 1 / count if exchange in (*KINDS[:3], "all_to_all") else 0.0  # the part of a card
         passes = 2 if exchange == ALL_REDUCE else 1
         steps = 1 if exchange in ("all_to_all", "send") else passes * (count - 1)
         far = 0 if hosts == 1 else min(steps, 2 * hosts if exchange == ALL_REDUCE else max(hosts - 1, 1))
         rate = min(self.rate, self.network_rate)
         local = 0.0 if self.link is None else pieces / self.link.local_rate
-        begin = between if hosts > 1 or self.link is None else self.link
+        begin = self.network if hosts > 1 or self.link is None else self.link
         lines = []
         for protocol, (begin_ns, step_ns, share) in begin.protocols.items():
             near_ns = _NETWORK_POST_NS if hosts > 1 else step_ns
             if hosts > 1 and self.link is not None:
-                near_ns = max(near_ns, self.link.protocols.get(protocol, (0, 0, 0.0))[1])
+                if protocol not in self.link.protocols:  # LL128 takes NVLink inside the hosts
+                    continue
+                near_ns = max(near_ns, self.link.protocols[protocol][1])
             latency_ns = begin_ns + (steps - far) * near_ns + far * step_ns
             lines.append((latency_ns, (passes * (1 - pieces) / (rate * share) + local) * 1e9))
             if hosts > 1 and exchange == ALL_REDUCE:
@@ -184,14 +188,15 @@ def exchange_times(
     found = {_of_place(cluster, place, num_used) for place in grid.T}
     if len(found) != 1 or (alike := found.pop()) is None:
         return None
-    order, legs, cards = alike
-    return order, ExchangeTimes({kind: cards.lines(kind) for kind in KINDS[:3]}, legs)
+    order, legs, lines = alike
+    return order, ExchangeTimes(dict(zip(KINDS, lines, strict=False)), legs)
 
 
 def _of_place(
     cluster: Cluster, devices: I64, num_used: int
-) -> tuple[tuple[int, ...], tuple[Leg, ...], AlikeCards] | None:
-    """Returns order, legs and cards of one place of replicas, `num_used` exchange at once. None if not alike."""
+) -> tuple[tuple[int, ...], tuple[Leg, ...], tuple[tuple[Line, ...], ...]] | None:
+    """Returns the order and the legs of one place of replicas, `num_used` of which exchange at once, and the lines of
+    all-reduce, reduce-scatter and all-gather. None if not alike."""
     square, is_other = np.ix_(devices, devices), ~np.eye(len(devices), dtype=np.bool_)
     names, latency_ns, rates = (
         array[square] for array in (cluster.exchanges, cluster.latency_ns, cluster.bytes_per_second)
@@ -231,8 +236,11 @@ def _of_place(
         sender = (place - distance) % len(order) if leads else host * size + leaders[host][rank]
         pair = order[sender], replica
         legs.append((sender, int(latency_ns[pair]), int(rates[pair]) if leads else 0))
-    cards = AlikeCards(len(devices), link, rate, len(first), network_rate)
-    return (tuple(order.tolist()), tuple(legs), cards) if len(set(map(tuple, leaders))) == 1 else None
+    network = EXCHANGES[NETWORK]
+    network = network.with_latency(int(latency_ns[is_far].max())) if is_far.any() else network
+    cards = AlikeCards(len(devices), link, rate, len(first), network_rate, network=network)
+    lines = tuple(cards.lines(kind) for kind in KINDS[:3])
+    return (tuple(order.tolist()), tuple(legs), lines) if len(set(map(tuple, leaders))) == 1 else None
 
 
 def _leaders(cluster: Cluster, cards: I64, far: int) -> list[int]:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gdp.arrays import I64, Bool
+from gdp.cluster.device import host_of
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.models.shards import Shards
@@ -239,12 +240,6 @@ def stage_members(units: ExportUnits, devices: I64) -> list[list[str]]:
     """Returns the members of the units of each stage, from the devices [U] of a chain."""
     ends = pairwise([*stage_starts(devices), units.num_units])
     return [list(chain.from_iterable(units.members[start:end])) for start, end in ends]
-
-
-def host_of(device: str) -> str:
-    """Returns `host0` of `host0.gpu1`, and of `host0-cuda1` as `gdp devices measure` has it; "" of `gpu1`."""
-    found = re.match(r"(.*host\d+)[.-]", device)
-    return found[1] if found else device.rpartition(".")[0]
 
 
 def is_cpu(problem: Problem) -> Bool:

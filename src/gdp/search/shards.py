@@ -22,6 +22,7 @@ from operator import attrgetter
 from textwrap import shorten
 from types import MappingProxyType
 
+from gdp.bounds.layout_bound import layout_bound
 from gdp.budget import Clock
 from gdp.cluster.groups import divisors
 from gdp.errors import InputError
@@ -274,7 +275,8 @@ class _Contest:
                 for (is_further, reason), several in reasons.items()
             )
             notes += (f"ops were not cut over {'; '.join(each)}",)
-        bound_ns, plan = best.bound_ns if self.question.parts is None else self.question.bound_ns, best.plan
+        parts, plan = self.question.parts, best.plan
+        bound_ns = best.bound_ns if parts is None else layout_bound(parts.read, self.question.cluster)
         if plan is not None and plan.search is not None:
             search = replace(plan.search, seconds=self.clock.seconds, simulations=self.clock.simulations)
             best = best._replace(plan=replace(plan, search=search))

@@ -42,7 +42,7 @@ class Link:
 
 
 class Links:
-    """Links and routes between cards and the host, by the cards' names; `refused`: pairs without peer-to-peer copies."""
+    """Links and routes between cards and the host, by the cards' names. `refused`: without peer-to-peer copies."""
 
     def __init__(
         self,

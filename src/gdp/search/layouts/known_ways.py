@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gdp.cluster.catalogue import NETWORK
+from gdp.cluster.device import host_of
 from gdp.parallel.layout import BLOCKS, Layout
 from gdp.search.candidate import Arrangement
 from gdp.search.layouts.arrangement import forced, more_microbatches, replicated_ways
@@ -31,11 +31,9 @@ def all_ways(search: LayoutSearch) -> list[Arrangement]:
 def stages_of_groups(search: LayoutSearch) -> Arrangement | None:
     """Returns one copy of the model on most groups of cards of several hosts, in the most micro-batches that can be
     simulated; None on other devices."""
-    cluster = search.question.cluster
-    groups = {number for number, device in enumerate(cluster.devices) if device.group}
-    if not groups or NETWORK not in cluster.exchanges:
-        return None
-    return _deepest(search, groups)
+    groups = {number: device.group for number, device in enumerate(search.question.cluster.devices) if device.group}
+    hosts = {host_of(card) for cards in groups.values() for card in cards}
+    return _deepest(search, groups) if len(hosts) > 1 else None
 
 
 def _deepest(search: LayoutSearch, devices: Container[int] | None = None) -> Arrangement | None:

@@ -308,12 +308,12 @@ class RingTimes:
         def make() -> int:
             places = np.arange(arrangement.num_places)
             one, layout = _parameters(BUCKET_BYTES, len(places)), Layout((1,) * len(devices))
-            rings = rings_over(self.cluster, devices, layout, hosts)
+            rings = rings_over(self.cluster, devices, arrangement.layout, hosts)
             step = Step.of(one, layout, places=places[one.groups], **rings)
             problem = Problem.build(step.graph, self.cluster)
             return simulate(problem, step.placement(one.groups, devices)).step_time_ns
 
-        return self._memo(("bucket", devices, hosts), make)
+        return self._memo(("bucket", devices, hosts, arrangement.layout.is_even), make)
 
     def _large_bucket_ns(self, arrangement: Arrangement) -> int:
         """Returns the same for one ring of many replicas, which has R^2 hops: R times the slowest one, twice."""
