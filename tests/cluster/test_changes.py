@@ -1,5 +1,7 @@
 """Clusters that differ from a given one in a single thing."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -44,5 +46,9 @@ def test_factors_and_parts() -> None:
     assert np.array_equal(faster.bytes_per_second, 2 * cluster.bytes_per_second)
     assert [d.memory_bytes for d in larger.devices] == [2 * d.memory_bytes for d in cluster.devices]
     assert (faster.devices, faster.route_channels) == (cluster.devices, cluster.route_channels)
+    group = Cluster.parse("2xl4-24g").grouped(2).devices[0]
+    assert group.link is not None
+    quicker = changes.with_faster_links(Cluster.parse("2xl4-24g").grouped(2), 2).devices[0]
+    assert quicker == replace(group, link=replace(group.link, bytes_per_second=2 * group.link.bytes_per_second))
     assert content(changes.first(cluster, 2)) == content(Cluster.parse("2xl4-24g"))
     assert changes.with_another(Cluster.parse("64xl4-24g"), 0) is None

@@ -154,6 +154,7 @@ def test_files_keep_groups(tmp_path: Path, name: str) -> None:
         ({"group": ["gpu2", "gpu5"]}, "each once"),  # gpu2 is in the other group
         ({"link": {"bandwidth": 0, "latency": 0}}, "link: bandwidth is 0"),
         ({"link": {"bandwidth": 1, "latency": 0, "exchange": "nvlink9"}}, "did you mean nvlink"),
+        ({"link": {"bandwidth": 1, "latency": 0, "exchange": "network"}}, "'network' is between hosts"),
         ({"link": {"bandwidth": 1}}, "latency"),
         ({"link": 5}, "bandwidth, latency and exchange"),
     ],

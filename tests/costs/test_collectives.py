@@ -130,6 +130,58 @@ def test_links_of_pairs() -> None:
             assert of_cards("all_reduce", 2**30) == pytest.approx(expected_ns, rel=0.02)
 
 
+def test_links_of_pairs_in_parts_and_in_proportion() -> None:
+    """Parts of a group have as many links as a group of their size; links of half the rate take twice as long."""
+    cluster = Cluster.parse("8xmi300x-192g")
+    group = cluster.grouped(8).devices[0]
+    for num_ranks in (2, 4):
+        own = AlikeCards.of_group(cluster.grouped(num_ranks).devices[0])
+        assert AlikeCards.of_group(group, num_ranks).time_ns("all_reduce", 2**30) == own.time_ns("all_reduce", 2**30)
+    document = cluster.to_document()
+    links = [link | {"bandwidth": 24 * 10**9} if link.get("exchange") else link for link in document["links"]]
+    half = Cluster.from_document(document | {"links": links})
+    times, of_groups = [], []
+    for each in (cluster, half):
+        known = exchange_times(each, [[device] for device in range(8)])
+        assert known is not None
+        times.append(known[1].time_ns("all_gather", 2**32))
+        of_groups.append(AlikeCards.of_group(each.grouped(8).devices[0]).time_ns("all_gather", 2**32))
+    assert times[1] / times[0] == pytest.approx(2, rel=0.01)
+    assert of_groups[1] / of_groups[0] == pytest.approx(2, rel=0.01)
+
+
+def test_replicas_of_several_places_on_links_of_other_rates() -> None:
+    """Exchanges over links with figures in proportion are as alike at every place as those of presets."""
+    document = Cluster.parse("4xl4-24g").to_document()
+    links = [link | {"bandwidth": 12 * 10**9} for link in document["links"]]
+    cluster = Cluster.from_document(document | {"links": links})
+    known = exchange_times(cluster, [[0, 1], [2, 3]])
+    assert known is not None
+    one = exchange_times(cluster, [[0], [2]])
+    assert one is not None
+    assert known[1].lines["all_gather"] == one[1].lines["all_gather"]
+
+
+def test_networks_of_another_latency_and_hosts_without_nvlink() -> None:
+    """A network of twice the latency takes small sums nearly twice as long; LL128 takes NVLink inside the hosts."""
+    document = Cluster.parse("2x(2xl4-24g)@100gbit").to_document()
+    far = [link for link in document["links"] if link.get("exchange") == "network"]
+    links = [link | {"latency": "18.6us"} if link in far else link for link in document["links"]]
+    times = []
+    for each in (document, document | {"links": links}):
+        known = exchange_times(Cluster.from_document(each), [[0], [1], [2], [3]])
+        assert known is not None
+        times.append(known[1].time_ns("all_reduce", 8))
+    assert 1.5 < times[1] / times[0] <= 2
+    shares = [share for _, _, share in EXCHANGES["network"].protocols.values()]
+    counts = {}
+    for text in ("2x(2xl4-24g)@100gbit", "2x(2xa100-sxm-80g)@100gbit"):
+        known = exchange_times(Cluster.parse(text), [[0], [1], [2], [3]])
+        assert known is not None
+        counts[text] = len(known[1].lines["all_gather"])
+    assert list(counts.values()) == [len(shares) - 1, len(shares)]
+
+
 def test_plan_files_keep_times() -> None:
     """Times come back from JSON as they were; anything else is refused."""
     known = exchange_times(Cluster.parse("4xa100-sxm-80g:eager"), [[0], [1], [2], [3]])

@@ -28,7 +28,7 @@ from gdp.search.candidate import DOES_NOT_FIT, NOT_ALLOWED, OK, Arrangement
 from gdp.search.layouts.arrangement import DeviceSpeeds, arrangements, forced, more_microbatches, replicated_ways
 from gdp.search.layouts.dispatch import best_dispatch, levels_of, simulate_1f1b, stages_of
 from gdp.search.layouts.estimate import Estimator
-from gdp.search.layouts.known_ways import share_held
+from gdp.search.layouts.known_ways import share_held, stages_of_groups
 from gdp.search.layouts.layout_search import LayoutSearch
 from gdp.search.layouts.less_memory import fewest_blocks, with_chosen_blocks
 from gdp.search.layouts.replica_steps import PartFigures
@@ -458,6 +458,14 @@ def test_a_small_copy_does_not_call_for_the_least_memory_first(devices: str) -> 
     """What is held is compared with cards, or with CPUs where there are no others."""
     search = LayoutSearch(BatchQuestion(parts_of(), Cluster.parse(devices)), Clock(None))
     assert share_held(search) < 1
+
+
+@pytest.mark.parametrize("devices", ["2x(4xl4-24g)@100gbit", "2x(1x(4xl4-24g)@100gbit)@200gbit", "8xl4-24g"])
+def test_copies_in_stages_on_groups_are_for_several_hosts(devices: str) -> None:
+    """Groups of two hosts, of pods as well, may each hold a stage; those of one host need none."""
+    cluster = Cluster.parse(devices).grouped(4)
+    search = LayoutSearch(BatchQuestion(parts_of(), cluster), Clock(None))
+    assert (stages_of_groups(search) is None) == (share_held(search) == 0) == (devices == "8xl4-24g")
 
 
 def test_stages_that_recompute_all_blocks_have_no_limit_in_flight_first() -> None:
