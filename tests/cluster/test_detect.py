@@ -76,7 +76,8 @@ def test_two_linked_cards() -> None:
     gpu, _, cpu = Cluster.of_machine(machine).devices
     kind = KINDS["h100-sxm-80g"]
     assert (gpu.kind, gpu.flops_per_second, gpu.launch_ns) == ("h100-sxm-80g", kind.flops_per_second, kind.launch_ns)
-    assert gpu.memory_bytes == 81_000 * MIB // (256 * MIB) * (256 * MIB)  # what the driver keeps is not free
+    # what the driver keeps is not free, nor is CUDA's context
+    assert gpu.memory_bytes == (81_000 - 512) * MIB // (256 * MIB) * (256 * MIB)
     assert (cpu.memory_bytes, machine.devices[2].place) == (64 * GIB, "cpu:2-4")
     linked = EXCHANGES["nvlink4"].latency_ns, 350 * GB * 12 // 18  # exchanges, with 12 links of a generation's 18
     assert routes_of(machine) == {
@@ -160,7 +161,7 @@ def test_unknown_cards() -> None:
     """3328 cores x 2.1 GHz x 2 FLOP; 2 x 6001 MHz x 192 bits / 8."""
     machine = machine_of([UNKNOWN])
     gpu = Cluster.of_machine(machine).devices[0]
-    assert (gpu.kind, gpu.memory_bytes) == ("nvidia-rtx-a2000", 5888 * MIB)
+    assert (gpu.kind, gpu.memory_bytes) == ("nvidia-rtx-a2000", 5376 * MIB)
     halves = {"float16": 27_955_200_000_000, "bfloat16": 27_955_200_000_000}  # twice as many, on a card as GeForce's
     assert gpu.flops_per_second == {"float32": 13_977_600_000_000, "tf32": 13_977_600_000_000} | halves
     assert gpu.memory_bytes_per_second == 288_048_000_000
@@ -169,11 +170,11 @@ def test_unknown_cards() -> None:
 
 
 def test_free_memory() -> None:
-    """Memory is the part that others leave free; what this process holds is its own."""
+    """Memory is the part that others and CUDA's context leave free; what this process holds is its own."""
     machine = machine_of([Card(L4, total_mib=23034, reserved_mib=458, others_mib=8192, own_mib=1024)])
     gpu = machine.gpus["cuda0"]
     assert (gpu.free_bytes, gpu.others_bytes) == ((23034 - 458 - 8192) * MIB, 8192 * MIB)
-    assert machine.devices[0].memory_bytes == 14_336 * MIB  # 56 times 256 MiB
+    assert machine.devices[0].memory_bytes == 13_824 * MIB  # 54 times 256 MiB, which leave 560
     assert any("cuda0: others use 8.0 GiB of its memory now" in note for note in machine.notes)
 
 
@@ -328,7 +329,7 @@ def test_cards_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cuda1", "amd-instinct-mi300x"),
         ("cuda2", "l4-24g"),
     ]
-    assert (devices[1].memory_bytes, devices[2].memory_bytes) == (192 * GIB, 10_240 * MIB)
+    assert (devices[1].memory_bytes, devices[2].memory_bytes) == (192 * GIB - 512 * MIB, 9728 * MIB)
     names = [device.name for device in devices]
     assert find_targets(names) == tuple(map(target_of, devices))  # without --on
     assert find_targets(names)[-1].cores == (2, 3, 4)
@@ -359,7 +360,7 @@ def test_detect_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys:
     assert answer["devices"][0] == {
         "name": "cuda0",
         "kind": "h100-sxm-80g",
-        "memory_bytes": 76_800 * MIB,
+        "memory_bytes": 76_288 * MIB,
         "on": "cuda:0",
         "gpu": H100,
         "uuid": UUIDS[0],

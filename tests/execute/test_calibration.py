@@ -3,20 +3,22 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 import torch
 
 from gdp.cli import main
-from gdp.cluster import Cluster, Device
+from gdp.cluster import Cluster, Device, Route
 from gdp.cluster.achieved import share
 from gdp.cluster.catalogue import BY_REFERENCE_BYTES_PER_SECOND
 from gdp.cluster.detect import detect
 from gdp.cluster.detect.host import available_cores, memory_bytes
-from gdp.execute.backends import backend_of, find_targets, target_of
+from gdp.execute.backends import Target, backend_of, find_targets, target_of
 from gdp.execute.calibrate import measured_routes, work
-from gdp.execute.calibrate.calibrate import as_card, calibrate
+from gdp.execute.calibrate.calibrate import as_alike, as_card, calibrate, with_exchange
 from gdp.models.pytorch import Program
 
 US, MS = 1_000, 1_000_000
@@ -98,6 +100,55 @@ def test_a_measured_card_keeps_its_cost_model() -> None:
     assert other.issue_ns > 0
     core = Device("cpu0", "amd-epyc-1core", 2**34, rates, passes, 9000)
     assert as_card(core) is core
+
+
+def test_measured_cards_of_a_kind_are_alike() -> None:
+    """Measurements of equal cards differ; the cards have the medians, since groups and replicas take equal ones."""
+    cards = [
+        as_card(Device(f"cuda{n}", "rtx4090-24g", 2**34, {"float32": 10**12, "bfloat16": rate}, passes, 9000 + n))
+        for n, (rate, passes) in enumerate([(10**14, 9 * 10**11), (11 * 10**13, 8 * 10**11), (9 * 10**13, 7 * 10**11)])
+    ]
+    core = Device("cpu0", "amd-epyc-1core", 2**34, {"float32": 10**11}, 10**10, 9000)
+    *found, cpu = as_alike([*cards, core])
+    assert cpu is core
+    assert [card.name for card in found] == ["cuda0", "cuda1", "cuda2"]
+    assert len({(share(card.achieved, "product"), share(card.achieved, "norm"), card.launch_ns) for card in found}) == 1
+    assert share(found[0].achieved, "product") == share(cards[0].achieved, "product")
+    assert share(found[2].achieved, "pointwise") == share(cards[1].achieved, "pointwise")
+    routes = {pair: Route(5770, 24 * 10**9, (), "pcie4") for pair in permutations(range(3), 2)}
+    assert [Cluster.build("local", devices, routes).group_sizes() for devices in (cards, found)] == [(), (2, 3)]
+
+
+def test_measured_links_exchange_as_known_ones() -> None:
+    """Copies of one process are not NCCL's: exchanges keep their figures, at a rate of copies that is far lower."""
+    known = Route(5770, 24 * 10**9, ("a.up", "b.down"), "pcie4")
+    assert with_exchange(Route(90_000, 22 * 10**9, ("x",)), known) == known
+    assert with_exchange(Route(90_000, 6 * 10**9, ("x",)), known) == replace(known, bytes_per_second=6 * 10**9)
+    measured = Route(90_000, 22 * 10**9, ("x",))
+    assert with_exchange(measured, None) == with_exchange(measured, Route(1, 10**9, ())) == measured
+
+
+def test_work_on_a_gpu_is_launched_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel of 50 us, before which the host takes 20 us for a launch, has the rate of its own 50."""
+
+    class Gpu:
+        busy_ns = 0
+
+        def now(self) -> int:
+            return self.busy_ns
+
+        def times_ns(self, moments: list[int]) -> list[int]:
+            return [0, 20_000 + moments[1] - moments[0]]
+
+    gpu, target = Gpu(), Target("cuda0", torch.device("cuda", 0))
+    monkeypatch.setattr(work, "backend_of", lambda *_: gpu)
+
+    def launch() -> torch.Tensor:
+        gpu.busy_ns += 50_000
+        return torch.empty(0)
+
+    _, prepare = work.job_of(target, work.Work(1, lambda *_: launch), torch.float32)
+    assert prepare()() == pytest.approx(50_000, rel=0.01)
 
 
 def test_a_copy_rate_is_the_slope_of_its_times(monkeypatch: pytest.MonkeyPatch) -> None:

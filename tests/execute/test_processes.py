@@ -4,17 +4,24 @@ import json
 import os
 import re
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from execute import rank_jobs
 from execute.rank_jobs import DEVICES, NUM_STEPS
 from execute.rank_processes import PATIENCE_SECONDS, fork_server, start_ranks, statuses_of
 from gdp.errors import InputError
+from gdp.execute.ranks.messages import Messages
 from gdp.execute.ranks.ranks import join
 
 
@@ -144,3 +151,27 @@ def test_a_wrong_number_of_processes(
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=re.escape(message)):
         join(DEVICES[:3])
+
+
+def test_ranks_connect_by_messages_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first message of a group waits for both ends, so that all ranks send and receive them in the order of pairs;
+    a collective of the group would connect other ends."""
+    traffic = {(0, 1): [1], (1, 0): [2], (1, 2): [], (2, 0): [3], (0, 2): [4]}
+    ends = {pair: threading.Barrier(2) for pair, tensors in traffic.items() if tensors}
+    monkeypatch.setattr(dist, "new_group", lambda pair, backend: pair)
+
+    def connect(rank: int) -> None:
+        target = SimpleNamespace(device=torch.device("cpu"))
+        ranks: Any = SimpleNamespace(names="abc", rank=rank, is_nccl=True, group=None, target=target)
+        messages = Messages(ranks, 10)
+
+        def post(function: Any, wire: Tensor, peer: int, tag: int) -> Any:
+            ends[(rank, peer) if function is dist.isend else (peer, rank)].wait(10)
+            return SimpleNamespace(wait=lambda timeout: None)
+
+        monkeypatch.setattr(messages, "post", post)
+        messages.connect(traffic)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(connect, range(3)))
+    assert not any(barrier.broken or barrier.n_waiting for barrier in ends.values())

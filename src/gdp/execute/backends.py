@@ -179,18 +179,24 @@ class _Backend:
     def __init__(self, target: Target, memory_for: MemoryFor) -> None:
         self.target, self._memory_for = target, memory_for
         self._streams: dict[torch.device, Any] = {}
+        self._streams_there: dict[torch.device, Any] = {}
 
     def _copied(
         self, tensor: int, content: Tensor, to: torch.device, on: torch.device, after: Any = None
     ) -> SentTensor:
-        """Starts a copy on a stream of the GPU `on`, after an event."""
+        """Starts a copy on a stream of the GPU `on`, after an event. PyTorch lets it wait for the current stream of the
+        other GPU, and that one for it: a stream there is for these copies alone, or copies from all GPUs would take
+        turns."""
         if to not in self._streams:
             self._streams[to] = torch.cuda.Stream(on)  # type: ignore[no-untyped-call]
+            if to.type == "cuda" and to != on:
+                self._streams_there[to] = torch.cuda.Stream(to)  # type: ignore[no-untyped-call]
         stream = self._streams[to]
         if after is not None:
             stream.wait_event(after)
             content.record_stream(stream)
-        with torch.cuda.stream(stream):
+        there = self._streams_there.get(to)
+        with contextlib.nullcontext() if there is None else torch.cuda.stream(there), torch.cuda.stream(stream):
             copy = self._memory_for(tensor, to, is_pinned=to.type == "cpu")  # or the launch would wait for the copy
             fill(copy, content, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -67,14 +67,15 @@ def eager_parts(
     loss: Loss | None = None,
     *,
     num_first: int = 1,
+    num_threads: int = 1,
 ) -> Replay:
     """Returns loss, outputs and gradients that PyTorch computes of parts of a batch, and buffers afterwards. `parts`
     are the inputs of each part: the loss is the mean of theirs, gradients are added up in their order, outputs of part
-    p are called `NAME@p` if there are several, and buffers are those after the first `num_first` parts. It computes on
-    one thread, since more of them may add up in another order. The results equal those of `program` unless random
-    numbers are drawn, for which PyTorch has other seeds. ExecutionError if the model fails."""
-    is_training, num_threads = program.loss is not None, torch.get_num_threads()
-    torch.set_num_threads(1)
+    p are called `NAME@p` if there are several, and buffers are those after the first `num_first` parts. More
+    threads than one may add up in another order. The results equal those of `program` unless random numbers are drawn,
+    for which PyTorch has other seeds. ExecutionError if the model fails."""
+    is_training, known_threads = program.loss is not None, torch.get_num_threads()
+    torch.set_num_threads(num_threads)
     losses: list[Tensor] = []
     outputs: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
@@ -96,7 +97,7 @@ def eager_parts(
     except Exception as error:
         raise ExecutionError("cpu", "the unplaced step, to compare with", error) from error
     finally:
-        torch.set_num_threads(num_threads)
+        torch.set_num_threads(known_threads)
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:

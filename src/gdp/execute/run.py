@@ -247,16 +247,20 @@ def check_results(
     executable: Executable, content: Mapping[int, Tensor], results: Replay, order: Order, targets: Sequence[Target]
 ) -> tuple[Equality, str]:
     """Compares the results of a step of `order`, and names the reference that they are compared with. It is PyTorch's
-    own step on one core, part by part of the batch where the step is cut, or, where random numbers are drawn, the same
-    program on one core. Kernels and replicas that add in another order may differ by the noise of rounding."""
-    program, devices = executable.program, [*targets, Target("host", CPU)]
-    alone = drawing_alike(program, order, targets)
+    own step on the CPU, part by part of the batch where the step is cut, or, where random numbers are drawn, the same
+    program there. Where kernels and replicas add in the same order, it computes on one core; else results may differ by
+    the noise of rounding."""
+    program = executable.program
     is_alike = add_alike(targets) and program.adds_in_order
+    aside = Target("host", CPU, () if is_alike else host.all_cores())
+    devices, alone = [*targets, aside], drawing_alike(program, order, targets)
     noisy = None if is_alike else first_step(program, alone, devices, noisy_inputs(content))
     if not program.num_draws:
         parts = executable.inputs_of_parts()
         num_first = 1 if executable.parts is None else executable.parts.num_first_parts
-        expected = eager_parts(program, executable.model, parts, executable.loss, num_first=num_first)
+        expected = eager_parts(
+            program, executable.model, parts, executable.loss, num_first=num_first, num_threads=aside.num_threads
+        )
         of_parts = f" on {len(parts)} parts of the batch, one after the other" if len(parts) > 1 else ""
         ends = ["", *(f"@{part}" for part in range(len(parts)))]
         ignored = {output + end for output in updated_outputs(program) for end in ends}
@@ -264,7 +268,8 @@ def check_results(
     expected = first_step(program, alone, devices, content)
     if noisy is not None:
         results, expected = without_parameters(results, program), without_parameters(expected, program)
-    return compare(results, expected, (), noisy), "the same step on one core (the model draws random numbers)"
+    where = "one core" if is_alike else "the CPU"
+    return compare(results, expected, (), noisy), f"the same step on {where} (the model draws random numbers)"
 
 
 def _result(

@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 
 from gdp.cluster.achieved import figures_of_kind
-from gdp.cluster.catalogue import GIB, GPU_LAUNCH_NS, KINDS
+from gdp.cluster.catalogue import CONTEXT_GIB, GIB, GPU_LAUNCH_NS, KINDS
 from gdp.cluster.detect import host
 from gdp.cluster.detect.nvml import Gpu
 from gdp.cluster.device import Device
 
 # An assumption: a desktop's windows change free memory by less, so `local` mostly stays the same cluster.
 _MEMORY_STEP_BYTES = GIB // 4
+_CONTEXT_BYTES = int(CONTEXT_GIB * GIB)
 
 KIND_BY_NAME: Mapping[str, str] = {kind.driver: name for name, kind in KINDS.items() if kind.driver}
 
@@ -29,11 +30,12 @@ def slot_of(gpu: Gpu) -> tuple[int, int]:
 
 
 def memory_of(gpu: Gpu) -> int | None:
-    """Returns the memory that a plan may use: the part that others leave free, else all; None if neither is known."""
+    """Returns the memory that a plan may use: the part that others leave free, else all, less the context of CUDA; None
+    if neither is known."""
     if gpu.free_bytes is not None:
-        return gpu.free_bytes // _MEMORY_STEP_BYTES * _MEMORY_STEP_BYTES
+        return max(gpu.free_bytes - _CONTEXT_BYTES, 0) // _MEMORY_STEP_BYTES * _MEMORY_STEP_BYTES
     if gpu.total_bytes is not None:
-        return gpu.total_bytes
+        return max(gpu.total_bytes - _CONTEXT_BYTES, 0)
     kind = KINDS.get(kind_of(gpu))
     return None if kind is None else kind.memory_bytes
 

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gdp.arrays import I64
-from gdp.cluster import Cluster, Device
+from gdp.cluster import Cluster, Device, Route
 from gdp.cluster.achieved import OF_FLOPS, figures_of_kind, scaled, share
 from gdp.cluster.catalogue import KINDS
 from gdp.cluster.detect import Detected
@@ -72,11 +72,13 @@ from gdp.graph import Graph
 from gdp.models.pytorch import capture
 
 _DTYPES = {dtype: getattr(torch, dtype) for dtype in ("float32", "float64", "float16", "bfloat16")}
+_HAS_TF32 = (8, 0)  # compute capability; half as fast as products of halves on every such card
 _OF_PRODUCTS = "bfloat16", "float16", "float32"  # whose rate tells a card's share: the first that it has
 _WORDS, _NUM_LOGITS, _STEPS = 10_000, 1_000, 5
 _LEAST = 0.1  # of an op's time, that kernels of a class have which others leave less
 # Classes that tell of others
 _LIKE = {"tf32_transpose": "copy", **dict.fromkeys(("weight_transpose", "conflicting_read"), "transposed_copy")}
+_AS_FAST = 0.8  # copies differ by as much
 _NO_LAUNCHES = 3  # ops that take as many launches or fewer tell nothing of rates
 
 
@@ -124,6 +126,38 @@ def as_card(measured: Device) -> Device:
     bandwidth = measured.memory_bytes_per_second / card.memory_bytes_per_second
     shares = share(card.achieved, "product"), share(card.achieved, "pointwise")
     return replace(card, achieved=scaled(card.achieved, product / shares[0], bandwidth / shares[1]))
+
+
+def with_exchange(measured: Route, known: Route | None) -> Route:
+    """Returns the known route where it tells what exchanges take, else the measured one. Copies of one process are not
+    NCCL's, but where they are much slower, the link is narrower than was known, and has their rate."""
+    if known is None or not known.exchange:
+        return measured
+    rate = measured.bytes_per_second
+    return replace(known, bytes_per_second=rate) if rate < _AS_FAST * known.bytes_per_second else known
+
+
+def as_alike(devices: Sequence[Device]) -> list[Device]:
+    """[D] Returns the devices, GPUs of a kind with the medians of what was measured of them: those that are told alike
+    can be a group or replicas of each other, and measurements differ."""
+    kinds: dict[str, list[Device]] = defaultdict(list)
+    for device in devices:
+        kinds[device.kind].append(device)
+    return [device if device.is_cpu else _median(device, kinds[device.kind]) for device in devices]
+
+
+def _median(device: Device, alike: Sequence[Device]) -> Device:
+    """Returns the device with the medians of what all `alike` tell."""
+    dtypes = [dtype for dtype in device.flops_per_second if all(dtype in other.flops_per_second for other in alike)]
+    flops = {dtype: round(float(np.median([each.flops_per_second[dtype] for each in alike]))) for dtype in dtypes}
+    shares = {name: float(np.median([each.achieved[name] for each in alike])) for name in device.achieved}
+    return replace(
+        device,
+        flops_per_second=MappingProxyType(flops),
+        memory_bytes_per_second=round(float(np.median([each.memory_bytes_per_second for each in alike]))),
+        launch_ns=round(float(np.median([each.launch_ns for each in alike]))),
+        achieved=MappingProxyType(shares),
+    )
 
 
 def with_achieved(devices: Sequence[Device], targets: Sequence[Target], effort: Extent, log: Log) -> list[Device]:
@@ -208,10 +242,17 @@ class Calibration:
     notes: tuple[str, ...]
 
 
-def calibrate(devices: Sequence[Detected], *, quick: bool = False, on_progress: Log | None = None) -> Calibration:
+def calibrate(
+    devices: Sequence[Detected],
+    *,
+    known_routes: Mapping[tuple[str, str], Route] = MappingProxyType({}),
+    quick: bool = False,
+    on_progress: Log | None = None,
+) -> Calibration:
     """Measures these devices of this machine; `quick` is rougher. `on_progress` gets a line before each measurement.
-    The cluster is called `local`; its devices have the names, kinds and memory of `devices`. InputError names a device
-    that cannot do float32 arithmetic, or lacks the memory."""
+    The cluster is called `local`; its devices have the names, kinds and memory of `devices`. Of `known_routes` between
+    them, those that tell what exchanges take are kept, see `with_exchange`. InputError names a device that cannot do
+    float32 arithmetic, or lacks the memory."""
     effort, log, load_notes = QUICK if quick else FULL, on_progress or (lambda _text: None), _load_notes()
     targets = [target_of(device) for device in devices]
     num_threads = torch.get_num_threads()
@@ -225,7 +266,11 @@ def calibrate(devices: Sequence[Detected], *, quick: bool = False, on_progress: 
         torch.set_num_threads(num_threads)  # backends set it for all threads that begin later
     rows = zip(devices, rates, bandwidths, launches_ns, strict=True)
     measured = [Device(x.name, x.kind, x.memory_bytes, flops, whole(rate), whole(ns)) for x, flops, rate, ns in rows]
-    measured = with_achieved([as_card(device) for device in measured], targets, effort, log)
+    measured = with_achieved(as_alike([as_card(device) for device in measured]), targets, effort, log)
+    routes = {
+        pair: with_exchange(route, known_routes.get((devices[pair[0]].name, devices[pair[1]].name)))
+        for pair, route in routes.items()
+    }
     return Calibration(Cluster.build("local", measured, routes), (*route_notes, *load_notes))
 
 
@@ -238,10 +283,11 @@ def _arithmetic(targets: Sequence[Target], effort: Extent, log: Log) -> list[Map
     for target, rate in zip(targets, best["float32"], strict=True):
         if rate is None:
             raise unable(target, "float32 arithmetic")
-    return [
-        MappingProxyType({name: whole(rate) for name, row in best.items() if (rate := row[number])})
-        for number in range(len(targets))
-    ]
+    of_device = [{name: whole(rate) for name, row in best.items() if (rate := row[n])} for n in range(len(targets))]
+    for target, rates in zip(targets, of_device, strict=True):
+        if target.device.type == "cuda" and torch.cuda.get_device_capability(target.device) >= _HAS_TF32:
+            rates |= {"tf32": rates["bfloat16"] // 2} if "bfloat16" in rates else {}
+    return [MappingProxyType(rates) for rates in of_device]
 
 
 def _best_rates(targets: Sequence[Target], dtype: torch.dtype, effort: Extent) -> list[float | None]:

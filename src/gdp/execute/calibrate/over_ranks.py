@@ -18,7 +18,7 @@ import torch
 
 from gdp.cluster import Cluster, Device, Route
 from gdp.cluster.detect import Detected
-from gdp.execute.calibrate.calibrate import Calibration, calibrate
+from gdp.execute.calibrate.calibrate import Calibration, as_alike, calibrate
 from gdp.execute.calibrate.work import Chains, Log, line_through, whole
 from gdp.execute.ranks.rank_executor import ProcessExecutor
 from gdp.execute.ranks.ranks import Ranks
@@ -66,7 +66,7 @@ def calibrate_ranks(ranks: Ranks, device: Detected, *, quick: bool, on_progress:
         for name, item in zip(ranks.names, documents, strict=True)
     ]
     notes = dict.fromkeys(note for item in documents for note in item["notes"])
-    return Calibration(Cluster.build("processes", devices, routes), tuple(notes))
+    return Calibration(Cluster.build("processes", as_alike(devices), routes), tuple(notes))
 
 
 def _routes(ranks: Ranks, memory_rates: Sequence[int], num_steps: int, log: Log) -> dict[tuple[int, int], Route]:

@@ -48,13 +48,16 @@ class Messages:
         self._peers = [peer for peer in range(len(ranks.names)) if peer != ranks.rank]
 
     def connect(self, traffic: Traffic) -> None:
-        """Makes the groups for NCCL, pair by pair, and has each meet at once: the first message waits for both ends."""
+        """Makes the groups for NCCL, pair by pair, and sends a message in each: the first one of a group waits on the
+        host for both ends, which a step would wait for in another order. All ranks have the same order of pairs."""
         if self.ranks.is_nccl:
             for pair in [pair for pair, tensors in traffic.items() if tensors]:
                 group = dist.new_group(sorted(pair), backend="nccl")
                 if self.ranks.rank in pair:
                     self._nccl_groups[pair] = group
-                    dist.broadcast(torch.zeros(1, device=self.ranks.target.device), pair[0], group)
+                    function, peer = (dist.isend, pair[1]) if self.ranks.rank == pair[0] else (dist.irecv, pair[0])
+                    wire = torch.zeros(1, device=self.ranks.target.device)
+                    self.wait(self.post(function, wire, peer, 0), peer, "connect to it")
 
     def post(self, function: Callable[..., Any], wire: Tensor, peer: int, tag: int) -> Any:
         """Starts to send (`dist.isend`) or to receive (`dist.irecv`)."""
