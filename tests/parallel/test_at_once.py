@@ -90,6 +90,22 @@ def test_gathered_parameters_take_their_memory_once() -> None:
     assert sum(made[1]) == 4_000_000
 
 
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_large_exchanges_arrive_in_pieces(zero: int) -> None:
+    """Of 1 GB that is exchanged at once, two pieces are in memory at most beside what the hops of a ring hold, even
+    where the route is faster than the exchange; it takes as long."""
+    graph, layout, count = chain([10**9]), Layout((1,) * 4, zero), 4
+    hops = simulated(graph, layout, None)
+    faster = replace(textbook(count), legs=tuple((sender, ns, 3 * rate) for sender, ns, rate in textbook(count).legs))
+    for times in (textbook(count), faster):
+        step = Step.of(graph, layout, times=times)
+        links = [{"from": "*", "to": "*", "bandwidth": times.legs[0][2], "latency": LATENCY_NS}]
+        cluster = Cluster.from_document(cards(count).to_document() | {"links": links})
+        at_once = simulate(Problem.build(step.graph, cluster), step.replica)
+        assert at_once.step_time_ns == pytest.approx(hops.step_time_ns, rel=0.01)
+        assert at_once.peak_memory_bytes.max() <= hops.peak_memory_bytes.max() + 2 * 2**28
+
+
 def test_the_first_bucket_is_small() -> None:
     """As PyTorch's DDP does, the first bucket closes at 1 MB, so that its sum begins soon; with ZeRO none does."""
     graph = chain([2**20] * 4)

@@ -281,14 +281,23 @@ class Exchange:
 
     def _at_once(self, ring: I64, times: ExchangeTimes) -> None:
         """Sends one tensor to each replica, which is in memory there until the end. While parameters for a block are
-        gathered, the tensor and another one are the memory that is to hold them."""
+        gathered, the tensor and another one are the memory that is to hold them. What is more than that, or more than a
+        piece of another exchange, is sent before in pieces, each to an op that frees it."""
         collective, ready, done, builder = self.collective, self.ready[ring], self.done[ring], self.builder
         sizes = times.received_bytes(collective.exchange, collective.num_bytes)
         senders = np.array([sender for sender, _, _ in times.legs])
         begins = np.where(sizes > 0, ready[senders], done[senders])
-        builder.add_edges(builder.add_tensors(begins, sizes, is_resident=True), done)
         is_for_block = collective.exchange == ALL_GATHER and collective.phase != "update"
-        rest = np.maximum(collective.num_bytes - sizes, 0) if is_for_block else np.zeros_like(sizes)
+        held = np.minimum(sizes, collective.num_bytes if is_for_block else _PIECE_BYTES)
+        passing = np.flatnonzero(sizes > held)
+        num_pieces = -(-int((sizes - held).max()) // _PIECE_BYTES)
+        for piece in range(num_pieces):
+            part = [(sizes - held)[passing] * end // num_pieces for end in (piece, piece + 1)]
+            copies = self.add("copy", ring[passing], np.full(len(passing), piece), in_host=False)
+            builder.add_edges(builder.add_tensors(begins[passing], part[1] - part[0], is_resident=True), copies)
+            builder.control(copies, done[passing])
+        builder.add_edges(builder.add_tensors(begins, held, is_resident=True), done)
+        rest = collective.num_bytes - held if is_for_block else np.zeros_like(held)
         builder.add_edges(builder.add_tensors(ready, rest), done)
 
     def _in_hops(self, rings: Rings) -> None:
@@ -316,6 +325,7 @@ _ROLES = {("add", False): RING_SUM, ("copy", False): RING_COPY, ("add", True): H
 _ROLES |= {("copy", True): HOST_RING_COPY, ("joined", True): HOST_RING_END}
 
 
+_PIECE_BYTES = 2**28  # untuned: an exchange at once has ten of the largest usual buckets or one piece in memory
 _MOST_EXACT = 8  # replicas: 7! = 5,040 orders
 _MOST_ORDERED = 64  # replicas: of more, which are numbered host by host, an order takes minutes to improve
 
