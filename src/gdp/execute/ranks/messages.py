@@ -66,8 +66,8 @@ class Messages:
         group, number = (self._nccl_groups[pair], 0) if wire.is_cuda else (self.group, tag)
         try:
             return function(wire, peer, group, number)
-        except RuntimeError:
-            self.fail(Failure.gone(peer))
+        except RuntimeError as error:  # of NCCL: it may also lack memory or a way between the cards
+            self.fail(Failure(peer, "cannot be reached by NCCL", error) if wire.is_cuda else Failure.gone(peer))
 
     def wait(self, work: Any, peer: int, what: str, *, by_stream: bool = False) -> None:
         """Waits for a message; `by_stream` the GPU's stream does, and not the host, as NCCL has it without a limit.
