@@ -5,6 +5,7 @@ import signal
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,11 @@ from benchmarks.op_times import measure_in_turn
 from gdp import Cluster, Graph, Plan, Problem, simulate
 from gdp.cli import main
 from gdp.cluster.detect import host
+from gdp.execute import measurement
 from gdp.execute.backends import CPU, Target
 from gdp.execute.equality import compare, eager_step, full_precision
 from gdp.execute.executable import Executable
-from gdp.execute.measurement import Measurement, measure_programs, one_device_order
+from gdp.execute.measurement import Measurement, PlacedProgram, measure_programs, one_device_order
 from gdp.execute.plan_executor import ExecutionError, StepRecord
 from gdp.execute.prediction import predict
 from gdp.execute.run import OTHER_SUMS_TOLERANCE, check_results, drawing_alike, first_step, machine_notes
@@ -54,6 +56,36 @@ def answer(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
     assert main([*args, "--json"]) == 0
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     return document
+
+
+def test_programs_on_gpus_are_measured_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two programs that take turns on a GPU would take each other's memory; on cores they do take turns."""
+    steps, alive = list[tuple[str, int]](), set[str]()
+
+    class Executor:
+        def __init__(self, _program: Any, order: str, _targets: Any) -> None:
+            self.name = order
+            alive.add(order)
+
+        def load(self, _content: Any) -> None: ...
+
+        def step(self, _content: Any, *, is_timed: bool) -> None:
+            steps.append((self.name, len(alive)))
+
+        def close(self) -> None:
+            alive.remove(self.name)
+
+    monkeypatch.setattr(measurement, "host_executor", Executor)
+    monkeypatch.setattr(Measurement, "add", lambda *_: None)
+    program: Any = SimpleNamespace(graph=SimpleNamespace(num_ops=1))
+    orders: Any = ["a", "b"]
+    programs = {order: PlacedProgram(program, {}, order) for order in orders}
+    for device, expected in (("cuda:0", "aabb"), ("cpu", "abab")):
+        steps.clear()
+        found = measure_programs(programs, [Target("x", torch.device(device))], steps=2, warm_up_steps=0)
+        assert [*found] == ["a", "b"]
+        assert "".join(name for name, _ in steps) == expected
+        assert {count for _, count in steps} == {1 if device == "cuda:0" else 2}
 
 
 @pytest.mark.parametrize(("model", "reference"), [("net", "PyTorch's own step"), ("dropping", "one core")])

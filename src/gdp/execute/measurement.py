@@ -85,8 +85,14 @@ def measure_programs(
     warm_up_steps: int = 2,
     stop: threading.Event | None = None,
 ) -> dict[str, Measurement]:
-    """Measures `steps` steps of each program in turn, by name. Each program has its own copy of the parameters. Garbage
-    is collected between steps. `stop` ends it after a step at least. ExecutionError if an op fails."""
+    """Measures `steps` steps of each program, by name: in turn, or on GPUs one program after the other, as they would
+    take each other's memory. Each has its own copy of the parameters. Garbage is collected between steps. `stop` ends
+    it after a step of each at least. ExecutionError if an op fails."""
+    if len(programs) > 1 and any(target.device.type == "cuda" for target in targets):
+        found: dict[str, Measurement] = {}
+        for name, placed in programs.items():
+            found |= measure_programs({name: placed}, targets, steps=steps, warm_up_steps=warm_up_steps, stop=stop)
+        return found
     measurements = {name: Measurement(placed.order, placed.program.graph.num_ops) for name, placed in programs.items()}
     with ExitStack() as stack:
         executors: dict[str, PlanExecutor] = {}
