@@ -155,13 +155,13 @@ def devices_measure(
 
     machine = detect()
     chosen, (found, routes) = _choose(machine.devices, devices), machine.cluster()
-    known = {(found[a].name, found[b].name): route for (a, b), route in routes.items()}
+    known_routes = {(found[a].name, found[b].name): route for (a, b), route in routes.items()}
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             calibration = _measure_ranks(chosen, quick)
         else:
             calibration = calibrate(
-                chosen, known_routes=known, quick=quick, on_progress=lambda text: log(f"gdp: measuring {text}")
+                chosen, known_routes=known_routes, quick=quick, on_progress=lambda text: log(f"gdp: measuring {text}")
             )
     except ExecutionError as error:
         raise InputError(f"{error}; leave the device out with --devices") from None
