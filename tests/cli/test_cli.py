@@ -496,6 +496,8 @@ def test_a_cluster_that_is_shown_as_json_is_a_cluster_file(run: Run) -> None:
     Path("cluster.json").write_text(out)
     assert Cluster.load("cluster.json").fingerprint == Cluster.parse("2xl4-24g+cpu-16core").fingerprint
     assert "gpu1.pcie.down" in run("devices", "show", "cluster.json")[1]
+    shown = run("devices", "show", "2x(4xl4-24g)@25gbit")[1]  # from all to all inside hosts, and from host to host
+    assert shown.count("FROM.pcie.up") == 4 == shown.count("TO.pcie.down")
     assert "h200-sxm-141g" in run("devices", "list")[1]
 
 

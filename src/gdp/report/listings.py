@@ -9,6 +9,7 @@ from rich.text import Text
 
 from gdp.cluster import Cluster, Device, Route
 from gdp.cluster.catalogue import KINDS, LINKS, MACHINES, DeviceKind, LinkKind
+from gdp.cluster.device import host_of
 from gdp.cluster.groups import divisors, group_name, islands
 from gdp.cluster.prices import Price, Prices
 from gdp.notebook import digits, format_gib
@@ -73,11 +74,12 @@ def _routes_by_rate(cluster: Cluster) -> Iterator[tuple[str, str, Route, tuple[s
 def _folded_routes(cluster: Cluster) -> Iterator[tuple[str, str, Route, tuple[str, ...]]]:
     """Yields routes with the names of their ends; many that differ in names alone, from all to all, are one."""
     names = [device.name for device in cluster.devices]
-    alike: dict[tuple[int, int, tuple[str, ...]], list[tuple[int, int]]] = {}
+    alike: dict[tuple[int, int, str, str, tuple[str, ...]], list[tuple[int, int]]] = {}
     for source, target in permutations(range(cluster.num_devices), 2):
         route, ends = cluster.route(source, target), {names[source]: "FROM", names[target]: "TO"}
         channels = tuple(sorted(_renamed(channel, ends) for channel in route.channels))
-        alike.setdefault((route.bytes_per_second, route.latency_ns, channels), []).append((source, target))
+        hosts = host_of(names[source]), host_of(names[target])
+        alike.setdefault((route.bytes_per_second, route.latency_ns, *hosts, channels), []).append((source, target))
     group_of = {pair: (channels, pairs) for (*_, channels), pairs in alike.items() for pair in pairs}
     for source, target in permutations(range(cluster.num_devices), 2):
         route, (channels, pairs) = cluster.route(source, target), group_of[source, target]
