@@ -85,7 +85,7 @@ class Layout(TypedDict):
     stages: Annotated[int | None, d("pipeline stages of a replica; null: as the placement has them")]
     microbatches: Annotated[int | list[int], d("of each replica; a list where they differ")]
     zero: Annotated[Literal[0, 1, 2, 3], d("what is cut over replicas, as in ZeRO")]
-    recompute: Annotated[str | list[str], d("none, blocks, auto, or modules")]
+    recompute: Annotated[str | list[str], d("none, blocks, selective, auto, modules")]
     offload: NotRequired[Annotated[str | list[str], d("where activations go to the host")]]
 
 
@@ -234,7 +234,7 @@ class Place(Figures):
     plan: Annotated[str | None, d("path; null: not written")]
     microbatches: int
     order: Annotated[str, d("in which ops were started")]
-    under_noise: Annotated[Noise | None, d("with `--robust` or measured times")]
+    under_noise: Annotated[Noise | None, d("null with `--robust 0%`")]
     advice: Annotated[Advice | None, d("null with `--no-advice`, or without a plan that fits")]
     held_bytes: Annotated[Size, d("held for the whole step, before it is cut")]
     would_fit: Annotated[list[str], d("changes with which a plan would fit, in words; empty: it fits")]
@@ -451,7 +451,7 @@ class Run(TypedDict):
     layout: str | None
     batches: Served | None
     whole_batch_difference: Annotated[float | None, d("of loss and gradients, where the batch is cut")]
-    prediction: NotRequired[Annotated[Prediction, d("with `--devices`")]]
+    prediction: NotRequired[Annotated[Prediction, d("where devices are known")]]
 
 
 class Report(TypedDict):
@@ -560,8 +560,8 @@ class DetectedDevice(TypedDict):
     gpu: NotRequired[str]
     uuid: NotRequired[str | None]
     total_memory_bytes: NotRequired[Size]
-    free_memory_bytes: NotRequired[Size]
-    used_by_others_bytes: NotRequired[Size]
+    free_memory_bytes: NotRequired[Size | None]
+    used_by_others_bytes: NotRequired[Size | None]
     pcie_generation: NotRequired[int | None]
     pcie_width: NotRequired[int | None]
 
@@ -573,6 +573,7 @@ class DetectedLink(TypedDict):
     ancestor: str | None
     nvlinks: int
     is_switched: bool
+    has_peer_copies: bool
     bytes_per_second: int | None
 
 

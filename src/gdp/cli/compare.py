@@ -19,7 +19,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="A,B,...",
-            help="Placers, and ddp, zero1, fsdp, megatron: MODEL as users train it on all accelerators. Default: the "
+            help="Placers, and ddp, zero1, fsdp, megatron, fsdp-tp, vllm: MODEL as users run it on all accelerators. Default: the "
             "classical placers, auto, and for hf:DIR the modes of accelerate.",
         ),
     ] = None,

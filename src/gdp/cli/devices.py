@@ -132,8 +132,9 @@ def _device_document(machine: "Machine", device: "Detected") -> dict[str, object
 
 
 def _link_document(names: tuple[str, str], link: "Link") -> dict[str, object]:
-    figures = {"is_switched": link.is_switched, "bytes_per_second": link.bytes_per_second}
-    return {"devices": names, "ancestor": link.ancestor or None, "nvlinks": link.num_nvlinks, **figures}
+    traits = {"is_switched": link.is_switched, "has_peer_copies": link.has_peer_copies}
+    figures = {"nvlinks": link.num_nvlinks, **traits, "bytes_per_second": link.bytes_per_second}
+    return {"devices": names, "ancestor": link.ancestor or None, **figures}
 
 
 @devices_app.command("measure")

@@ -43,7 +43,7 @@ def place(
         typer.Option(
             metavar="LAYOUT",
             help="How the step is cut: none, auto, or data=4,tensor=2,microbatches=8,zero=1,recompute=auto,stages=2. "
-            "Default: auto to train a model whose batch can be split, else none.",
+            "Default: auto to train a batch that can be split; a forward pass is cut over groups of cards where that is faster.",
         ),
     ] = None,
     batches: options.BatchesOption = None,

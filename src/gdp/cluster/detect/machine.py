@@ -108,8 +108,8 @@ class Machine:
                 continue
             if kind_of(gpu) not in KINDS:
                 notes.append(
-                    f"{name}: figures are estimates: {gpu.num_cores} CUDA cores x {gpu.sm_mhz} MHz x 2, tensor cores "
-                    f"not counted; memory 2 x {gpu.memory_mhz} MHz x {gpu.bus_width_bits} bits"
+                    f"{name}: figures are estimates: {gpu.num_cores} CUDA cores x {gpu.sm_mhz} MHz x 2, halves "
+                    f"as on like cards; memory 2 x {gpu.memory_mhz} MHz x {gpu.bus_width_bits} bits"
                 )
             if not (gpu.pcie_generation and gpu.pcie_width):
                 generation, width = slot_of(gpu)
