@@ -103,6 +103,11 @@ def _product(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> in
     return (8 if args[0].is_complex() else 2) * int(args[0].numel()) * int(columns)
 
 
+def _linear(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """x [.., in], weight [out, in]"""
+    return 2 * outputs[0].numel() * int(args[0].shape[-1])
+
+
 def _added_product(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
     """Counts c + a @ b: the sum is one more per element."""
     return _product(args[1:], kwargs, outputs) + outputs[0].numel()
@@ -241,7 +246,8 @@ _FORMULAS |= {name: _out(count) for name, count in counts("pytorch", "out").item
 _FORMULAS |= {name: _read(count) for name, count in counts("pytorch", "read").items()}
 _FORMULAS |= linear_algebra.FORMULAS | by_name(
     {
-        "mm bmm mv _int_mm linear": _product,
+        "mm bmm mv _int_mm": _product,
+        "linear": _linear,
         "addmm baddbmm addmv addbmm _addmm_activation": _added_product,
         "_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2": _grouped_product,
         "_scaled_mm _scaled_mm_v2 _weight_int8pack_mm _weight_int4pack_mm _weight_int4pack_mm_for_cpu": _packed_product,
@@ -310,6 +316,6 @@ _FORMULAS |= linear_algebra.FORMULAS | by_name(
     }
 )
 
-_OPERANDS: dict[Formula, int] = {_product: 0, _packed_product: 0, _grouped_product: 0, _added_product: 1}
+_OPERANDS: dict[Formula, int] = {_product: 0, _linear: 0, _packed_product: 0, _grouped_product: 0, _added_product: 1}
 
 _POINTWISE, _MOVEMENT = listed("pytorch", "pointwise"), listed("pytorch", "movement")
