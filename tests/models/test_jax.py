@@ -503,6 +503,26 @@ def test_phases_and_updates_in_place() -> None:
     assert set(gradients.groups.tolist()) == {-1}  # gradients look like weights and are none
 
 
+def test_caches_are_written_in_place() -> None:
+    """A step of decoding writes a row of its cache [6, 4] in place; a product like its first argument is a new array.
+
+    Weights and cache are 64 + 96 bytes, resident; the row and the scores [1, 6] are made, and the scores kept.
+    """
+
+    def decode(weight: jax.Array, cache: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        cache = lax.dynamic_update_slice(cache, x @ weight, (2, 0))
+        return x @ cache.T, cache
+
+    args = Struct((4, 4), "float32"), Struct((6, 4), "float32"), Struct((1, 4), "float32")
+    graph = capture_jax(decode, *args, parameters=("weight", "cache")).graph
+    write = graph.kinds.index("dynamic_update_slice")
+    assert graph.groups.tolist() == [0 if op in (graph.op_names.index("cache"), write) else -1 for op in range(6)]
+    assert graph.resident_bytes.sum() == 64 + 96
+    assert graph.tensor_bytes[graph.is_kept & ~graph.is_resident].tolist() == [4 * 6]
+    square = capture_jax(lambda weight, x: weight @ x, args[0], args[0]).graph
+    assert square.tensor_bytes[square.is_kept & ~square.is_resident].tolist() == [64]
+
+
 def test_weights_needed_later_are_kept() -> None:
     """Weights that are needed with their new values are not overwritten."""
     graph = capture_jax(late_step, LATE, Struct((2, 4), "float32"), name="late").graph
