@@ -523,6 +523,20 @@ def test_caches_are_written_in_place() -> None:
     assert square.tensor_bytes[square.is_kept & ~square.is_resident].tolist() == [64]
 
 
+def test_an_op_that_makes_two_weights_is_beside_both() -> None:
+    """A step that is skipped by `cond` where the loss is not finite has both new weights in place, in one group."""
+
+    def step(params: dict[str, Any], x: jax.Array) -> dict[str, Any]:
+        loss, gradients = jax.value_and_grad(lambda p: ((x @ p["a"]) @ p["b"]).sum())(params)
+        stepped = jax.tree.map(lambda old, gradient: old - gradient, params, gradients)
+        return lax.cond(jnp.isfinite(loss), lambda: stepped, lambda: params)
+
+    params = {"a": Struct((4, 3), "float32"), "b": Struct((3, 2), "float32")}
+    graph = capture_jax(step, params, Struct((2, 4), "float32")).graph
+    assert [graph.kinds[op] for op in np.flatnonzero(graph.groups >= 0)] == ["parameter", "parameter", "cond"]
+    assert (graph.groups[graph.groups >= 0] == 0).all()
+
+
 def test_weights_needed_later_are_kept() -> None:
     """Weights that are needed with their new values are not overwritten."""
     graph = capture_jax(late_step, LATE, Struct((2, 4), "float32"), name="late").graph

@@ -53,7 +53,8 @@ def assemble(
     for group, (new, old) in enumerate(in_place.items()):
         assert new.op is not None
         assert old.op is not None
-        groups[numbers[old.op]] = groups[numbers[new.op]] = group
+        maker = numbers[new.op]  # of one new value or several
+        groups[numbers[old.op]] = groups[maker] = group if groups[maker] < 0 else groups[maker]
     rows = [
         Tensor(
             producer=numbers[record],
