@@ -339,6 +339,44 @@ def test_shared_dequantised_tensors_stay(is_kept: bool, tmp_path: Path) -> None:
     assert kinds == ["QuantizeLinear", *(["DequantizeLinear"] if is_kept else []), "MatMul"]
 
 
+def test_what_reads_only_weights_runs_once(tmp_path: Path) -> None:
+    """ONNX Runtime computes w.T + b when it loads a file, so a step is a product with [40, 50] floats held once.
+
+    Random numbers and weights in 8 bits, which become floats in each step, stay in it.
+    """
+    nodes = [
+        N("Transpose", ["w"], ["wt"], perm=[1, 0]),
+        N("Add", ["wt", "b"], ["sum"]),
+        N("MatMul", ["x", "sum"], ["h"]),
+    ]
+    proto = proto_of(nodes, {"x": ones(3, 40)}, {"w": ones(50, 40), "b": ones(50)})
+    graph = read(proto, tmp_path / "m.onnx").graph
+    assert graph.kinds == ("input", "parameter", "MatMul")
+    assert graph.resident_bytes.sum() == 4 * 40 * 50
+    assert graph.flops.sum() == 2 * 3 * 40 * 50
+    assert loaded_kinds(proto, tmp_path / "loaded.onnx") == ["MatMul"]
+    kept = [
+        N("RandomNormalLike", ["w"], ["noise"]),
+        N("DequantizeLinear", ["q", "s", "z"], ["wf"]),
+        N("Sigmoid", ["wf"], ["gate"]),
+        N("Sum", ["noise", "gate", "x"], ["h"]),
+    ]
+    held = {"w": ones(50, 40), "q": u8(50, 40), **SCALE}
+    proto = proto_of(kept, {"x": ones(50, 40)}, held)
+    kinds = read(proto, tmp_path / "m.onnx").graph.kinds
+    assert [kind for kind in kinds if kind not in ("input", "parameter")] == [node.op_type for node in kept]
+    assert sorted(loaded_kinds(proto, tmp_path / "loaded.onnx")) == sorted(node.op_type for node in kept)
+
+
+def loaded_kinds(proto: onnx.ModelProto, path: Path) -> list[str]:
+    """Returns the kinds of the nodes that ONNX Runtime runs, without optimisations for one kind of device."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.optimized_model_filepath, options.log_severity_level = str(path), 4
+    onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return [node.op_type for node in onnx.load(path).graph.node]
+
+
 def test_8_bit_weights_beside_floats(tmp_path: Path) -> None:
     """The product is one of floats: ONNX Runtime runs both ops as the file has them."""
     nodes = [N("DequantizeLinear", ["w", "s", "z"], ["wf"]), N("MatMul", ["x", "wf"], ["h"])]
