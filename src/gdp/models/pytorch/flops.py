@@ -168,6 +168,25 @@ def _attention_pairs(args: Args) -> int:
     return int(math.prod(query.shape[:-1]) * key.shape[-2])
 
 
+def _packed_attention(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """query, key, value [tokens, heads, width], ends of sequences, .., longest: as `_attention`, of equal lengths."""
+    return _packed_pairs(args[0], args[1], args[3], args[6]) * (
+        2 * int(args[0].shape[-1]) + 2 * int(args[2].shape[-1]) + 5
+    )
+
+
+def _packed_attention_backward(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """grad, query, key, value, out, sums, ends of sequences, .., longest: as `_attention_backward`."""
+    pairs = _packed_pairs(args[1], args[2], args[6], args[9])
+    return pairs * (6 * int(args[1].shape[-1]) + 4 * int(args[3].shape[-1]) + 9)
+
+
+def _packed_pairs(query: Tensor, key: Tensor, ends: Tensor, longest: int) -> int:
+    """Lengths are content. A key may be one of [pages, tokens, heads, width], which hold more than a step reads."""
+    keys = math.prod(key.shape[:-2]) / max(1, ends.shape[0] - 1)
+    return int(query.shape[0] * query.shape[1] * min(keys, longest))
+
+
 def _rnn_layer(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
     """input [time, batch, width], weight_ih, weight_hh: the weights apply at every step of every sequence."""
     steps = math.prod(args[0].shape[:2])
@@ -261,6 +280,9 @@ _FORMULAS |= linear_algebra.FORMULAS | by_name(
         "convolution_backward": _convolution_backward,
         "_scaled_dot_product_flash_attention_for_cpu context::attention": _attention,
         "_scaled_dot_product_flash_attention_for_cpu_backward context::attention_backward": _attention_backward,
+        "torch_attn::_varlen_attn": _packed_attention,
+        "torch_attn::_varlen_attn_out": lambda args, kwargs, outputs: _packed_attention(args[1:], kwargs, outputs),
+        "torch_attn::_varlen_attn_backward": _packed_attention_backward,
         "mkldnn_rnn_layer": _rnn_layer,
         "mkldnn_rnn_layer_backward": lambda args, kwargs, outputs: 2 * _rnn_layer(args, kwargs, outputs),
         "scatter_add scatter_reduce index_add index_reduce index_put _index_put_impl put": _scatter,
