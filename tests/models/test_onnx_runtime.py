@@ -295,6 +295,19 @@ def test_caches_in_one_buffer(past: int, total: int, is_shared: bool, length: in
     assert peak == inputs - 4 + length * 256 + (0 if is_shared else 2 * 128 * total)  # the total is in the file
 
 
+@pytest.mark.parametrize(("length", "window", "seen"), [(1, 16, 16), (3, 16, 18), (3, 200, 100), (1, -1, 100)])
+def test_windows_of_grouped_queries(length: int, window: int, seen: int, tmp_path: Path) -> None:
+    """Of 100 keys in the cache a window of 16 sees 16, or 18 for three queries, and reads as much of the cache."""
+    fed = {"q": ones(1, length, 64), "k": ones(1, length, 32), "v": ones(1, length, 32), "n": i32(99)}
+    fed |= {"p": ones(1, 2, 100, 16), "w": ones(1, 2, 100, 16)}
+    heads = {"num_heads": 4, "kv_num_heads": 2, "local_window_size": window}
+    node = ms("GroupQueryAttention", "q k v p w n t", "y pk pv", **heads)
+    graph = read(proto_of([node], fed, {"t": np.array(100, np.int32)}), tmp_path / "m.onnx").graph
+    assert graph.flops[-1] == length * seen * (2 * 64 + 2 * 64 + 5 * 4)
+    # queries and results, new keys and values read and written, the cache, lengths and their total
+    assert graph.bytes_accessed[-1] == length * (2 * 256 + 2 * 2 * 128) + 2 * seen * 128 + 4 + 4
+
+
 def test_quantised_products_are_one_kernel(tmp_path: Path) -> None:
     """x [3, 40] and w [40, 50] in 8 bits: reads 120 + 2000 bytes, writes 150; 2 * 3 * 40 * 50 + 150 FLOPs."""
     for domain in ("", "com.microsoft"):
