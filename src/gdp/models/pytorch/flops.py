@@ -224,7 +224,16 @@ def _fourier(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> in
 
 def _search(places: int) -> Formula:
     """Counts a comparison of each element for each halving of the sorted places, an argument."""
-    return lambda args, kwargs, outputs: int(outputs[0].numel()) * math.ceil(math.log2(max(2, args[places].shape[-1])))
+    return lambda args, kwargs, outputs: _comparisons(outputs[0], args[places].shape[-1])
+
+
+def _is_in(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """elements, places: tensors of any shape, or a number"""
+    return _comparisons(outputs[0], args[1].numel() if isinstance(args[1], Tensor) else 1)
+
+
+def _comparisons(searched: Tensor, places: int) -> int:
+    return int(searched.numel()) * math.ceil(math.log2(max(2, places)))
 
 
 def _smoothed(taps: int, *, is_backward: bool = False) -> Formula:
@@ -327,7 +336,8 @@ _FORMULAS |= linear_algebra.FORMULAS | by_name(
         "_upsample_bicubic2d_aa": _smoothed(4),
         "_upsample_bilinear2d_aa_backward": _smoothed(2, is_backward=True),
         "_upsample_bicubic2d_aa_backward": _smoothed(4, is_backward=True),
-        "bucketize isin": _search(1),
+        "bucketize": _search(1),
+        "isin": _is_in,
         "searchsorted": _search(0),
         "_unique _unique2 unique_dim unique_consecutive unique_dim_consecutive mode": _sort,
         "_unsafe_index_put": _scatter,
