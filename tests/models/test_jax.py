@@ -633,6 +633,16 @@ def test_without_jax(monkeypatch: pytest.MonkeyPatch) -> None:
         capture_jax(lambda x: x, np.ones(3), name="m")
 
 
+@pytest.mark.parametrize("axes", [{"a"}, {"b"}, {"a", "b"}])
+def test_a_map_over_a_part_of_a_mesh_counts_its_shards(axes: set[str]) -> None:
+    """On 2 x 4 devices a map over `a` has 2 shards of x [8, 4], one over `b` 4, both 8: of 32 elements together."""
+    mesh = jax.sharding.AbstractMesh((2, 4), ("a", "b"))
+    specs = jax.sharding.PartitionSpec(*(axis if axis in axes else None for axis in "ab"))
+    mapped = jax.shard_map(jnp.tanh, mesh=mesh, in_specs=specs, out_specs=specs, axis_names=axes)
+    graph = capture_jax(mapped, Struct((8, 4), "float32"), name="m").graph
+    assert flops_of(graph, "shard_map") == 32
+
+
 def test_shardings_are_left_out_with_one_note() -> None:
     """A constraint, shardings of a jit and a sharded argument give the graph without them, and say so once."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
