@@ -202,6 +202,21 @@ def test_attention():
     assert rounded == Kernel("pointwise", 0, 1024 * 6)
 
 
+def test_attention_of_packed_sequences():
+    """24 tokens in 3 sequences attend as 3 of 8 do: causal, 36 of 64 pairs; pages hold no more than the longest."""
+    packed, ends = "bfloat16[24,4,16]", "int32[4]"
+    name, shared = "torch_attn._varlen_attn", f"{packed} {packed} {packed}"
+    (causal,) = kernels(f"{name} {shared} {ends} {ends} 9 9 1 > {packed}", 6400)
+    assert causal == Kernel("attention", 3600, 1000, (12, 1, 8, 8, 16, 1, 0))
+    gradient, *_ = kernels(
+        f"{name}_backward {packed} {shared} {packed} float32[4,24] {ends} {ends} 9 9 0 > {packed}", 64
+    )
+    assert gradient == Kernel("attention_backward", 64, 1000, (12, 1, 8, 8, 16, 0, 0))
+    pages = "bfloat16[10,16,2,16]"
+    (decoded,) = kernels(f"{name} bfloat16[3,4,16] {pages} {pages} {ends} {ends} 1 40 1 > bfloat16[3,4,16]", 64)
+    assert decoded == Kernel("attention", 64, 1000, (6, 2, 1, 40, 16, 1, 0))
+
+
 def test_attention_time():
     """Blocks of queries take waves, and only the keys that they see; one token's are split among multiprocessors."""
     sizes = np.array([(3, 1, 256, 256, 64, 1, 0), (3, 1, 256, 256, 64, 0, 0), (2, 8, 1, 4096, 64, 0, 0)], np.float64)

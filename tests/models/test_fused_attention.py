@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
 from gdp.errors import InputError
 from gdp.execute.equality import eager_step
@@ -221,3 +222,34 @@ def test_square_masks_of_transformers_are_causal() -> None:
     assert CAUSAL_NOTE in capture(decoder, (source, target), {"tgt_mask": mask}).notes
     others = {"mask": mask, "is_causal": False}, {"mask": torch.zeros(6, 6, 6)}  # of three samples, two heads
     assert not any(CAUSAL_NOTE in capture(encoder, (target,), options).notes for options in others)
+
+
+class Packed(nn.Module):
+    """Causal attention of packed sequences, or of queries to a cache in pages."""
+
+    def __init__(self, longest: int) -> None:
+        super().__init__()
+        self.longest = longest
+
+    def forward(self, query: Tensor, cache: Tensor, ends: Tensor, table: Tensor | None = None) -> Tensor:
+        options: dict[str, Any] = {"window_size": (-1, 0), "enable_gqa": cache.shape[-2] != query.shape[-2]}
+        options |= {} if table is None else {"seqused_k": ends[1:], "block_table": table}
+        result: Tensor = varlen_attn(query, cache, cache, ends, ends, self.longest, self.longest, **options)
+        return result
+
+
+def test_packed_sequences_are_taken_to_be_even() -> None:
+    """12 tokens in 3 sequences, whose longest may have 9, are 12 x 4 pairs, in two heads of width 8.
+
+    Of 3 tokens to a pool of 160 places in pages, each sees as many as the longest sequence has: 40 of 160 / 3.
+    """
+    query = nn.Parameter(torch.zeros(12, 2, 8, dtype=torch.bfloat16))
+    layer, ends = Packed(9), torch.zeros(4, dtype=torch.int32)
+    layer.register_parameter("query", query)
+    trained = capture(layer, (query.detach().requires_grad_(), query, ends)).graph
+    flops = {kind: int(count) for kind, count in zip(trained.kinds, trained.flops, strict=True) if "varlen" in kind}
+    assert flops == {"torch_attn._varlen_attn": 96 * (32 + 5), "torch_attn._varlen_attn_backward": 96 * (80 + 9)}
+    pages, token = torch.zeros(10, 16, 1, 8, dtype=torch.bfloat16), torch.zeros(3, 2, 8, dtype=torch.bfloat16)
+    args = token, pages, ends, torch.zeros(3, 5, dtype=torch.int32)
+    (flops_of_pages,) = capture(Packed(40), args, training=False).graph.flops[-1:]
+    assert flops_of_pages == 3 * 2 * 40 * (32 + 5)

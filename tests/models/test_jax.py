@@ -503,6 +503,40 @@ def test_phases_and_updates_in_place() -> None:
     assert set(gradients.groups.tolist()) == {-1}  # gradients look like weights and are none
 
 
+def test_caches_are_written_in_place() -> None:
+    """A step of decoding writes a row of its cache [6, 4] in place; a product like its first argument is a new array.
+
+    Weights and cache are 64 + 96 bytes, resident; the row and the scores [1, 6] are made, and the scores kept.
+    """
+
+    def decode(weight: jax.Array, cache: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        cache = lax.dynamic_update_slice(cache, x @ weight, (2, 0))
+        return x @ cache.T, cache
+
+    args = Struct((4, 4), "float32"), Struct((6, 4), "float32"), Struct((1, 4), "float32")
+    graph = capture_jax(decode, *args, parameters=("weight", "cache")).graph
+    write = graph.kinds.index("dynamic_update_slice")
+    assert graph.groups.tolist() == [0 if op in (graph.op_names.index("cache"), write) else -1 for op in range(6)]
+    assert graph.resident_bytes.sum() == 64 + 96
+    assert graph.tensor_bytes[graph.is_kept & ~graph.is_resident].tolist() == [4 * 6]
+    square = capture_jax(lambda weight, x: weight @ x, args[0], args[0]).graph
+    assert square.tensor_bytes[square.is_kept & ~square.is_resident].tolist() == [64]
+
+
+def test_an_op_that_makes_two_weights_is_beside_both() -> None:
+    """A step that is skipped by `cond` where the loss is not finite has both new weights in place, in one group."""
+
+    def step(params: dict[str, Any], x: jax.Array) -> dict[str, Any]:
+        loss, gradients = jax.value_and_grad(lambda p: ((x @ p["a"]) @ p["b"]).sum())(params)
+        stepped = jax.tree.map(lambda old, gradient: old - gradient, params, gradients)
+        return lax.cond(jnp.isfinite(loss), lambda: stepped, lambda: params)
+
+    params = {"a": Struct((4, 3), "float32"), "b": Struct((3, 2), "float32")}
+    graph = capture_jax(step, params, Struct((2, 4), "float32")).graph
+    assert [graph.kinds[op] for op in np.flatnonzero(graph.groups >= 0)] == ["parameter", "parameter", "cond"]
+    assert (graph.groups[graph.groups >= 0] == 0).all()
+
+
 def test_weights_needed_later_are_kept() -> None:
     """Weights that are needed with their new values are not overwritten."""
     graph = capture_jax(late_step, LATE, Struct((2, 4), "float32"), name="late").graph
@@ -597,6 +631,16 @@ def test_without_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jax", None)
     with pytest.raises(InputError, match=r"pip install 'gdp-placement\[jax\]'"):
         capture_jax(lambda x: x, np.ones(3), name="m")
+
+
+@pytest.mark.parametrize("axes", [{"a"}, {"b"}, {"a", "b"}])
+def test_a_map_over_a_part_of_a_mesh_counts_its_shards(axes: set[str]) -> None:
+    """On 2 x 4 devices a map over `a` has 2 shards of x [8, 4], one over `b` 4, both 8: of 32 elements together."""
+    mesh = jax.sharding.AbstractMesh((2, 4), ("a", "b"))
+    specs = jax.sharding.PartitionSpec(*(axis if axis in axes else None for axis in "ab"))
+    mapped = jax.shard_map(jnp.tanh, mesh=mesh, in_specs=specs, out_specs=specs, axis_names=axes)
+    graph = capture_jax(mapped, Struct((8, 4), "float32"), name="m").graph
+    assert flops_of(graph, "shard_map") == 32
 
 
 def test_shardings_are_left_out_with_one_note() -> None:

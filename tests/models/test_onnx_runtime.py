@@ -295,6 +295,19 @@ def test_caches_in_one_buffer(past: int, total: int, is_shared: bool, length: in
     assert peak == inputs - 4 + length * 256 + (0 if is_shared else 2 * 128 * total)  # the total is in the file
 
 
+@pytest.mark.parametrize(("length", "window", "seen"), [(1, 16, 16), (3, 16, 18), (3, 200, 100), (1, -1, 100)])
+def test_windows_of_grouped_queries(length: int, window: int, seen: int, tmp_path: Path) -> None:
+    """Of 100 keys in the cache a window of 16 sees 16, or 18 for three queries, and reads as much of the cache."""
+    fed = {"q": ones(1, length, 64), "k": ones(1, length, 32), "v": ones(1, length, 32), "n": i32(99)}
+    fed |= {"p": ones(1, 2, 100, 16), "w": ones(1, 2, 100, 16)}
+    heads = {"num_heads": 4, "kv_num_heads": 2, "local_window_size": window}
+    node = ms("GroupQueryAttention", "q k v p w n t", "y pk pv", **heads)
+    graph = read(proto_of([node], fed, {"t": np.array(100, np.int32)}), tmp_path / "m.onnx").graph
+    assert graph.flops[-1] == length * seen * (2 * 64 + 2 * 64 + 5 * 4)
+    # queries and results, new keys and values read and written, the cache, lengths and their total
+    assert graph.bytes_accessed[-1] == length * (2 * 256 + 2 * 2 * 128) + 2 * seen * 128 + 4 + 4
+
+
 def test_quantised_products_are_one_kernel(tmp_path: Path) -> None:
     """x [3, 40] and w [40, 50] in 8 bits: reads 120 + 2000 bytes, writes 150; 2 * 3 * 40 * 50 + 150 FLOPs."""
     for domain in ("", "com.microsoft"):
@@ -337,6 +350,44 @@ def test_shared_dequantised_tensors_stay(is_kept: bool, tmp_path: Path) -> None:
     graph = read(proto, tmp_path / "m.onnx").graph
     kinds = [kind for kind in graph.kinds if kind not in ("input", "parameter")]
     assert kinds == ["QuantizeLinear", *(["DequantizeLinear"] if is_kept else []), "MatMul"]
+
+
+def test_what_reads_only_weights_runs_once(tmp_path: Path) -> None:
+    """ONNX Runtime computes w.T + b when it loads a file, so a step is a product with [40, 50] floats held once.
+
+    Random numbers and weights in 8 bits, which become floats in each step, stay in it.
+    """
+    nodes = [
+        N("Transpose", ["w"], ["wt"], perm=[1, 0]),
+        N("Add", ["wt", "b"], ["sum"]),
+        N("MatMul", ["x", "sum"], ["h"]),
+    ]
+    proto = proto_of(nodes, {"x": ones(3, 40)}, {"w": ones(50, 40), "b": ones(50)})
+    graph = read(proto, tmp_path / "m.onnx").graph
+    assert graph.kinds == ("input", "parameter", "MatMul")
+    assert graph.resident_bytes.sum() == 4 * 40 * 50
+    assert graph.flops.sum() == 2 * 3 * 40 * 50
+    assert loaded_kinds(proto, tmp_path / "loaded.onnx") == ["MatMul"]
+    kept = [
+        N("RandomNormalLike", ["w"], ["noise"]),
+        N("DequantizeLinear", ["q", "s", "z"], ["wf"]),
+        N("Sigmoid", ["wf"], ["gate"]),
+        N("Sum", ["noise", "gate", "x"], ["h"]),
+    ]
+    held = {"w": ones(50, 40), "q": u8(50, 40), **SCALE}
+    proto = proto_of(kept, {"x": ones(50, 40)}, held)
+    kinds = read(proto, tmp_path / "m.onnx").graph.kinds
+    assert [kind for kind in kinds if kind not in ("input", "parameter")] == [node.op_type for node in kept]
+    assert sorted(loaded_kinds(proto, tmp_path / "loaded.onnx")) == sorted(node.op_type for node in kept)
+
+
+def loaded_kinds(proto: onnx.ModelProto, path: Path) -> list[str]:
+    """Returns the kinds of the nodes that ONNX Runtime runs, without optimisations for one kind of device."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.optimized_model_filepath, options.log_severity_level = str(path), 4
+    onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return [node.op_type for node in onnx.load(path).graph.node]
 
 
 def test_8_bit_weights_beside_floats(tmp_path: Path) -> None:

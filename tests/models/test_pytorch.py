@@ -480,6 +480,24 @@ def test_costs_by_hand(
     assert not found.coverage.unknown
 
 
+def test_inference_mode_is_that_of_no_gradients() -> None:
+    """In torch.inference_mode a layer on x [1, 3, 4] takes 2 * 3 * 4 * 5 FLOPs, and its copies are read, not held."""
+
+    def layer(weight: Tensor, x: Tensor) -> Tensor:
+        y = functional.linear(x[None], weight).transpose(1, 2).reshape(15).double()
+        with torch.inference_mode(False):
+            return y.sin() if torch.is_grad_enabled() else y
+
+    graph = build_graph(Functions(torch.inference_mode()(layer), 5, 4), torch.randn(3, 4), training=False)
+    kinds = "parameter", "input", "aten.mm", "aten.clone", "aten._to_copy", "aten.sin"
+    assert graph.kinds == kinds
+    assert graph.flops.tolist() == [0, 0, 120, 0, 0, 15]
+    assert graph.resident_bytes.sum() == 4 * 20
+    assert not torch.is_inference_mode_enabled()
+    x, weight, y = (torch.empty(shape) for shape in ((2, 3, 4), (5, 4), (2, 3, 5)))
+    assert flops.count_flops(torch.ops.aten.linear.default, (x, weight), {}, [y])[0] == 2 * 6 * 4 * 5
+
+
 def test_costs_of_grouped_convolutions() -> None:
     """8 channels in 4 groups on [2, 8, 6, 6], filters [8, 2, 3, 3]: 576 pixels x 18 products = 20736 forward."""
     model = nn.Sequential(

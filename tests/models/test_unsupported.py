@@ -43,6 +43,37 @@ class Product(nn.Module):
         return torch.sparse.mm(self.matrix if matrix is None else matrix, self.linear(x))
 
 
+class Packed(Tensor):
+    """A weight as libraries quantise it: a tensor of floats outside, 8-bit integers and a scale inside."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor, scale: Tensor) -> "Packed":
+        made: Packed = Tensor._make_wrapper_subclass(cls, values.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
+        made.values_, made.scale = values, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values_", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> "Packed":
+        return Packed(inner["values_"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        floats = [item.values_ * item.scale if isinstance(item, Packed) else item for item in args]
+        return func(*floats, **(kwargs or {}))
+
+
+def _packed() -> nn.Module:
+    layer = nn.Linear(8, 8)
+    weight = Packed(torch.ones(8, 8, dtype=torch.int8), torch.ones(1))
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
 def _csr() -> Tensor:
     return torch.sparse_csr_tensor(torch.zeros(5, dtype=torch.long), torch.zeros(0, dtype=torch.long), [], (4, 4))
 
@@ -76,6 +107,7 @@ def _quantised() -> Tensor:
         (lambda: (Then(torch.jit.trace(torch.relu, INPUT)), (INPUT,)), "modules of torch.jit"),
         (lambda: (torch.distributed.fsdp.fully_shard(nn.Linear(8, 8)), (INPUT,)), "cut over processes"),
         (lambda: (nn.Sequential(nn.LazyLinear(8)), (INPUT,)), "lazy modules"),
+        (lambda: (nn.Sequential(_packed()), (INPUT,)), "wrap others (0.weight)"),
     ],
 )
 def test_refused_kinds(build: Callable[[], Any], said: str) -> None:
@@ -119,6 +151,7 @@ def test_refused_kinds_inside(function: Callable[[Tensor], Tensor], said: str) -
         (lambda: (Product(), (INPUT, torch.eye(4).to_sparse())), "sparse tensors (input.1)"),
         (lambda: (Product(torch.eye(4).to_sparse_csr()), (INPUT,)), "sparse tensors (matrix)"),
         (lambda: (nn.Linear(8, 8), (torch.nested.nested_tensor([INPUT]),)), "nested (jagged) tensors (input.0)"),
+        (lambda: (_packed(), (INPUT,)), "other tensors that wrap others (weight)"),
         (lambda: (nn.LazyLinear(8), (INPUT,)), "lazy modules, whose sizes"),
         (lambda: (torch.jit.script(nn.Linear(8, 8)), (INPUT,)), "modules of torch.jit"),
     ],

@@ -4,11 +4,14 @@ causal attention only the keys up to the block's last query. One token to a cach
 of all heads that share keys. Where there are few blocks, those of one query or of 64, the keys are split (its
 `set_params_splitkv`)."""
 
+import math
+
 import numpy as np
 
 from gdp.arrays import F64, Bool
 from gdp.costs.kernels import Kernel, PricedOp
 from gdp.costs.products import Multiprocessors, item_bytes
+from gdp.graph.shapes import Argument, Array
 
 _BLOCK, _SHORT_BLOCK, _KEYS = 128, 64, 64  # queries of a block, of one whose keys are split; keys read at a time
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)  # of keys
@@ -43,6 +46,9 @@ _CAUSAL = {  # where calls say whether they are causal
     "flash_attention_for_cpu_backward": 7,
     "efficient_attention_backward": 11,
     "cudnn_attention_backward": 14,
+    "torch_attn._varlen_attn": 7,  # behind the ends of sequences and the lengths of the longest
+    "torch_attn._varlen_attn_out": 8,
+    "torch_attn._varlen_attn_backward": 10,
     "context.attention": 4,
     "context.attention_backward": 7,
 }
@@ -55,10 +61,15 @@ def attention(op: PricedOp) -> list[Kernel]:
     products of result and gradient, and one rounds the gradient of the queries, which is summed in float32."""
     call = op.calls[0]
     is_backward = call.kind.endswith("_backward")
-    query, key = call.arrays[is_backward : 2 + is_backward]
-    (batch, heads, queries, width), (kv_heads, keys) = query.size, key.size[-3:-1]
+    first = is_backward or call.kind.endswith("_out")  # a gradient or a result
+    query, key = call.arrays[first : 2 + first]
     name = call.kind.removeprefix(f"aten.{_PREFIX}")
-    place, bias = _CAUSAL[name], call.arrays[_BIAS.get(name, len(call.arrays)) :][:1]
+    place = _CAUSAL[name]
+    if len(query.size) == 3:
+        sequences, longest = call.arrays[6 if is_backward else 3 + first].num_elements - 1, call.arguments[place - 2 :]
+        query, key = (_of_equal_lengths(*one, sequences) for one in zip((query, key), longest, strict=False))
+    (batch, heads, queries, width), (kv_heads, keys) = query.size, key.size[-3:-1]
+    bias = call.arrays[_BIAS.get(name, len(call.arrays)) :][:1]
     by_head = [pair for array in bias for pair in zip(array.size[-3:-2], array.strides[-3:-2], strict=True)]
     is_biased = item_bytes(query.dtype) < 4 and any(size > 1 and stride for size, stride in by_head)
     is_causal = place < len(call.arguments) and call.arguments[place] == 1
@@ -76,6 +87,15 @@ def attention(op: PricedOp) -> list[Kernel]:
         kernels.append(Kernel("pointwise", 0, int(elements * 2 * held) + 4 * batch * heads * queries))
         kernels.append(Kernel("pointwise", 0, int(elements * (4 + held))))
     return kernels
+
+
+def _of_equal_lengths(packed: Array, longest: Argument, sequences: int) -> Array:
+    """Returns sequences of [tokens, heads, width], or of pages of such, as [sequences, heads, tokens, width]."""
+    *tokens, heads, width = packed.size
+    *_, row, head, element = packed.strides
+    length = math.prod(tokens) // max(sequences, 1)
+    length = min(length, longest) if isinstance(longest, int) else length
+    return Array(packed.dtype, (sequences, heads, length, width), (row * length, head, row, element))
 
 
 def core_block(queries: int) -> int:

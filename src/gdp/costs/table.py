@@ -14,7 +14,7 @@ from gdp.costs.products import PRODUCTS, RECURRENT, product, recurrent
 
 _CLASS_OF_NAME = (  # the first that a kind's name has decides
     ("^add_any$|^select_n$|^qlinear(?:add|mul|sigmoid|leakyrelu)|quantizelinear", "pointwise"),
-    ("attention|sdpa", "attention"),
+    ("attention|varlen_attn|sdpa", "attention"),
     ("conv(?!ert)", "convolution"),
     ("pool|upsample|interpolate|resize", "pool"),
     ("(?<!ga)mm|matmul|linear|gemm|dot|einsum|baddbmm|addmv|bilinear|_mv$", "product"),

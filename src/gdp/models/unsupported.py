@@ -10,6 +10,7 @@ SPARSE = (
 )
 NESTED = "nested (jagged) tensors; give padded ones with a mask, or packed rows with offsets for varlen_attn"
 QUANTISED = "quantised tensors of torch.ao; give the float module, or hf:DIR for a model with quantised weights"
+WRAPPER = "quantised weights of torchao, or other tensors that wrap others; give the model with plain ones"
 MKLDNN = "tensors in oneDNN's layouts; leave to_mkldnn out"
 SCRIPTED = "modules of torch.jit, whose code is not Python's; give the plain module"
 WRAPPED = (

@@ -53,7 +53,8 @@ def assemble(
     for group, (new, old) in enumerate(in_place.items()):
         assert new.op is not None
         assert old.op is not None
-        groups[numbers[old.op]] = groups[numbers[new.op]] = group
+        maker = numbers[new.op]  # of one new value or several
+        groups[numbers[old.op]] = groups[maker] = group if groups[maker] < 0 else groups[maker]
     rows = [
         Tensor(
             producer=numbers[record],
@@ -133,16 +134,23 @@ def _mark_updates(records: Sequence[JaxOp], results: set[JaxValue | None]) -> No
 
 
 def _in_place(updates: Mapping[JaxValue, JaxValue], kept: set[JaxValue]) -> dict[JaxValue, JaxValue]:
-    """Maps new values to the parameters that they replace, one for each, if an op of the update makes them."""
+    """Maps new values to the parameters that they replace, one for each, if an op of the update makes them, or one of
+    the forward pass that writes a part of the old value, as to a cache."""
     replacements: dict[JaxValue, JaxValue] = {}
     for new, old in updates.items():
         source = new.source
-        is_made = source is not None and source.op is not None and source.op.phase == "update"
+        maker = None if source is None else source.op
+        is_made = maker is not None and (maker.phase == "update" or _writes_part(maker, old))
         is_free = source not in replacements and old.op is not None and old not in replacements.values()
         if is_made and is_free and source in kept:
             assert source is not None
             replacements[source] = old
     return replacements
+
+
+def _writes_part(op: JaxOp, old: JaxValue) -> bool:
+    is_writer = op.kind == "dynamic_update_slice" or op.kind.startswith("scatter")
+    return is_writer and op.phase == "forward" and old in op.reads
 
 
 def _without_late_readers(in_place: Mapping[JaxValue, JaxValue], records: Sequence[JaxOp]) -> dict[JaxValue, JaxValue]:
@@ -204,9 +212,9 @@ def capture_jax(
     `()` is none. Results are kept.
 
     The new value of an argument among `parameters` is the first result with the same structure, if shapes and types are
-    the same and the update makes it (not the backward pass, as for the gradients of `jax.grad`). It is written in
-    place, as when the argument is donated, by an op that shares the parameter's device. If the old value is needed
-    together with the new one, both are kept.
+    the same and the update makes it (not the backward pass, as for the gradients of `jax.grad`), or the forward pass
+    writes a part of the old value, as of a cache. It is written in place, as when the argument is donated, by an op
+    that shares the parameter's device. If the old value is needed together with the new one, both are kept.
 
     Scans of at most `unroll_limit` iterations are unrolled. `phase` is backward within `transpose(...)`, update for ops
     that follow from the backward pass, else forward. `module` is the path of `jax.named_scope`s and of jitted

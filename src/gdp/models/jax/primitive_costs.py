@@ -131,7 +131,7 @@ def _bytes_accessed(
 
 def _loop(name: str, params: Params) -> Costs | None:
     """Returns the costs of a loop or branch; None for other primitives. A scan counts all iterations, a while loop one;
-    branches count as the most expensive one, a map over a mesh counts all shards."""
+    branches count as the most expensive one, a map over axes of a mesh counts all shards."""
     if name == "scan":
         return _times(body_costs(params["jaxpr"]), int(params["length"]))
     if name == "while":
@@ -143,7 +143,9 @@ def _loop(name: str, params: Params) -> Costs | None:
     if name == "custom_linear_solve":
         return body_costs(params["jaxprs"].solve)
     if name == "shard_map":
-        return _times(body_costs(params["jaxpr"]), int(params["mesh"].size))
+        shape = params["mesh"].shape
+        axes = params.get("newly_manual_axes", params.get("manual_axes", shape))  # by the version of JAX
+        return _times(body_costs(params["jaxpr"]), math.prod(int(shape[axis]) for axis in axes))
     return None
 
 

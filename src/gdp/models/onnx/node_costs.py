@@ -100,6 +100,8 @@ def count_bytes(call: OnnxCall, distinct: list[TensorInfo]) -> int:
         presents = [value for value in call.outputs[1:3] if value is not None and value.shape == call.input(3).shape]
         length = call.input(0).shape[1]
         written -= sum(value.num_bytes - value.num_bytes * length // value.shape[2] for value in presents)
+        seen, total = _grouped_keys(call)
+        read -= sum(value.num_bytes - value.num_bytes * seen // max(total, 1) for value in presents)
     return read + written
 
 
@@ -217,11 +219,18 @@ def _multi_head_attention(call: OnnxCall) -> int:
 
 def _grouped_query_attention(call: OnnxCall) -> int:
     """query [b, l, heads * w], key, value, past key [b, kv heads, l', w], ...; output 1 is the present key."""
-    width, present = call.out.shape[2], call.outputs[1] if len(call.outputs) > 1 else None
-    batch, length = call.input(0).shape[:2]
+    width, (batch, length) = call.out.shape[2], call.input(0).shape[:2]
+    seen, _ = _grouped_keys(call)
+    return _attention_flops(batch * length * seen, int(call.attributes["num_heads"]), width, width)
+
+
+def _grouped_keys(call: OnnxCall) -> tuple[int, int]:
+    """Returns the number of keys in the windows of all queries, each of which ends with its query, and of all keys."""
+    present, length = call.outputs[1] if len(call.outputs) > 1 else None, call.input(0).shape[1]
     past = call.input(3).shape[2] if call.has(3) else 0
     total = present.shape[2] if present is not None else length + past
-    return _attention_flops(batch * length * total, int(call.attributes["num_heads"]), width, width)
+    window = int(call.attributes.get("local_window_size", -1))
+    return min(total, window + length - 1) if window > 0 else total, total
 
 
 def _experts(call: OnnxCall) -> int:

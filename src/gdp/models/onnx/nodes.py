@@ -23,6 +23,9 @@ _CONTENT_CODES = (1, 2, 3, INT32, INT64, BOOL, 10, 11)  # types whose small tens
 _NOT_TENSORS = {"Resize": (1, 2, 3), "Upsample": (1,)}  # inputs with options, small floats: no parameters
 _ALIASES = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Dropout"})
 """Their result is their first input's memory, in ONNX Runtime too. Slice, Split, Transpose and Expand copy."""
+_EACH_TIME = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial"})
+_EACH_TIME |= {"Bernoulli", "Dropout", "DequantizeLinear"}
+"""Operators that ONNX Runtime runs in each step even of weights: random ones, and those that kernels may take in."""
 _AXES = ("axis", "axes", "perm", "batch_axis", "time_axis", "batch_dims", "scan_input_axes", "scan_output_axes")
 _ENDLESS = 2**31  # a trip count from here on means "until the condition says so"
 
@@ -268,6 +271,10 @@ class GraphScope:
             # its content may be elsewhere, or not as long as its shape says
             with contextlib.suppress(Exception):
                 content = numpy_helper.to_array(tensor)
+        self._add_held(name, value, content)
+
+    def _add_held(self, name: str, value: TensorInfo, content: Content | None = None) -> None:
+        """Defines a name that no op of a step makes: a parameter, or if it is small a part of the ops that read it."""
         self._define(name, value, content, is_constant=is_constant(value))
         if not is_constant(value):
             self.parameters[name] = (value, value.num_bytes)
@@ -299,6 +306,10 @@ class GraphScope:
         if kind in _ALIASES and inputs and inputs[0] is not None and self._is_alias(node, call):
             self.roots[node.output[0]] = self.root(node.input[0])
             self.constants[node.output[0]] = self.is_constant(node.input[0])
+        elif cost is None and self._is_computed_once(node, call, results):
+            for name, value in zip(node.output, results.values, strict=True):
+                if value is not None:
+                    self._add_held(name, value)
         else:
             self._add_step(node, call, results, cost)
 
@@ -314,6 +325,16 @@ class GraphScope:
             if value is not None:
                 self._define(name, TensorInfo(value.code, array.shape), array, is_constant=True)
         return bool(arrays)
+
+    def _is_computed_once(self, node: NodeProto, call: OnnxCall, results: NodeOutputs) -> bool:
+        """Returns whether ONNX Runtime computes a node when it loads the file: one of ONNX that reads weights and
+        constants alone. In graphs of other nodes, which own their weights, all are taken to run."""
+        is_inside = len(self.values.maps) > 1
+        if is_inside or "::" in call.kind or call.kind in _EACH_TIME or results.guessed:
+            return False
+        roots = [self.root(name) for name in node.input if name]
+        is_known = all(self.is_constant(name) or name in self.parameters for name in roots)
+        return bool(roots) and is_known and not any(value is not None and value.is_sequence for value in results.values)
 
     def _is_alias(self, node: NodeProto, call: OnnxCall) -> bool:
         if call.kind == "Dropout" and call.has(2):

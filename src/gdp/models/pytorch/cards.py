@@ -182,6 +182,8 @@ def as_if_on_a_card(*, has_card: bool = False) -> Iterator["OnCpu"]:
         (checkpoint, "_VersionWrapper", _Kept),
         (checkpoint, "check_backward_validity", partial(_check_and_note, checkpoint.check_backward_validity)),
         (checkpoint.DefaultDeviceType, "_default_device_type", "cuda"),
+        (torch.inference_mode, "__enter__", _set_gradients),
+        (torch.inference_mode, "__exit__", lambda region, *error: region._gradients.__exit__(*error)),
         (torch.utils, "swap_tensors", _swap_tensors),
         (transformer, "_detect_is_causal_mask", is_causal_mask),
         (DistributedDataParallel, "__init__", _init_plain),
@@ -204,6 +206,12 @@ def as_if_on_a_card(*, has_card: bool = False) -> Iterator["OnCpu"]:
         torch.set_default_device(_CPU)
         undo.enter_context(mode)
         yield mode
+
+
+def _set_gradients(region: Any) -> None:
+    """Enters a region of `torch.inference_mode` as one of no gradients. The mode itself hides from a recorder which
+    tensors are views of which, and gives it operators that autograd takes apart otherwise."""
+    region._gradients = torch.set_grad_enabled(not region.mode)
 
 
 class _Kept(checkpoint._VersionWrapper):

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from gdp.models.unsupported import LAZY, NESTED, QUANTISED, SCRIPTED, SPARSE, WRAPPED, UnsupportedError
+from gdp.models.unsupported import LAZY, NESTED, QUANTISED, SCRIPTED, SPARSE, WRAPPED, WRAPPER, UnsupportedError
 
 
 def check_kinds(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -29,6 +30,8 @@ def _refused_kind(tensor: Tensor) -> str | None:
         return QUANTISED
     if hasattr(tensor, "placements"):
         return WRAPPED
+    if is_traceable_wrapper_subclass(tensor):
+        return WRAPPER
     return SPARSE if tensor.layout is not torch.strided else None
 
 

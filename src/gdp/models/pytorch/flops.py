@@ -103,6 +103,11 @@ def _product(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> in
     return (8 if args[0].is_complex() else 2) * int(args[0].numel()) * int(columns)
 
 
+def _linear(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """x [.., in], weight [out, in]"""
+    return 2 * outputs[0].numel() * int(args[0].shape[-1])
+
+
 def _added_product(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
     """Counts c + a @ b: the sum is one more per element."""
     return _product(args[1:], kwargs, outputs) + outputs[0].numel()
@@ -163,6 +168,25 @@ def _attention_pairs(args: Args) -> int:
     return int(math.prod(query.shape[:-1]) * key.shape[-2])
 
 
+def _packed_attention(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """query, key, value [tokens, heads, width], ends of sequences, .., longest: as `_attention`, of equal lengths."""
+    return _packed_pairs(args[0], args[1], args[3], args[6]) * (
+        2 * int(args[0].shape[-1]) + 2 * int(args[2].shape[-1]) + 5
+    )
+
+
+def _packed_attention_backward(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """grad, query, key, value, out, sums, ends of sequences, .., longest: as `_attention_backward`."""
+    pairs = _packed_pairs(args[1], args[2], args[6], args[9])
+    return pairs * (6 * int(args[1].shape[-1]) + 4 * int(args[3].shape[-1]) + 9)
+
+
+def _packed_pairs(query: Tensor, key: Tensor, ends: Tensor, longest: int) -> int:
+    """Lengths are content. A key may be one of [pages, tokens, heads, width], which hold more than a step reads."""
+    keys = math.prod(key.shape[:-2]) / max(1, ends.shape[0] - 1)
+    return int(query.shape[0] * query.shape[1] * min(keys, longest))
+
+
 def _rnn_layer(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
     """input [time, batch, width], weight_ih, weight_hh: the weights apply at every step of every sequence."""
     steps = math.prod(args[0].shape[:2])
@@ -200,7 +224,16 @@ def _fourier(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> in
 
 def _search(places: int) -> Formula:
     """Counts a comparison of each element for each halving of the sorted places, an argument."""
-    return lambda args, kwargs, outputs: int(outputs[0].numel()) * math.ceil(math.log2(max(2, args[places].shape[-1])))
+    return lambda args, kwargs, outputs: _comparisons(outputs[0], args[places].shape[-1])
+
+
+def _is_in(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """elements, places: tensors of any shape, or a number"""
+    return _comparisons(outputs[0], args[1].numel() if isinstance(args[1], Tensor) else 1)
+
+
+def _comparisons(searched: Tensor, places: int) -> int:
+    return int(searched.numel()) * math.ceil(math.log2(max(2, places)))
 
 
 def _smoothed(taps: int, *, is_backward: bool = False) -> Formula:
@@ -241,7 +274,8 @@ _FORMULAS |= {name: _out(count) for name, count in counts("pytorch", "out").item
 _FORMULAS |= {name: _read(count) for name, count in counts("pytorch", "read").items()}
 _FORMULAS |= linear_algebra.FORMULAS | by_name(
     {
-        "mm bmm mv _int_mm linear": _product,
+        "mm bmm mv _int_mm": _product,
+        "linear": _linear,
         "addmm baddbmm addmv addbmm _addmm_activation": _added_product,
         "_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2": _grouped_product,
         "_scaled_mm _scaled_mm_v2 _weight_int8pack_mm _weight_int4pack_mm _weight_int4pack_mm_for_cpu": _packed_product,
@@ -255,6 +289,9 @@ _FORMULAS |= linear_algebra.FORMULAS | by_name(
         "convolution_backward": _convolution_backward,
         "_scaled_dot_product_flash_attention_for_cpu context::attention": _attention,
         "_scaled_dot_product_flash_attention_for_cpu_backward context::attention_backward": _attention_backward,
+        "torch_attn::_varlen_attn": _packed_attention,
+        "torch_attn::_varlen_attn_out": lambda args, kwargs, outputs: _packed_attention(args[1:], kwargs, outputs),
+        "torch_attn::_varlen_attn_backward": _packed_attention_backward,
         "mkldnn_rnn_layer": _rnn_layer,
         "mkldnn_rnn_layer_backward": lambda args, kwargs, outputs: 2 * _rnn_layer(args, kwargs, outputs),
         "scatter_add scatter_reduce index_add index_reduce index_put _index_put_impl put": _scatter,
@@ -299,7 +336,8 @@ _FORMULAS |= linear_algebra.FORMULAS | by_name(
         "_upsample_bicubic2d_aa": _smoothed(4),
         "_upsample_bilinear2d_aa_backward": _smoothed(2, is_backward=True),
         "_upsample_bicubic2d_aa_backward": _smoothed(4, is_backward=True),
-        "bucketize isin": _search(1),
+        "bucketize": _search(1),
+        "isin": _is_in,
         "searchsorted": _search(0),
         "_unique _unique2 unique_dim unique_consecutive unique_dim_consecutive mode": _sort,
         "_unsafe_index_put": _scatter,
@@ -310,6 +348,6 @@ _FORMULAS |= linear_algebra.FORMULAS | by_name(
     }
 )
 
-_OPERANDS: dict[Formula, int] = {_product: 0, _packed_product: 0, _grouped_product: 0, _added_product: 1}
+_OPERANDS: dict[Formula, int] = {_product: 0, _linear: 0, _packed_product: 0, _grouped_product: 0, _added_product: 1}
 
 _POINTWISE, _MOVEMENT = listed("pytorch", "pointwise"), listed("pytorch", "movement")
