@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gdp.cluster import Cluster, Device, Route
 from gdp.cluster.achieved import figures_of_kind
-from gdp.cluster.catalogue import KINDS, LINKS, MACHINES
+from gdp.cluster.catalogue import EXCHANGES, KINDS, LINKS, MACHINES
 from gdp.cluster.quantities import parse_number, parse_rate, parse_size, parse_time
 from gdp.errors import InputError
 from gdp.export.export_target import is_cpu as is_cpu_of
@@ -573,9 +573,12 @@ def test_links_as_exchanges_use_them() -> None:
     told = Cluster.parse("2x(4xl40s-48g:pcie4-host)@100gbit")
     channels = ("host0.gpu0.pcie.up", "host0.gpu1.pcie.down")
     assert told.route(0, 1) == Route(5_770, 5_200_000_000, channels, "pcie4-host")
-    # 100 Gbit/s are slower than no card's slot here: 5.2 GB/s of the slot, of which a share of 0.92
+    # over the network and to the CPU a card has its slot, and of 100 Gbit/s, which are slower, a share of 0.92
     far = told.route(0, 4)
-    assert (far.latency_ns, far.bytes_per_second, far.exchange) == (9_300, 4_784_000_000, "network")
+    assert (far.latency_ns, far.bytes_per_second, far.exchange) == (9_300, 11_500_000_000, "network")
+    unlike = Cluster.parse("2xl40s-48g:pcie4-host+l4-24g+cpu-16core")
+    rates = [int(unlike.bytes_per_second[pair]) for pair in ((0, 1), (0, 2), (0, 3), (2, 3))]
+    assert rates == [EXCHANGES["pcie4-host"].rate(3), 5.2e9, 24e9, 24e9]
     assert Cluster.from_document(told.to_document()).fingerprint == told.fingerprint
     document = told.to_document()
     document["links"][0]["exchange"] = "nvlink33"

@@ -18,6 +18,7 @@ from gdp.cli import main
 from gdp.cluster import Cluster, Route
 from gdp.cluster.catalogue import EXCHANGES, GB, GIB, KINDS
 from gdp.cluster.detect import Machine, detect, host
+from gdp.cluster.detect import machine as detection
 from gdp.cluster.detect.gpu_figures import KIND_BY_NAME
 from gdp.cluster.detect.machine import Visible
 from gdp.cluster.detect.nvml import Gpu
@@ -181,7 +182,7 @@ def test_free_memory() -> None:
 def test_known_names() -> None:
     """Every known name is that of a built-in kind, with or without its maker."""
     unknown_to_nvml = {name for name, kind in KINDS.items() if kind.is_cpu or kind.port == "thunderbolt4"}
-    assert set(KIND_BY_NAME.values()) == set(KINDS) - unknown_to_nvml - {"mi300x-192g"}
+    assert set(KIND_BY_NAME.values()) == set(KINDS) - unknown_to_nvml
     for name, kind in KIND_BY_NAME.items():
         assert [device.kind for device in machine_of([Card(name), Card(f"NVIDIA {name}")]).devices[:2]] == [kind, kind]
     assert machine_of([Card("NVIDIA H800 PCIe")]).devices[0].kind == "nvidia-h800-pcie"
@@ -326,13 +327,24 @@ def test_cards_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = detect().devices
     assert [(device.name, device.kind) for device in devices[:3]] == [
         ("cuda0", "h100-sxm-80g"),
-        ("cuda1", "amd-instinct-mi300x"),
+        ("cuda1", "mi300x-192g"),
         ("cuda2", "l4-24g"),
     ]
     assert (devices[1].memory_bytes, devices[2].memory_bytes) == (192 * GIB - 512 * MIB, 9728 * MIB)
     names = [device.name for device in devices]
     assert find_targets(names) == tuple(map(target_of, devices))  # without --on
     assert find_targets(names)[-1].cores == (2, 3, 4)
+
+
+def test_links_that_only_the_kind_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML knows no MI300X: their links are those of a preset."""
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([]))
+    pytorch_sees(monkeypatch, *[("AMD Instinct MI300X", f"GPU-{number}", 192 * GIB) for number in range(8)])
+    monkeypatch.setattr(detection, "_DRIVERS", ("null",))  # AMD's driver is there
+    machine = detect()
+    assert str(machine.links["cuda0", "cuda7"]) == "xgmi3, 64 GB/s"
+    preset = Cluster.parse("8xmi300x-192g").route(0, 7)
+    assert routes_of(machine)["cuda0>cuda7"] == replace(preset, channels=("cuda0->cuda7",))
 
 
 def test_unusable_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,6 +388,7 @@ def test_detect_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys:
             "ancestor": "one host bridge",
             "nvlinks": 4,
             "is_switched": False,
+            "has_peer_copies": True,
             "bytes_per_second": 100 * GB,
         }
     ]

@@ -19,8 +19,8 @@ def compare(
         str | None,
         typer.Option(
             metavar="A,B,...",
-            help="Placers, and ddp, zero1, fsdp, megatron, fsdp-tp, vllm: MODEL as users run it on all accelerators. Default: the "
-            "classical placers, auto, and for hf:DIR the modes of accelerate.",
+            help="Placers, and ddp, zero1, fsdp, megatron, fsdp-tp, vllm: MODEL as users run it on all accelerators. "
+            "Default: the classical placers, auto, and for hf:DIR the modes of accelerate.",
         ),
     ] = None,
     budget: options.BudgetOption = "30s",

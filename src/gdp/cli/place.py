@@ -43,7 +43,7 @@ def place(
         typer.Option(
             metavar="LAYOUT",
             help="How the step is cut: none, auto, or data=4,tensor=2,microbatches=8,zero=1,recompute=auto,stages=2. "
-            "Default: auto to train a batch that can be split; a forward pass is cut over groups of cards where that is faster.",
+            "Default: auto to train a batch that can be split; forward passes try groups of cards.",
         ),
     ] = None,
     batches: options.BatchesOption = None,

@@ -34,6 +34,7 @@ class _Part:
     index: int
     port: LinkKind
     nvlink: LinkKind | None
+    to_peers: LinkKind  # to cards of the host: over the port, or over the memory of the host
     card: str = ""  # of the network: "host0.net" and so on
     pod: str = ""  # "pod0." and so on
     uplink: str = ""  # of the pod, which the network card takes: "pod0.up3"; "": it has one of its own
@@ -169,12 +170,13 @@ def _parts(local: str, text: str, host: str) -> list[_Part]:
                 f"devices {text!r}: no link {override!r} for {match[2]}; {suggest(override, [*links, *RUNTIMES])}"
             )
         is_pcie = override is not None and override.startswith("pcie")
-        port = LINKS[override if override and is_pcie else kind.port]
+        to_peers = LINKS[override if override and is_pcie else kind.port]
+        port = LINKS[to_peers.name.removesuffix("-host")]
         nvlink = LINKS.get(override or kind.nvlink) if not is_pcie else None
         for _ in range(count):
             family = "cpu" if kind.is_cpu else "gpu"
             device = kind.device(f"{host}{family}{counts[family]}", match[2])
-            parts.append(_Part(device, host, counts[family], port, nvlink))
+            parts.append(_Part(device, host, counts[family], port, nvlink, to_peers))
             counts[family] += 1
     return parts
 
@@ -202,7 +204,7 @@ def _routes(
             routes[source, target] = _nvlink_route(a, b) or Route(*_slot_figures(a, b, None), _slot(a)[0] + _slot(b)[1])
         if a.device.kind == b.device.kind and not a.is_cpu:
             route, is_far = routes[source, target], a.host != b.host
-            link = NETWORK if is_far else a.nvlink.name if a.nvlink and _nvlink_route(a, b) else a.port.name
+            link = NETWORK if is_far else a.nvlink.name if a.nvlink and _nvlink_route(a, b) else a.to_peers.name
             if (known := EXCHANGES.get(link)) is not None and (not is_far or uplink is None):
                 at_once = num_cards[a.host] if known.is_switched else 2
                 rate = round(route.bytes_per_second * known.share) if is_far else known.rate(at_once)
@@ -239,7 +241,8 @@ def _ways(part: _Part) -> tuple[tuple[str, ...], ...]:
 
 def _slot_figures(a: _Part, b: _Part, network: LinkKind | None) -> tuple[int, int]:
     """Returns the latency and the rate from a's slot, over the network if any, to b's: that of the slowest of them."""
-    slots = [part.port for part in (a, b) if not part.is_cpu]
+    are_peers = network is None and not (a.is_cpu or b.is_cpu)
+    slots = [part.to_peers if are_peers else part.port for part in (a, b) if not part.is_cpu]
     copy_ns = max((slot.latency_ns for slot in slots), default=0)  # one copy, over any number of links
     network_ns = 0 if network is None else network.latency_ns
     return copy_ns + network_ns, min(link.bytes_per_second for link in (*slots, network) if link is not None)

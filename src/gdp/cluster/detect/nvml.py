@@ -10,7 +10,7 @@ from typing import Any
 
 from gdp.cluster.catalogue import GB, NVLINK_BYTES_PER_SECOND
 
-SWITCH = -1  # the number of an NVLink switch, in place of a card's number
+SWITCH, UNKNOWN = -1, -2  # in place of a card's number: an NVLink switch, a card that NVML does not know
 
 # Values of nvmlGpuTopologyLevel_t (nvml.h), the nearest common ancestor of two cards.
 BOARD, ONE_SWITCH, SWITCHES, HOST_BRIDGE, NODE, SYSTEM = 0, 10, 20, 30, 40, 50
@@ -35,7 +35,7 @@ class Gpu:
     """A card; fields that are not known are None."""
 
     name: str  # the driver's, such as NVIDIA H100 80GB HBM3
-    number: int = -2  # NVML's; -2: NVML does not know this card
+    number: int = UNKNOWN  # NVML's
     uuid: str = ""
     total_bytes: int | None = None
     free_bytes: int | None = None  # not used by others; memory of this process counts as free

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import permutations
 
-from gdp.cluster.catalogue import COPY_LATENCY_NS, EXCHANGES, GB, LINKS, SOCKET
+from gdp.cluster.catalogue import COPY_LATENCY_NS, EXCHANGES, GB, KINDS, LINKS, SOCKET
 from gdp.cluster.detect import nvml
 from gdp.cluster.detect.gpu_figures import kind_of, slot_of
 from gdp.cluster.device import Route
@@ -33,10 +33,11 @@ class Link:
     is_switched: bool
     bytes_per_second: int  # of NVLink if there is any, else of PCIe
     has_peer_copies: bool = True  # else all goes through the host's memory
+    kind: str = ""  # of a link that is neither NVLink nor PCIe
 
     def __str__(self) -> str:
         links = f"{self.num_nvlinks} NVLink{'' if self.num_nvlinks == 1 else 's'}"
-        wires = f"{links}{' to a switch' if self.is_switched else ''}" if self.num_nvlinks else "PCIe"
+        wires = f"{links}{' to a switch' if self.is_switched else ''}" if self.num_nvlinks else self.kind or "PCIe"
         wires += "" if self.has_peer_copies else " without peer-to-peer copies"
         return f"{wires}, {self.bytes_per_second / 1e9:g} GB/s" + (f"; {self.ancestor}" if self.ancestor else "")
 
@@ -60,6 +61,8 @@ class Links:
     def link(self, a: str, b: str) -> Link:
         """Returns the connection of two cards."""
         ancestor = _WORDS.get(-1 if (level := self._level(a, b)) is None else level, "")
+        if kind := self._untold(a, b):
+            return Link(ancestor, 0, False, LINKS[kind].bytes_per_second, kind=kind)
         num_links, is_switched = self._nvlinks(a, b)
         rate = num_links * min(self._gpus[name].nvlink_bytes_per_second for name in (a, b))
         rate = rate or self._over_pcie(a, b).bytes_per_second
@@ -77,6 +80,9 @@ class Links:
             passed = [card, self._switches[card]] if card in self._switches else [card]
             return Route(COPY_LATENCY_NS, self._slot_rate(card), tuple(f"{name}.pcie.{way}" for name in passed))
         num_links, is_switched = self._nvlinks(a, b)
+        if link := self._untold(a, b):
+            route = Route(COPY_LATENCY_NS, LINKS[link].bytes_per_second, (f"{a}->{b}",))
+            return self._exchanging(a, b, route, link)
         if not num_links:
             kind = f"pcie{slot_of(self._gpus[a])[0]}" if self._has_peer_copies(a, b) else "pcie4-host"
             return self._exchanging(a, b, self._over_pcie(a, b), kind)
@@ -89,7 +95,7 @@ class Links:
         kind, figures = kind_of(self._gpus[a]), EXCHANGES.get(link)
         if figures is None or kind != kind_of(self._gpus[b]):
             return route
-        num_alike = sum(kind_of(gpu) == kind for gpu in self._gpus.values())
+        num_alike = sum(kind_of(gpu) == kind for gpu in self._gpus.values()) if figures.is_switched else 2
         share = route.bytes_per_second / LINKS[link.removesuffix("-host")].bytes_per_second
         return Route(figures.latency_ns, round(figures.rate(num_alike) * share), route.channels, link)
 
@@ -103,6 +109,12 @@ class Links:
                 down.append(f"node{self._nodes[b]}.{SOCKET}.in")
                 rates.append(LINKS[SOCKET].bytes_per_second)  # the number of links is unknown: as in presets
         return Route(COPY_LATENCY_NS, min(rates), (*up, *down))
+
+    def _untold(self, a: str, b: str) -> str:
+        """Returns the kind of link between cards of a built-in kind that NVML does not know, such as AMD's; else ""."""
+        kinds = {kind_of(gpu) if gpu.number == nvml.UNKNOWN else "" for gpu in (self._gpus[a], self._gpus[b])}
+        kind = KINDS.get(kinds.pop()) if len(kinds) == 1 else None
+        return kind.nvlink if kind is not None and not LINKS[kind.nvlink or kind.port].is_switched else ""
 
     def _nvlinks(self, a: str, b: str) -> tuple[int, bool]:
         """Returns the number of links between two cards, and whether these pass a switch."""
