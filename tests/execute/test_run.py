@@ -21,14 +21,16 @@ from gdp.cluster.detect import host
 from gdp.execute import measurement
 from gdp.execute.backends import CPU, Target
 from gdp.execute.equality import compare, eager_step, full_precision
-from gdp.execute.executable import Executable
+from gdp.execute.executable import Executable, read_executable
 from gdp.execute.measurement import Measurement, PlacedProgram, measure_programs, one_device_order
-from gdp.execute.plan_executor import ExecutionError, StepRecord
+from gdp.execute.plan_executor import DeviceRecord, ExecutionError, StepRecord
 from gdp.execute.prediction import predict
-from gdp.execute.run import OTHER_SUMS_TOLERANCE, check_results, drawing_alike, first_step, machine_notes
+from gdp.execute.run import OTHER_SUMS_TOLERANCE, check_results, drawing_alike, first_step, machine_notes, op_times
 from gdp.graph.accumulation import accumulated
 from gdp.models.measured_times import MeasuredTimes
 from gdp.models.pytorch import Replay, capture
+from gdp.models.pytorch.signature import signatures
+from gdp.models.source import ModelSource
 from gdp.search.batch_parts import Parts
 from run_cases import CLUSTER, MODEL
 from tiny_models import TINY, captured
@@ -117,11 +119,11 @@ def test_place_with_measured_times(here: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_layouts_with_measured_times(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Times of the ops of half batches, but not of updates in pieces, give those of whole ones and of layouts."""
+    """Times of the ops of half batches, and of the whole one on one device, are those of whole steps and layouts."""
     asked = ("run_models:net", "--devices", "two.yaml", "--budget", "50sims")
     answer(capsys, "place", *asked, "--out", "p", "--parallel", "data=2,zero=1")
     answer(capsys, "run", "p/plan.json", *ON, "--steps", "2", "--times", "t.db")
-    assert MeasuredTimes("t.db").samples("run_models:net") == [4]
+    assert MeasuredTimes("t.db").samples("run_models:net") == [4, 8]
     half = answer(capsys, "place", *asked, "--out", "q", "--parallel", "data=2", "--times", "t.db")
     whole = answer(capsys, "place", *asked, "--parallel", "none", "--times", "t.db")
     phases = Counter(Graph.load("q/graph.json.gz").phases)
@@ -132,6 +134,26 @@ def test_layouts_with_measured_times(here: Path, capsys: pytest.CaptureFixture[s
     assert answer(capsys, "run", "q/plan.json", *ON, "--steps", "1")["results"]["equal"]
     Path("q/graph.json.gz").unlink()  # MODEL is read anew, with its times
     assert answer(capsys, "simulate", "q/plan.json")["step_time_ns"] == half["step_time_ns"]
+
+
+def test_each_run_has_its_own_ops(here: Path) -> None:
+    """Times of a cut step belong to half batches, and those of one device beside it to the whole batch."""
+    assert place("run_models:net", "--parallel", "data=2") == 0
+    plan = Plan.load("p/plan.json")
+    executable = read_executable(ModelSource("run_models:net"), plan=plan)
+    whole, half = executable.capture.program, executable.parts
+    assert half is not None
+
+    def lasting(duration_ns: int, num_ops: int) -> Any:
+        device = DeviceRecord({}, range(num_ops), [0] * num_ops, [duration_ns] * num_ops, [0] * num_ops)
+        return SimpleNamespace(records=[StepRecord((device,), 0, duration_ns)])
+
+    result: Any = SimpleNamespace(placed=lasting(10, half.graph.num_ops), one_device=lasting(30, whole.graph.num_ops))
+    stored = {each.signature: each.median_ns for each in op_times(executable, result, ["core"])["core"]}
+    of_whole, of_half = (set(signatures(program)) for program in (whole, half.part))
+    assert {stored[name] for name in of_whole - of_half} == {30}
+    assert {stored[name] for name in of_half - of_whole} == {10}
+    assert stored.keys() == of_whole | of_half
 
 
 def test_plans_without_a_cluster(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,6 +111,8 @@ def run(
         if (samples := source.batch_size) is not None:
             cut = executable.parts
             stored.note_samples(source.text, samples if cut is None or cut.is_stream else samples // cut.num_parts)
+            if result.one_device is not None:
+                stored.note_samples(source.text, samples)
         log(f"gdp: measured op times are in {times}; use them with gdp place --times {times}")
     if not result.is_equal:
         return fail(f"error: the results are not those of {result.reference}; this is a fault of gdp", FAILED)

@@ -223,9 +223,11 @@ def run_on_ranks(
 
 def op_times(executable: Executable, run: RunResult, kinds: Sequence[str]) -> dict[str, list[OpTime]]:
     """Returns by kind of device ([D] `kinds`) the times of ops there; ops of one signature count as one."""
-    names = executable.signatures()
     samples: dict[str, dict[str, list[int]]] = {kind: defaultdict(list) for kind in kinds}
-    for record in [*run.placed.records, *(run.one_device.records if run.one_device else ())]:
+    runs = [(executable.signatures(), run.placed)]
+    if run.one_device is not None:  # it runs the whole batch
+        runs.append((executable.signatures(executable.capture.program), run.one_device))
+    for names, record in ((names, record) for names, measured in runs for record in measured.records):
         for kind, device in zip(kinds, record.devices, strict=True):
             for op, start, finish in zip(device.ops, device.start_ns, device.finish_ns, strict=True):
                 if names[op]:
