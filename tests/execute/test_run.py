@@ -156,6 +156,25 @@ def test_each_run_has_its_own_ops(here: Path) -> None:
     assert stored.keys() == of_whole | of_half
 
 
+def test_a_card_that_waited_for_its_host_tells_no_time(here: Path) -> None:
+    """A card comes to a product at 100 us, when its host has issued it, and to a mean at 141 us. A host that has issued
+    the mean at 142 us held the card up, so the mean has no time. On CPUs nothing is issued ahead."""
+    executable = read_executable(ModelSource("run_models:net"), plan=None)
+    names = executable.signatures()
+    ops = [names.index(next(name for name in names if name.startswith(kind))) for kind in ("aten.addmm", "aten.mean")]
+
+    def stored(*issued_ns: int) -> dict[str, int]:
+        device = DeviceRecord({}, ops, (100_000, 141_000), (130_000, 191_000), (0, 0), issued_ns=issued_ns)
+        steps = [StepRecord((device.shifted(by_ns),), 0, 1) for by_ns in (0, 10**6)]
+        result: Any = SimpleNamespace(placed=SimpleNamespace(records=steps), one_device=None)
+        return {each.signature: each.median_ns for each in op_times(executable, result, ["card"])["card"]}
+
+    product, mean = (names[op] for op in ops)
+    assert stored() == {product: 30_000, mean: 50_000}
+    assert stored(40_000, 142_000) == {product: 30_000}
+    assert stored(60_000, 141_000) == {product: 30_000, mean: 50_000}
+
+
 def test_plans_without_a_cluster(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The devices are neither beside the plan nor where it was asked, so nothing is predicted."""
     assert place("run_models:net") == 0

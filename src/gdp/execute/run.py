@@ -222,15 +222,17 @@ def run_on_ranks(
 
 
 def op_times(executable: Executable, run: RunResult, kinds: Sequence[str]) -> dict[str, list[OpTime]]:
-    """Returns by kind of device ([D] `kinds`) the times of ops there; ops of one signature count as one."""
+    """Returns by kind of device ([D] `kinds`) the times of ops there; ops of one signature count as one. An op that a
+    GPU came to before its host had launched all of it has no time: the GPU waited."""
     samples: dict[str, dict[str, list[int]]] = {kind: defaultdict(list) for kind in kinds}
     runs = [(executable.signatures(), run.placed)]
     if run.one_device is not None:  # it runs the whole batch
         runs.append((executable.signatures(executable.capture.program), run.one_device))
     for names, record in ((names, record) for names, measured in runs for record in measured.records):
         for kind, device in zip(kinds, record.devices, strict=True):
-            for op, start, finish in zip(device.ops, device.start_ns, device.finish_ns, strict=True):
-                if names[op]:
+            issued_ns = device.issued_ns or device.start_ns
+            for op, issued, start, finish in zip(device.ops, issued_ns, device.start_ns, device.finish_ns, strict=True):
+                if names[op] and issued <= start:
                     samples[kind][names[op]].append(finish - start)
     pairs = samples.items()
     return {kind: [OpTime.of(signature, times) for signature, times in by.items()] for kind, by in pairs}
