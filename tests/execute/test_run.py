@@ -25,7 +25,15 @@ from gdp.execute.executable import Executable, read_executable
 from gdp.execute.measurement import Measurement, PlacedProgram, measure_programs, one_device_order
 from gdp.execute.plan_executor import DeviceRecord, ExecutionError, StepRecord
 from gdp.execute.prediction import predict
-from gdp.execute.run import OTHER_SUMS_TOLERANCE, check_results, drawing_alike, first_step, machine_notes, op_times
+from gdp.execute.run import (
+    OTHER_SUMS_TOLERANCE,
+    check_kinds,
+    check_results,
+    drawing_alike,
+    first_step,
+    machine_notes,
+    op_times,
+)
 from gdp.graph.accumulation import accumulated
 from gdp.models.measured_times import MeasuredTimes
 from gdp.models.pytorch import Replay, capture
@@ -173,6 +181,26 @@ def test_a_card_that_waited_for_its_host_tells_no_time(here: Path) -> None:
     assert stored() == {product: 30_000, mean: 50_000}
     assert stored(40_000, 142_000) == {product: 30_000}
     assert stored(60_000, 141_000) == {product: 30_000, mean: 50_000}
+
+
+def test_times_are_of_the_kind_of_device_that_runs(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A core is no P100 and an H100 no L4: their times are not stored under these names."""
+    cards = ["--devices", "2xp100-pcie-16g", "--parallel", "none", "--budget", "5sims", "--out", "p"]
+    assert main(["place", "run_models:net", *cards]) == 0
+    capsys.readouterr()
+    assert main(["run", "p/plan.json", *ON, "--steps", "1", "--times", "t.db"]) == 2
+    assert "gpu0 of the plan is a p100-pcie-16g, and runs on any core" in capsys.readouterr().err
+    assert not Path("t.db").exists()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H100 80GB HBM3")
+    gpu, core = Target("gpu0", torch.device("cuda", 0)), Target("cpu0", CPU)
+    check_kinds([gpu, core], Cluster.parse("h100-sxm-80g+cpu-16core"))
+    check_kinds([core, core], Cluster.parse("two.yaml"))
+    check_kinds([gpu], Cluster.parse("l4-24g"), is_named=False)
+    for target, kind in ((gpu, "l4-24g"), (gpu, "cpu-16core")):
+        with pytest.raises(gdp.InputError, match=r"cuda:0 \(h100-sxm-80g\); place it with --devices local"):
+            check_kinds([target], Cluster.parse(kind))
 
 
 def test_plans_without_a_cluster(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,12 +10,16 @@ from itertools import combinations
 from typing import Any, Unpack
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from gdp.arrays import I64
-from gdp.cluster import Cluster
+from gdp.cluster import Cluster, Device
 from gdp.cluster.catalogue import KINDS
 from gdp.cluster.detect import host
+from gdp.cluster.detect.gpu_figures import kind_of
+from gdp.cluster.detect.nvml import Gpu
+from gdp.errors import InputError
 from gdp.execute.backends import CPU, Target, find_targets
 from gdp.execute.equality import (
     Equality,
@@ -355,9 +359,7 @@ def machine_notes(targets: Sequence[Target], cluster: Cluster | None) -> Iterato
             )
         elif first.device == second.device and first.device.type == "cuda":
             yield f"{first.name} and {second.name} share {first.place}, so times are not those of two devices."
-    devices = () if cluster is None else cluster.devices
-    num_ranks = len(targets) // max(len(devices), 1)
-    for target, device in zip(targets, (each for each in devices for _ in range(num_ranks)), strict=False):
+    for target, device in _with_devices(targets, cluster):
         here = host.cpu_kind(target.num_threads)
         if target.device.type == "cpu" and device.kind in KINDS and device.kind != here:
             yield (
@@ -371,3 +373,28 @@ def machine_notes(targets: Sequence[Target], cluster: Cluster | None) -> Iterato
             f"The machine was busy before the run (load average {load:.1f} on {num_cores} cores): times are longer "
             "than they would be."
         )
+
+
+def check_kinds(targets: Sequence[Target], cluster: Cluster, *, is_named: bool = True) -> None:
+    """Raises InputError where another kind of device than the plan's runs, under whose name times would be stored. Own
+    kinds are what their user says, and any processor stands for one of the catalogue. `is_named` says that GPUs are
+    those of this host, whose names the driver knows."""
+    for target, device in _with_devices(targets, cluster):
+        if target.device.type == "cpu":
+            here = device.kind if device.is_cpu else host.cpu_kind(target.num_threads)
+        elif is_named:
+            here = kind_of(Gpu(torch.cuda.get_device_name(target.device)))
+        else:
+            here = "cuda" if device.is_cpu else device.kind
+        if device.kind in KINDS and here != device.kind:
+            raise InputError(
+                f"--times: {target.name} of the plan is a {device.kind}, and runs on {target.place} ({here}); place "
+                "it with --devices local, or leave --times out"
+            )
+
+
+def _with_devices(targets: Sequence[Target], cluster: Cluster | None) -> Iterator[tuple[Target, Device]]:
+    """Yields each target, of the ranks in turn, with the device of the plan that it stands for."""
+    devices = () if cluster is None else cluster.devices
+    num_ranks = len(targets) // max(len(devices), 1)
+    yield from zip(targets, (each for each in devices for _ in range(num_ranks)), strict=False)
