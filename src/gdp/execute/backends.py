@@ -304,7 +304,7 @@ class CudaBackend(_Backend):
         return [base_ns + int(1e6 * base.elapsed_time(event)) for _, event in moments]
 
     def issued_ns(self, moments: list[Any]) -> list[int]:
-        """When the host had launched all that came before each of the moments, in ns of its clock."""
+        """Returns when the host had launched all that came before each of the moments, in ns of its clock."""
         return [host_ns for host_ns, _ in moments]
 
 
