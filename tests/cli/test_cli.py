@@ -607,6 +607,10 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
         ["place", "graph.json.gz", "--devices", "2xl4-24g", "--runtime", "compile", "--times", "t.db"],
         ["--times: are of ops that run one by one", "--runtime compile"],
     ),
+    (
+        ["place", "hf:config?prompt=8", "--devices", "l4-24g", "--phase", "decode", "--times", "t.db"],
+        ["--runtime cuda-graphs joins them", "add --runtime eager"],
+    ),
     (place("--for", "vllm", "--split-layers"), ["--split-layers: is for llama-cpp, not for vllm"]),
     (place("--for", "llama-cpp", "--ctx", "-1"), ["--ctx -1: a number of tokens is expected"]),
     (place("--placer", "gdp-zero-shot", "--checkpoint", "file"), ["file: no such file"]),

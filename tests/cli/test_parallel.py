@@ -36,6 +36,23 @@ def build():
 """
 
 
+SQUARE = """
+import torch
+from torch import nn
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return (x * self.scale).mean()
+
+def build():
+    return Scaled(), (torch.randn(64, 64),)
+"""
+
+
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a model that replicas serve well."""
@@ -81,6 +98,18 @@ def test_layouts_are_the_default_and_an_identical_call_is_answered_from_the_cach
     assert main([*command, "--parallel", "none"]) == 0
     assert "Best layout" not in capsys.readouterr().out
     assert sorted(name for name in os.listdir() if name.startswith("plan")) == ["plan.json"]
+
+
+def test_another_batch_dimension_is_another_question(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows and columns of a square are equally many samples of one graph. The whole step on one card is the answer for
+    both, after a search for each."""
+    Path("square.py").write_text(SQUARE)
+    command = ["place", "square:build", "--devices", DEVICES, "--budget", "5sims"]
+    kept = []
+    for dimension in ("0", "1", "1"):
+        assert main([*command, "--batch-dim", dimension]) == 0
+        kept.append("found before" in capsys.readouterr().err)
+    assert kept == [False, False, True]
 
 
 @pytest.mark.parametrize("options", [["--placer", "single"], ["--microbatches", "2"], ["--inference"]])

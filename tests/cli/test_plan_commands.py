@@ -282,6 +282,8 @@ def test_compared_as_it_was_measured_and_run(capsys: pytest.CaptureFixture[str])
     assert main(["compare", "plan-2.json", *compare[2:]]) == 0
     (measured,) = json.loads(capsys.readouterr().out)["rows"]
     assert measured["step_time_ns"] != modelled["step_time_ns"]
+    assert main(["compare", "plan-2.json", "--devices", "l4-24g:cuda-graphs"]) == 2
+    assert "--runtime cuda-graphs joins them" in capsys.readouterr().err
     cards = ["models:net", "--devices", "2xl4-24g:compile", "--inference", "--parallel", "none", "--out", "compiled"]
     assert main(["place", *cards, *QUICK]) == 0
     capsys.readouterr()

@@ -59,6 +59,7 @@ def test_kind_without_rows_rests_on_others() -> None:
 def test_kind_of_a_step(step: Graph) -> None:
     """A step says whether it is trained, how it is run, on how many devices, and that its convolutions are thin."""
     one, two = np.zeros(step.num_ops, np.int64), np.arange(step.num_ops) % 2
+    offloaded = Cluster.parse("a100-sxm-80g+cpu-16core:compile")
     cards, hosts = Cluster.parse("2xa100-sxm-80g:compile"), Cluster.parse("2x(2xa100-sxm-80g)@100gbit:compile")
     assert StepKind.of(step, cards, one) == (True, "compile", "", True, True)
     several = [
@@ -67,6 +68,7 @@ def test_kind_of_a_step(step: Graph) -> None:
         ("groups", "groups of cards", cards.grouped(2), one),
         ("network", "several hosts", hosts, two * 2),
         ("network", "several hosts", hosts.grouped(2), two),
+        ("host", "cards beside a CPU", offloaded, two),
     ]
     for exchanges, where, cluster, placement in several:
         kind = StepKind.of(step, cluster, placement)
@@ -79,7 +81,9 @@ def test_there_is_no_range_where_kernels_are_not_priced(step: Graph) -> None:
     one, half = np.zeros(step.num_ops, np.int64), np.arange(step.num_ops) % 2
     card, both = Cluster.parse("a100-sxm-80g"), Cluster.parse("a100-sxm-80g+cpu-16core")
     assert range_of(step, card, one) is not None
-    assert range_of(step, both, half) is not None
+    beside = range_of(step, both, half)
+    assert beside is not None
+    assert beside.rests_on.startswith("measured steps of other kinds, none of eager training on cards beside a CPU")
     assert range_of(step, Cluster.parse("cpu-16core"), one) is None
     bare = replace(step, shapes=("",) * step.num_ops)
     timed = replace(step, times_ns=({"a100-sxm-80g": 1000}, *step.times_ns[1:]))

@@ -69,6 +69,7 @@ def run_randomly_placed(name: str, world: FakeCuda) -> None:
                 tensor.to("cpu", copy=True)
             for device, target in zip(record.devices, TARGETS, strict=True):
                 assert {tensor.device for tensor in device.held.values() if tensor is not None} <= {target.device}
+                assert len(device.issued_ns) == (len(device.ops) if target.device.type == "cuda" else 0)
             del record, device, tensor
         world.sweep()
     assert world.num_kernels > graph.num_ops

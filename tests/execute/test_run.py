@@ -21,14 +21,24 @@ from gdp.cluster.detect import host
 from gdp.execute import measurement
 from gdp.execute.backends import CPU, Target
 from gdp.execute.equality import compare, eager_step, full_precision
-from gdp.execute.executable import Executable
+from gdp.execute.executable import Executable, read_executable
 from gdp.execute.measurement import Measurement, PlacedProgram, measure_programs, one_device_order
-from gdp.execute.plan_executor import ExecutionError, StepRecord
+from gdp.execute.plan_executor import DeviceRecord, ExecutionError, StepRecord
 from gdp.execute.prediction import predict
-from gdp.execute.run import OTHER_SUMS_TOLERANCE, check_results, drawing_alike, first_step, machine_notes
+from gdp.execute.run import (
+    OTHER_SUMS_TOLERANCE,
+    check_kinds,
+    check_results,
+    drawing_alike,
+    first_step,
+    machine_notes,
+    op_times,
+)
 from gdp.graph.accumulation import accumulated
 from gdp.models.measured_times import MeasuredTimes
 from gdp.models.pytorch import Replay, capture
+from gdp.models.pytorch.signature import signatures
+from gdp.models.source import ModelSource
 from gdp.search.batch_parts import Parts
 from run_cases import CLUSTER, MODEL
 from tiny_models import TINY, captured
@@ -117,11 +127,11 @@ def test_place_with_measured_times(here: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_layouts_with_measured_times(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Times of the ops of half batches, but not of updates in pieces, give those of whole ones and of layouts."""
+    """Times of the ops of half batches, and of the whole one on one device, are those of whole steps and layouts."""
     asked = ("run_models:net", "--devices", "two.yaml", "--budget", "50sims")
     answer(capsys, "place", *asked, "--out", "p", "--parallel", "data=2,zero=1")
     answer(capsys, "run", "p/plan.json", *ON, "--steps", "2", "--times", "t.db")
-    assert MeasuredTimes("t.db").samples("run_models:net") == [4]
+    assert MeasuredTimes("t.db").samples("run_models:net") == [4, 8]
     half = answer(capsys, "place", *asked, "--out", "q", "--parallel", "data=2", "--times", "t.db")
     whole = answer(capsys, "place", *asked, "--parallel", "none", "--times", "t.db")
     phases = Counter(Graph.load("q/graph.json.gz").phases)
@@ -132,6 +142,65 @@ def test_layouts_with_measured_times(here: Path, capsys: pytest.CaptureFixture[s
     assert answer(capsys, "run", "q/plan.json", *ON, "--steps", "1")["results"]["equal"]
     Path("q/graph.json.gz").unlink()  # MODEL is read anew, with its times
     assert answer(capsys, "simulate", "q/plan.json")["step_time_ns"] == half["step_time_ns"]
+
+
+def test_each_run_has_its_own_ops(here: Path) -> None:
+    """Times of a cut step belong to half batches, and those of one device beside it to the whole batch."""
+    assert place("run_models:net", "--parallel", "data=2") == 0
+    plan = Plan.load("p/plan.json")
+    executable = read_executable(ModelSource("run_models:net"), plan=plan)
+    whole, half = executable.capture.program, executable.parts
+    assert half is not None
+
+    def lasting(duration_ns: int, num_ops: int) -> Any:
+        device = DeviceRecord({}, range(num_ops), [0] * num_ops, [duration_ns] * num_ops, [0] * num_ops)
+        return SimpleNamespace(records=[StepRecord((device,), 0, duration_ns)])
+
+    result: Any = SimpleNamespace(placed=lasting(10, half.graph.num_ops), one_device=lasting(30, whole.graph.num_ops))
+    stored = {each.signature: each.median_ns for each in op_times(executable, result, ["core"])["core"]}
+    of_whole, of_half = (set(signatures(program)) for program in (whole, half.part))
+    assert {stored[name] for name in of_whole - of_half} == {30}
+    assert {stored[name] for name in of_half - of_whole} == {10}
+    assert stored.keys() == of_whole | of_half
+
+
+def test_a_card_that_waited_for_its_host_tells_no_time(here: Path) -> None:
+    """A card comes to a product at 100 us, when its host has issued it, and to a mean at 141 us. A host that has issued
+    the mean at 142 us held the card up, so the mean has no time. On CPUs nothing is issued ahead."""
+    executable = read_executable(ModelSource("run_models:net"), plan=None)
+    names = executable.signatures()
+    ops = [names.index(next(name for name in names if name.startswith(kind))) for kind in ("aten.addmm", "aten.mean")]
+
+    def stored(*issued_ns: int) -> dict[str, int]:
+        device = DeviceRecord({}, ops, (100_000, 141_000), (130_000, 191_000), (0, 0), issued_ns=issued_ns)
+        steps = [StepRecord((device.shifted(by_ns),), 0, 1) for by_ns in (0, 10**6)]
+        result: Any = SimpleNamespace(placed=SimpleNamespace(records=steps), one_device=None)
+        return {each.signature: each.median_ns for each in op_times(executable, result, ["card"])["card"]}
+
+    product, mean = (names[op] for op in ops)
+    assert stored() == {product: 30_000, mean: 50_000}
+    assert stored(40_000, 142_000) == {product: 30_000}
+    assert stored(60_000, 141_000) == {product: 30_000, mean: 50_000}
+
+
+def test_times_are_of_the_kind_of_device_that_runs(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A core is no P100 and an H100 no L4: their times are not stored under these names."""
+    cards = ["--devices", "2xp100-pcie-16g", "--parallel", "none", "--budget", "5sims", "--out", "p"]
+    assert main(["place", "run_models:net", *cards]) == 0
+    capsys.readouterr()
+    assert main(["run", "p/plan.json", *ON, "--steps", "1", "--times", "t.db"]) == 2
+    assert "gpu0 of the plan is a p100-pcie-16g, and runs on any core" in capsys.readouterr().err
+    assert not Path("t.db").exists()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H100 80GB HBM3")
+    gpu, core = Target("gpu0", torch.device("cuda", 0)), Target("cpu0", CPU)
+    check_kinds([gpu, core], Cluster.parse("h100-sxm-80g+cpu-16core"))
+    check_kinds([core, core], Cluster.parse("two.yaml"))
+    check_kinds([gpu], Cluster.parse("l4-24g"), is_named=False)
+    for target, kind in ((gpu, "l4-24g"), (gpu, "cpu-16core")):
+        with pytest.raises(gdp.InputError, match=r"cuda:0 \(h100-sxm-80g\); place it with --devices local"):
+            check_kinds([target], Cluster.parse(kind))
 
 
 def test_plans_without_a_cluster(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

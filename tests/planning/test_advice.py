@@ -3,7 +3,7 @@
 from gdp.budget import Budget
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
-from gdp.planning.advice import advise
+from gdp.planning.advice import advise, machine_changes
 from gdp.search.place import place
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Plan
@@ -96,3 +96,16 @@ def test_a_step_that_its_host_limits_is_told_of_runtimes() -> None:
     kernel_ns = plan.step_time_ns - 50 * 11_000
     assert kernel_ns < 11_000
     assert times["--runtime cuda-graphs"] == 50 * kernel_ns
+
+
+def test_times_of_single_ops_tell_nothing_of_joined_ones() -> None:
+    """The chain has measured times: CUDA graphs of training replay its ops as they are, all else joins them."""
+    mm = "aten.mm float32[10,500] float32[500,100] > float32[10,100]"
+    chain = [Tensor(number, (number + 1,), 100) for number in range(49)]
+    for phase, expected in (("forward", set()), ("backward", {"--runtime cuda-graphs"})):
+        times = {"a100-sxm-80g": 1000}
+        ops = [Op(f"o{at}", "aten.mm", 10**6, phase=phase, shapes=mm, time_ns=times) for at in range(50)]
+        _, simulation = placed(Graph.build("chain", ops, chain), "1xa100-sxm-80g:eager")
+        assert simulation.host_wait_fraction[0] > 0.2
+        changes = machine_changes(simulation, Constraints(), None, None, memory_matters=False)
+        assert {change.name for change in changes} == expected

@@ -27,6 +27,18 @@ def test_what_does_not_fit_as_it_is_gets_a_layout_that_takes_less_memory() -> No
     assert less.step_time_ns > choice.plan.step_time_ns
 
 
+def test_what_a_faster_plan_without_a_device_is_compared_with() -> None:
+    """A quarter of the batch is on a card of a tenth of the pace: the plan without it is what twice the batch beats."""
+    cluster = machine_of([1.0, 1.0, 1.0, 0.1])
+    slow = choose(parts_of(), cluster, budget="20sims", layout=Layout.parse("data=4"))
+    advice, better = advise_on_layouts(slow, parts_of(), Constraints(), Clock(Budget.of("2000sims")))
+    assert better.plan is advice.plan
+    assert advice.plan.step_time_ns < 0.7 * slow.plan.step_time_ns
+    twice = next(each for each in advice.what_ifs if each.change == "twice the batch")
+    assert twice.step_time_ns is not None
+    assert twice.detail.endswith(f" {twice.step_time_ns / advice.plan.step_time_ns / 2:.2f} of the time per sample")
+
+
 def test_op_placement_is_told_what_a_layout_would_take() -> None:
     """On four equal cards replicas take a quarter of the time that a chain of layers takes; the estimate says so."""
     cluster = machine_of([1.0] * 4)

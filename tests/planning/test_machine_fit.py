@@ -9,7 +9,7 @@ import pytest
 from gdp.cli import main
 from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
-from gdp.planning.machine_fit import fit_machine, prior_of, with_factors
+from gdp.planning.machine_fit import MachineFit, fit_machine, prior_of, with_factors
 from gdp.planning.measured_steps import read_steps
 
 CARD = "rtx3090-24g"
@@ -115,6 +115,15 @@ def test_a_wrong_row_is_named(runs, capsys):
     assert [row["model"] for row in answer["rows"] if row["disagrees"]] == ["mid.json"]
     assert main(["devices", "fit", "--runs", "runs.csv", "--out", "mine.yaml"]) == 0
     assert "row 4 disagrees with the others; check" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("after", "disagreeing"), [([0.5, 0.52, 0.48, 0.5, 0.7], [4]), ([0.5], [])])
+def test_rows_disagree_with_each_other(after, disagreeing):
+    """Rows that all err by 0.5 agree: deviations from it are 0, 0.02, 0.02, 0 and 0.2, three sigmas 0.09; one row has
+    no others."""
+    rows, none = np.array(after), np.zeros(0)
+    fit = MachineFit((), Cluster.parse(CARD), (), none, rows, rows, rows)
+    assert fit.disagreeing == disagreeing
 
 
 def test_numbers_that_no_machine_has_are_named(runs, capsys):

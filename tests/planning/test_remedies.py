@@ -48,6 +48,17 @@ def test_the_smallest_machines_that_hold_a_step() -> None:
     assert searched(branches(3, 2**60 // 9), "2xp100-pcie-16g") == []
 
 
+def test_one_larger_card_runs_the_step_as_it_was_asked() -> None:
+    """An eager host takes 11 us for each of 50 small products, 550 us; a CUDA graph does not wait for it."""
+    mm = "aten.mm float32[10,500] float32[500,100] > float32[10,100]"
+    ops = [Op(f"mm{at}", "aten.mm", 10**6, phase="forward", shapes=mm, resident_bytes=GIB // 2) for at in range(50)]
+    graph = Graph.build("chain", ops, [Tensor(at, (at + 1,), 100) for at in range(49)])
+    (card,) = (each for each in searched(graph, "l4-24g:cuda-graphs") if each.change.startswith("one "))
+    assert card.option == "--devices rtx5090-32g:cuda-graphs"
+    assert card.step_time_ns is not None
+    assert card.step_time_ns < 50 * 11_000
+
+
 def test_the_number_of_devices_is_the_smallest() -> None:
     """A card of 16 GiB holds one op of 9 GiB: 7 need 7 cards, 5 more than 2; 18 need more than are suggested."""
     for number, more in ((7, ["5 more p100-pcie-16g"]), (18, [])):

@@ -221,3 +221,22 @@ def test_model_flops_utilisation() -> None:
     problem = Problem.build(Graph.build("step", ops, []), Cluster.build("three", devices, routes))
     simulation = simulate(problem, [0, 0, 0, 1, 1])
     assert (simulation.step_time_ns, simulation.mfu) == (4_000_000, (0.375, "bfloat16"))
+
+
+def test_model_flops_utilisation_is_of_devices_that_compute() -> None:
+    """A processor that holds weights has no share, and none is of float32 while a card in use has the type.
+
+    `first` takes 2 ms on the card of 1e12 FLOP/s in bfloat16, `small` of 1e6 takes 1 ms at the 1e9 of the processor:
+    beside weights alone the card is always busy; with both, 2.001e9 of 2 ms x 1.001e12 FLOP/s are 99.95 %.
+    """
+    rates = {"float32": 10**9, "bfloat16": 10**12}
+    devices = [
+        Device("gpu0", "card", 2**30, rates, 10**9, 0),
+        Device("cpu0", "cpu", 2**30, {"float32": 10**9}, 10**9, 0),
+    ]
+    routes = {(a, b): Route(0, 10**9, (f"{a}{b}",)) for a, b in ((0, 1), (1, 0))}
+    sizes = {"first": 2 * 10**9, "weights": 0, "small": 10**6}
+    ops = [Op(name, flops=flops, dtype="bfloat16") for name, flops in sizes.items()]
+    problem = Problem.build(Graph.build("step", ops, []), Cluster.build("both", devices, routes))
+    found = [simulate(problem, placement).mfu for placement in ([0, 1, 0], [0, 0, 1], [1, 1, 1])]
+    assert found == [(1.0, "bfloat16"), (pytest.approx(2.001 / 2.002), "bfloat16"), (1.0, "float32")]

@@ -14,11 +14,13 @@ from gdp.cluster import Cluster
 from gdp.graph import Graph, Op, Tensor
 from gdp.models.source import ModelSource
 from gdp.planning.machine_fit import Number, with_factors
+from gdp.search.place import place
 from gdp.search.place_question import PlaceQuestion, SearchOptions
 from gdp.simulator.constraints import Constraints
 from gdp.simulator.plan import Asked, Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import simulate
+from gdp.tune.candidates import PlannedCandidate
 from gdp.tune.measuring import OK, Measured
 from gdp.tune.placing import RANKS, RUNTIME, Placing
 from gdp.tune.tuning import LoggedCandidate, Tuning
@@ -155,6 +157,25 @@ def test_runtimes_are_candidates(tmp_path: Path) -> None:
     plan = Plan.load(tmp_path / str(single["cuda-graphs"]) / "plan.json")
     assert plan.step_time_ns == rows[single["cuda-graphs"]].predicted_ns
     assert plan.question.cluster.endswith(":cuda-graphs")
+
+
+def test_another_runtime_has_peaks_of_its_own() -> None:
+    """A card sends 3 MB away while a chain of small products runs, then makes 3 MB: its host is so slow to issue the
+    chain that the first tensor is gone by then, and a CUDA graph is not."""
+    array = "bfloat16[64,64]"
+    names = ["sent", *(f"small{number}" for number in range(20)), "made", "read", "far"]
+    ops = [Op(name, "aten.mm", 2 * 64**3, 3 * 2**13, shapes=f"aten.mm {array} {array} > {array}") for name in names]
+    chain = [Tensor(number, (number + 1,), 3_000_000 if number == 21 else 1) for number in range(22)]
+    graph = Graph.build("sending", ops, [Tensor(0, (23,), 3_000_000), *chain])
+    pins = [("far", "gpu1"), ("sent|small.*|made|read", "gpu0")]
+    plan = place(graph, Cluster.parse(f"{CARDS}:eager"), pins=pins, budget="5sims", max_memory={"gpu0": "4MB"})
+    eager = PlannedCandidate("pinned", plan)
+    assert plan.peak_memory_bytes[0] == 3_000_002  # and what two small products make
+    graphed = eager.run_by("cuda-graphs").plan
+    assert graphed.peak_memory_bytes[0] == 6_000_001
+    assert (plan.status, graphed.status) == ("ok", "infeasible")
+    assert graphed.search is not None
+    assert graphed.search.missing_bytes.tolist() == [2_000_001, 0]
 
 
 def test_orders_are_candidates(tmp_path: Path) -> None:

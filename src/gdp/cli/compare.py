@@ -44,7 +44,7 @@ def compare(
         from gdp.cluster.device import split_runtime
         from gdp.cluster.quantities import parse_fraction
         from gdp.files import format_of
-        from gdp.models.measured_times import MeasuredTimes
+        from gdp.models.measured_times import MeasuredTimes, check_runtimes
         from gdp.models.source import ModelSource
         from gdp.parallel.layout import AUTO, NONE, Layout
         from gdp.planning.options import run_by
@@ -66,6 +66,7 @@ def compare(
                 else:
                     cluster = planned.cluster if runtime is None else planned.cluster.run_by(runtime)
                 if (times := asked.get("times")) is not None:
+                    check_runtimes(cluster, is_trained=source.reading.training)
                     source = source.timed(MeasuredTimes(times), cluster)
             limits = options.group_of(options.ConstraintOptions, asked)
         elif devices is None:

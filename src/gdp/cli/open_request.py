@@ -41,11 +41,12 @@ class OpenRequest:
 
     def cache_entry(self) -> Path | None:
         """Returns the file that keeps the answer; None: it is not kept."""
-        question = self.question
+        question, dimension = self.question, self.request.reading.batch_dim
         if question.num_batches:
             return None
         if question.parts is not None:
-            return self.request.cache_entry(question.graph, [str(question.layout or AUTO), question.parts.batch_size])
+            layouts = [str(question.layout or AUTO), question.parts.batch_size, dimension]
+            return self.request.cache_entry(question.graph, layouts)
         return self.request.cache_entry(question.graph, [NONE] if self.request.parallel == NONE else question.degrees)
 
     def problem_of(self, plan: Plan) -> Problem:

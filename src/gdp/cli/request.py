@@ -14,13 +14,13 @@ from gdp.budget import Budget, Clock, latest_s, search_s
 from gdp.cli.inputs import read_graph
 from gdp.cli.shared import log, refuse_beside
 from gdp.cluster import Cluster
-from gdp.cluster.device import COMPILE
 from gdp.costs.op_times import unused_names
 from gdp.errors import InputError, prefixed
 from gdp.export.export_target import ExportTarget
 from gdp.export.exportable_plan import answer_for
 from gdp.export.targets_by_name import server_units, serving_target
 from gdp.graph import Graph
+from gdp.models.measured_times import check_runtimes
 from gdp.models.model import Model, Reading
 from gdp.models.shards import WHOLE
 from gdp.models.source import ModelSource
@@ -88,9 +88,8 @@ class PlaceRequest:
             if not 0 < self.requests < math.inf:
                 raise InputError(f"--requests is {self.requests}; a rate per second above 0 is expected")
             refuse_beside("--requests", {"--sweep": sweep is not None, "--parallel": self.parallel is not None})
-        is_compiled = any(device.runtime == COMPILE and not device.is_cpu for device in self.cluster.devices)
-        if self.times is not None and is_compiled:
-            raise InputError("--times: are of ops that run one by one, and --runtime compile joins them; leave one out")
+        if self.times is not None:
+            check_runtimes(self.cluster, is_trained=self.reading.training)
         has_layout = self.parallel not in (None, "none")
         others = {"--placer": self.options.placer != "auto", "--for": self.target is not None}
         if self.batches is not None:

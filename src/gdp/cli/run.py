@@ -86,7 +86,7 @@ def run(
     try:
         with printing_to_stderr():  # the model runs
             executable, result = _execute(
-                source, build, read, places, interrupted, graph=graph, cluster=cluster, steps=steps
+                source, build, read, places, interrupted, times is not None, graph=graph, cluster=cluster, steps=steps
             )
     except ExecutionError as error:
         status = OUT_OF_MEMORY if error.is_out_of_memory else FAILED
@@ -111,6 +111,8 @@ def run(
         if (samples := source.batch_size) is not None:
             cut = executable.parts
             stored.note_samples(source.text, samples if cut is None or cut.is_stream else samples // cut.num_parts)
+            if result.one_device is not None:
+                stored.note_samples(source.text, samples)
         log(f"gdp: measured op times are in {times}; use them with gdp place --times {times}")
     if not result.is_equal:
         return fail(f"error: the results are not those of {result.reference}; this is a fault of gdp", FAILED)
@@ -126,11 +128,13 @@ def _execute(
     plan: "Plan",
     on: "list[str] | None",
     interrupted: threading.Event,
+    stores_times: bool,
     **measured: Any,
 ) -> "tuple[Executable, RunResult | None]":
     """Runs the model on this host, or under torchrun as one of its processes. On this host, Ctrl-C ends the measurement
-    after the step that runs, and sets `interrupted`."""
-    from gdp.execute.run import run_on_host, run_on_ranks
+    after the step that runs, and sets `interrupted`. InputError where `stores_times` and the devices are of other kinds
+    than the plan's."""
+    from gdp.execute.run import check_kinds, run_on_host, run_on_ranks
 
     if not _is_rank():
         from gdp.execute.backends import find_targets
@@ -141,6 +145,8 @@ def _execute(
         except InputError:
             _check_kind(source)  # a JAX function has no use for the devices
             raise
+        if stores_times:
+            check_kinds(targets, measured["cluster"])
         warm_up(())
         executable = build()
         places = ", ".join(target.place for target in targets)
@@ -152,6 +158,8 @@ def _execute(
     from gdp.execute.ranks.ranks import join_or_leave
 
     with join_or_leave(plan.cards, on, option="--on") as ranks, ranks.reporting_once():
+        if stores_times:
+            check_kinds(ranks.targets, measured["cluster"], is_named=False)
         executable = build()
         with _live(f"running on {len(plan.cards)} processes"):
             return executable, run_on_ranks(executable, plan, ranks, **measured)

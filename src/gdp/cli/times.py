@@ -35,6 +35,7 @@ def times_import(
     from gdp.cluster.catalogue import KINDS
     from gdp.cluster.detect.gpu_figures import kind_of
     from gdp.cluster.detect.nvml import Gpu
+    from gdp.costs.rates import gap_ns
     from gdp.models.measured_times import MeasuredTimes
     from gdp.models.pytorch.profiler_trace import ProfilerTrace
     from gdp.models.pytorch.signature import LIBRARY
@@ -58,8 +59,9 @@ def times_import(
     source = ModelSource(model, model_options.reading())
     with live(f"reading {model}"):
         capture = source.capture()
+    card = kinds.get(kind) or (Cluster.parse(kind).devices[0] if kind in KINDS else None)
     with prefixed(trace):
-        found = read.times(capture.program)
+        found = read.times(capture.program, gap_ns(card) if card is not None and read.kernels else 0.0)
     of_ops = f"{found.num_matched:,} of {found.num_matched + found.unmatched.total():,} ops of {model}"
     if found.num_matched < max(found.unmatched.total(), 1):
         raise InputError(f"{trace}: has times of {of_ops}; name the model, its options and batch, as profiled (eager)")

@@ -20,6 +20,7 @@ import numpy as np
 
 from gdp.arrays import F64, I64, Bool, connected, unique
 from gdp.cluster.achieved import OF_FLOPS
+from gdp.cluster.device import COMPILE, CUDA_GRAPHS
 from gdp.costs.collectives import COLLECTIVE
 from gdp.costs.passes import array_bytes, is_training
 from gdp.costs.products import PRODUCTS, product_size
@@ -43,6 +44,12 @@ class Fusion:
     bytes: I64  # [N] that the op's part of its kernel reads and writes
     launches: I64  # [N] 1 for the last op of each kernel, and 1 for a batch norm, whose statistics come first
     part: F64  # [N] of the product that each op is computed in; 1: by itself
+
+
+def joins_ops(runtime: str, *, is_trained: bool) -> bool:
+    """Returns whether steps by `runtime` compute several ops in one kernel. Servers replay forward passes from CUDA
+    graphs, and have fused them."""
+    return runtime == COMPILE or (runtime == CUDA_GRAPHS and not is_trained)
 
 
 def fused(graph: Graph, *, with_siblings: bool = False) -> Fusion:

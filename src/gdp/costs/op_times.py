@@ -21,10 +21,10 @@ import numpy.typing as npt
 from gdp.arrays import I64, Bool, wide
 from gdp.cluster import Cluster, Device
 from gdp.cluster.catalogue import KINDS
-from gdp.cluster.device import COMPILE, CUDA_GRAPHS
+from gdp.cluster.device import CUDA_GRAPHS
 from gdp.costs.collectives import COLLECTIVE
 from gdp.costs.collectives import KINDS as EXCHANGES
-from gdp.costs.fusion import fused
+from gdp.costs.fusion import fused, joins_ops
 from gdp.costs.kernels import Kernels, kernels_of
 from gdp.costs.overlap import exposed
 from gdp.costs.rates import HALVES, SMALL_FLOATS, kernel_times, peak_rate
@@ -219,9 +219,9 @@ def step_kernels(graph: Graph, runtime: str) -> Kernels:
     replay forward passes from CUDA graphs; they have fused them, and joined products that read one tensor."""
     known = _KNOWN.setdefault(graph, {})
     if runtime not in known:
-        is_served = runtime == CUDA_GRAPHS and not graph.is_in_phase("backward").any()
-        is_fused = is_served or runtime == COMPILE
-        known[runtime] = kernels_of(graph, rule_of, fused(graph, with_siblings=is_served) if is_fused else None)
+        is_fused = joins_ops(runtime, is_trained=bool(graph.is_in_phase("backward").any()))
+        fusion = fused(graph, with_siblings=runtime == CUDA_GRAPHS) if is_fused else None
+        known[runtime] = kernels_of(graph, rule_of, fusion)
     return known[runtime]
 
 

@@ -25,12 +25,13 @@ from gdp.graph import Graph
 _THIN = [number for number, name in enumerate(CLASSES) if name.startswith(("grouped", "depthwise"))]
 # of the time: predictions of steps with so many of them err more; steps with more of products err otherwise. Untuned
 _MANY_THIN, _MOST_PRODUCTS = 0.1, 0.6
-CARDS, GROUPS, PARAMETERS = "cards", "groups", "parameters"
+CARDS, GROUPS, PARAMETERS, HOST = "cards", "groups", "parameters", "host"
 _WHERE = {
     "": "one device",
     CARDS: "several devices",
     PARAMETERS: "several devices with parameters gathered",  # for each pass, as FSDP does
     GROUPS: "groups of cards",
+    HOST: "cards beside a CPU",  # which holds what is offloaded
     NETWORK: "several hosts",
 }
 
@@ -61,7 +62,7 @@ class StepKind(NamedTuple):
     def of(cls, graph: Graph, cluster: Cluster, placement: I64) -> "StepKind | None":
         """Returns the kind of a step under `placement` [N]; None where a device in use does not price kernels."""
         devices = _used(cluster, placement)
-        cards = [device for device in devices if not device.is_cpu]  # a CPU beside them holds what is offloaded
+        cards = [device for device in devices if not device.is_cpu]
         if any(graph.times_ns) or not (cards and all(has_kernels(graph, card) for card in cards)):
             return None
         kernels = step_kernels(graph, cards[0].runtime)  # shares of the time are much alike on all
@@ -120,6 +121,8 @@ def tie_share(graph: Graph, cluster: Cluster, placement: I64) -> float:
 
 def _exchanges(graph: Graph, cluster: Cluster, placement: I64) -> str:
     used = unique(placement)
+    if any(device.is_cpu for device in _used(cluster, placement)):
+        return HOST
     if cluster.exchanges.size and (cluster.exchanges[np.ix_(used, used)] == NETWORK).any():
         return NETWORK
     if any(device.group for device in _used(cluster, placement)):

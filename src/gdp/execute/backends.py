@@ -244,6 +244,10 @@ class CpuBackend(_Backend):
         """The moments in ns; the first is where this process's clock stood when the step began."""
         return moments
 
+    def issued_ns(self, _moments: list[Any]) -> list[int]:
+        """Nothing is launched ahead of the moments."""
+        return []
+
 
 class CudaBackend(_Backend):
     """A compute stream, and a copy stream for each device that is sent to."""
@@ -298,6 +302,10 @@ class CudaBackend(_Backend):
             return []
         base_ns, base = moments[0]
         return [base_ns + int(1e6 * base.elapsed_time(event)) for _, event in moments]
+
+    def issued_ns(self, moments: list[Any]) -> list[int]:
+        """Returns when the host had launched all that came before each of the moments, in ns of its clock."""
+        return [host_ns for host_ns, _ in moments]
 
 
 Backend = CpuBackend | CudaBackend

@@ -77,9 +77,11 @@ class Executable:
         """Returns the inputs of each part of the batch, in order; the whole ones of a step that is not cut."""
         return [(self.args, self.kwargs)] if self.parts is None else [*self.parts.split(self.args, self.kwargs)]
 
-    def signatures(self) -> Sequence[str]:
-        """Returns the signatures of ops; "" for those that a layout makes or changes."""
-        cut, num_ranks, program = self.parts, len(ranks_of(self.program)), ranks_of(self.program)[0]
+    def signatures(self, program: Program | None = None) -> Sequence[str]:
+        """Returns the signatures of the ops of `program`, by default the one that is run; "" for those that a layout
+        makes or changes."""
+        program, *others = ranks_of(program or self.program)
+        num_ranks, cut = 1 + len(others), program if isinstance(program, StepProgram) else None
         found: Sequence[str] = signatures(program if cut is None else cut.part)
         if cut is not None:
             found = ["" if op in cut.made else found[origin] for op, origin in enumerate(cut.origin)]

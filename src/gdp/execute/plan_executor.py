@@ -67,11 +67,15 @@ class DeviceRecord:
     finish_ns: Sequence[int] = ()
     wait_ns: Sequence[int] = ()  # for tensors from other devices, before each op started; 0 if it takes none
     end_ns: int = 0  # when all was done
+    issued_ns: Sequence[int] = ()  # when the host had launched each op; (): ops end when they return
 
     def shifted(self, offset_ns: int) -> "DeviceRecord":
         """Returns the record on a clock that is that much ahead."""
-        start_ns, finish_ns = (tuple(ns + offset_ns for ns in times_ns) for times_ns in (self.start_ns, self.finish_ns))
-        return replace(self, start_ns=start_ns, finish_ns=finish_ns, end_ns=self.end_ns + offset_ns)
+        start_ns, finish_ns, issued_ns = (
+            tuple(ns + offset_ns for ns in times_ns) for times_ns in (self.start_ns, self.finish_ns, self.issued_ns)
+        )
+        end_ns = self.end_ns + offset_ns
+        return replace(self, start_ns=start_ns, finish_ns=finish_ns, end_ns=end_ns, issued_ns=issued_ns)
 
 
 class Stopped(BaseException):
@@ -185,7 +189,8 @@ class Worker:
         times_ns = backend.times_ns(moments)
         starts, finishes = tuple(times_ns[1::2]), tuple(times_ns[2::2])
         waits = tuple(start - before for start, before in zip(starts, times_ns[0::2], strict=False))
-        return DeviceRecord(held, tuple(task.op for task in request.script), starts, finishes, waits, end_ns)
+        ops, issued = tuple(task.op for task in request.script), tuple(backend.issued_ns(moments[2::2]))
+        return DeviceRecord(held, ops, starts, finishes, waits, end_ns, issued)
 
     def _content(self, tensor: int, request: StepRequest) -> Tensor:
         """Returns the content of a source: memory of the device, or a copy of an input."""

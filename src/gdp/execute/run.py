@@ -10,12 +10,16 @@ from itertools import combinations
 from typing import Any, Unpack
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from gdp.arrays import I64
-from gdp.cluster import Cluster
+from gdp.cluster import Cluster, Device
 from gdp.cluster.catalogue import KINDS
 from gdp.cluster.detect import host
+from gdp.cluster.detect.gpu_figures import kind_of
+from gdp.cluster.detect.nvml import Gpu
+from gdp.errors import InputError
 from gdp.execute.backends import CPU, Target, find_targets
 from gdp.execute.equality import (
     Equality,
@@ -222,13 +226,17 @@ def run_on_ranks(
 
 
 def op_times(executable: Executable, run: RunResult, kinds: Sequence[str]) -> dict[str, list[OpTime]]:
-    """Returns by kind of device ([D] `kinds`) the times of ops there; ops of one signature count as one."""
-    names = executable.signatures()
+    """Returns by kind of device ([D] `kinds`) the times of ops there; ops of one signature count as one. An op that a
+    GPU came to before its host had launched all of it has no time: the GPU waited."""
     samples: dict[str, dict[str, list[int]]] = {kind: defaultdict(list) for kind in kinds}
-    for record in [*run.placed.records, *(run.one_device.records if run.one_device else ())]:
+    runs = [(executable.signatures(), run.placed)]
+    if run.one_device is not None:  # it runs the whole batch
+        runs.append((executable.signatures(executable.capture.program), run.one_device))
+    for names, record in ((names, record) for names, measured in runs for record in measured.records):
         for kind, device in zip(kinds, record.devices, strict=True):
-            for op, start, finish in zip(device.ops, device.start_ns, device.finish_ns, strict=True):
-                if names[op]:
+            issued_ns = device.issued_ns or device.start_ns
+            for op, issued, start, finish in zip(device.ops, issued_ns, device.start_ns, device.finish_ns, strict=True):
+                if names[op] and issued <= start:
                     samples[kind][names[op]].append(finish - start)
     pairs = samples.items()
     return {kind: [OpTime.of(signature, times) for signature, times in by.items()] for kind, by in pairs}
@@ -351,9 +359,7 @@ def machine_notes(targets: Sequence[Target], cluster: Cluster | None) -> Iterato
             )
         elif first.device == second.device and first.device.type == "cuda":
             yield f"{first.name} and {second.name} share {first.place}, so times are not those of two devices."
-    devices = () if cluster is None else cluster.devices
-    num_ranks = len(targets) // max(len(devices), 1)
-    for target, device in zip(targets, (each for each in devices for _ in range(num_ranks)), strict=False):
+    for target, device in _with_devices(targets, cluster):
         here = host.cpu_kind(target.num_threads)
         if target.device.type == "cpu" and device.kind in KINDS and device.kind != here:
             yield (
@@ -367,3 +373,28 @@ def machine_notes(targets: Sequence[Target], cluster: Cluster | None) -> Iterato
             f"The machine was busy before the run (load average {load:.1f} on {num_cores} cores): times are longer "
             "than they would be."
         )
+
+
+def check_kinds(targets: Sequence[Target], cluster: Cluster, *, is_named: bool = True) -> None:
+    """Raises InputError where another kind of device than the plan's runs, under whose name times would be stored. Own
+    kinds are what their user says, and any processor stands for one of the catalogue. `is_named` says that GPUs are
+    those of this host, whose names the driver knows."""
+    for target, device in _with_devices(targets, cluster):
+        if target.device.type == "cpu":
+            here = device.kind if device.is_cpu else host.cpu_kind(target.num_threads)
+        elif is_named:
+            here = kind_of(Gpu(torch.cuda.get_device_name(target.device)))
+        else:
+            here = "cuda" if device.is_cpu else device.kind
+        if device.kind in KINDS and here != device.kind:
+            raise InputError(
+                f"--times: {target.name} of the plan is a {device.kind}, and runs on {target.place} ({here}); place "
+                "it with --devices local, or leave --times out"
+            )
+
+
+def _with_devices(targets: Sequence[Target], cluster: Cluster | None) -> Iterator[tuple[Target, Device]]:
+    """Yields each target, of the ranks in turn, with the device of the plan that it stands for."""
+    devices = () if cluster is None else cluster.devices
+    num_ranks = len(targets) // max(len(devices), 1)
+    yield from zip(targets, (each for each in devices for _ in range(num_ranks)), strict=False)

@@ -11,6 +11,7 @@ from types import MappingProxyType
 import numpy as np
 
 from gdp.cluster import Cluster
+from gdp.costs.fusion import joins_ops
 from gdp.costs.op_times import op_time_classes
 from gdp.errors import InputError, prefixed
 from gdp.files import check_version
@@ -132,6 +133,16 @@ class MeasuredTimes:
             raise InputError(
                 f"{self.path}: cannot be used as a file of measured times ({reason}); name another"
             ) from None
+
+
+def check_runtimes(cluster: Cluster, *, is_trained: bool) -> None:
+    """Raises InputError for devices whose runtime joins ops, as measured times are of single ones."""
+    runtimes = [device.runtime for device in cluster.devices if not device.is_cpu]
+    if (name := next((each for each in runtimes if joins_ops(each, is_trained=is_trained)), None)) is not None:
+        raise InputError(
+            f"--times: are of ops that run one by one, and --runtime {name} joins them; add --runtime eager, or place "
+            "without --times"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from gdp.budget import Budget, Clock
 from gdp.cluster import Cluster, changes
 from gdp.cluster.changes import MOST_CHANGED
 from gdp.cluster.device import COMPILE, CUDA_GRAPHS
+from gdp.costs.fusion import joins_ops
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.search.candidate import Candidate
@@ -182,8 +183,10 @@ def machine_changes(
         yield MachineChange(MEMORY, "on every device", larger, allowed)
     if simulation.host_wait_fraction.max() > HOST_MATTERS:
         waits = f"now a device waits for its host for {simulation.host_wait_fraction.max():.0%}"
+        graph = simulation.problem.graph
+        is_trained, is_measured = bool(graph.is_in_phase("backward").any()), any(graph.times_ns)
         for name, runtime in RUNTIMES.items():
-            if runtime == COMPILE and any(simulation.problem.graph.times_ns):  # of ops that run one by one
+            if is_measured and joins_ops(runtime, is_trained=is_trained):  # times are of ops that run one by one
                 continue
             if any(device.runtime != runtime and not device.is_cpu for device in devices):
                 yield MachineChange(name, waits, cluster.run_by(runtime), constraints)

@@ -112,13 +112,13 @@ def advise_on_layouts(
         if machine.others is not None and estimate is not None and (time_ns or NEVER) < plan.step_time_ns:
             question = BatchQuestion(parts.within(clock), cluster, constraints)
             solution, time_ns = _on_fewer(solution, LayoutSearch(question, clock), machine.others, estimate)
-            layout = "" if solution.plan is not plan else layout
+            assert solution.plan is not None
+            layout, plan = "" if solution.plan is not plan else layout, solution.plan
         detail = machine.detail
         if change.batch_factor > 1 and time_ns is not None:
             detail += f", {time_ns / plan.step_time_ns / change.batch_factor:.2f} of the time per sample"
         what_ifs.append(WhatIf(machine.name, detail, time_ns, layout))
-    assert solution.plan is not None
-    return Advice(tuple(what_ifs), tuple(not_asked), matters, solution.plan), solution
+    return Advice(tuple(what_ifs), tuple(not_asked), matters, plan), solution
 
 
 def _time_of(estimate: Candidate | None, change: _LayoutChange) -> tuple[int | None, str]:

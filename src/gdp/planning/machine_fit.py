@@ -57,14 +57,19 @@ class MachineFit:
         return with_factors(self.cluster, self.factors)
 
     @property
+    def distances(self) -> F64:
+        """The distances [R] of rows after the fit from their median: what all err by, none disagrees about."""
+        return np.abs(self.after - np.median(self.after))
+
+    @property
     def sigma(self) -> float:
-        """The deviation of rows after the fit, which no single row sets."""
-        return float(np.clip(1.4826 * np.median(np.abs(self.after)), _LEAST_ERROR, ROW_ERROR))
+        """The deviation of rows after the fit from their median, which no single row sets."""
+        return float(np.clip(1.4826 * np.median(self.distances), _LEAST_ERROR, ROW_ERROR))
 
     @property
     def disagreeing(self) -> list[int]:
         """The rows that the others contradict, beyond three sigmas."""
-        return np.flatnonzero(np.abs(self.after) > _DISAGREES * self.sigma).tolist()
+        return np.flatnonzero(self.distances > _DISAGREES * self.sigma).tolist()
 
     @property
     def unlikely(self) -> list[Number]:

@@ -229,14 +229,16 @@ class RemedySearch:
                 yield _Try(f"{count} more {kind}", option, partial(replace, question), self._is_roomy(question))
 
     def _on_one_card(self, asked: PlaceQuestion) -> Iterator[_Try]:
-        """Yields cards of the catalogue with more memory than any here, ascending."""
+        """Yields cards of the catalogue with more memory than any here, ascending, that run a step as the ones here."""
+        runtime = split_runtime(self.devices)[1]
         most = max(device.memory_bytes for device in asked.cluster.devices)
         for name, kind in sorted(KINDS.items(), key=lambda item: (item[1].memory_bytes, item[0])):
             if kind.memory_bytes > most and not kind.is_cpu and not kind.port.startswith("thunderbolt"):
                 free = replace(asked.constraints, max_memory_bytes=None)  # limits are those of devices here
-                question = replace(asked, cluster=Cluster.parse(name), constraints=free)
+                text = f"{name}:{runtime}" if runtime else name
+                question = replace(asked, cluster=Cluster.parse(text), constraints=free)
                 if _can_hold(question):
-                    yield _Try(f"one {name}", f"--devices {name}", partial(replace, question), self._is_roomy(question))
+                    yield _Try(f"one {name}", f"--devices {text}", partial(replace, question), self._is_roomy(question))
 
 
 def _smallest(row: Sequence[_Try | Remedy], clock: Clock, least_s: float) -> list[Remedy]:

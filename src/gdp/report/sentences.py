@@ -17,6 +17,7 @@ from gdp.models.serving import ServedStep
 from gdp.notebook import digits, format_gib
 from gdp.report.tables import format_ms, format_range
 from gdp.search.solvers import SOLVERS
+from gdp.simulator.mfu import computing_devices
 from gdp.simulator.orders import BY_CALL
 from gdp.simulator.plan import Baseline, Plan, Search
 from gdp.simulator.problem import Problem
@@ -64,8 +65,7 @@ def of_speed(simulation: Simulation, amounts: Mapping[str, int] = MappingProxyTy
     parts = [f"{' and '.join(rates)} per second"] if rates else []
     if simulation.mfu is not None:
         share, dtype = simulation.mfu
-        devices = simulation.problem.cluster.devices
-        count = sum(devices[number].num_cards for number in unique(simulation.placement))
+        count = sum(device.num_cards for device in computing_devices(simulation.problem, simulation.placement))
         parts.append(f"MFU {digits(100 * share, 3)}% of the {dtype} rate of {count} device{'s' * (count > 1)}")
     if parts:
         yield f"{'; '.join(parts)}."

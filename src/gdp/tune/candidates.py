@@ -43,14 +43,16 @@ class PlannedCandidate:
     order: str = ""  # in which ops start; "": as the search has left them
 
     def run_by(self, runtime: str) -> "PlannedCandidate":
-        """Returns the same plan in another runtime."""
+        """Returns the same plan in another runtime, where it may not fit."""
         plan, problem = self.plan, self.plan.problem
         assert problem is not None
         cluster = problem.cluster.run_by(runtime)
         limits = dict(zip(plan.devices, problem.memory_limit_bytes.tolist(), strict=True))
         other = Problem.build(problem.graph, cluster, max_memory_bytes=limits)
-        step_time_ns = simulate(other, plan.placement, order=plan.order).step_time_ns
-        plan = replace(plan, cluster=cluster.fingerprint, step_time_ns=step_time_ns, lower_bound_ns=0, problem=other)
+        step = simulate(other, plan.placement, order=plan.order)
+        busy, missing = step.busy_fraction, step.missing_bytes
+        search = plan.search and replace(plan.search, busy_fraction=busy, missing_bytes=missing)
+        plan = replace(plan_of(step, 0, plan.placer, plan.seed, search), layout=plan.layout)
         return replace(self, plan=plan, comes_first=False, runtime=runtime)
 
     def in_other_orders(self) -> Iterator["PlannedCandidate"]:

@@ -113,7 +113,8 @@ class Placing:
         found = find_candidates(question, Clock(self.budget), _MOST_CANDIDATES, find, say)
         first, *others = self.runtimes or [next((d.runtime for d in self.cluster.devices if not d.is_cpu), EAGER)]
         found = [replace(each, runtime=first) for each in found]
-        found += [each.run_by(runtime) for runtime in others for each in found]
+        again = [each.run_by(runtime) for runtime in others for each in found]
+        found += [each for each in again if each.plan.status == "ok"]
         if self.has_orders:
             fastest = sorted(found, key=lambda each: each.plan.step_time_ns)[:_ORDERED]
             found = in_turn([*found, *(other for each in fastest for other in each.in_other_orders())])

@@ -4,10 +4,11 @@
       aten::linear > aten::addmm                 CPU ops, nested: the outermost one that the graph has is its op
         cudaLaunchKernel -> sgemm_128x64         launches; `correlation` leads to the kernels on the card
 
-An op takes the time of its kernels, or where a trace has none that of its CPU op. They belong together by kind and the
-tensors that they read. A step that has as many such CPU ops as the graph, or a multiple, has them in the graph's order,
-which tells calls apart whose other arguments differ; else equal calls take all of their times. Optimizers treat many
-parameters in a kernel: updates share the time of `Optimizer.step` by their bytes."""
+An op takes the time of its kernels and of the gaps behind them, or where a trace has none that of its CPU op. They
+belong together by kind and the tensors that they read. A step that has as many such CPU ops as the graph, or a
+multiple, has them in the graph's order, which tells calls apart whose other arguments differ; else equal calls take all
+of their times. Optimizers treat many parameters in a kernel: updates share the time of `Optimizer.step` by their
+bytes."""
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -86,8 +87,9 @@ class ProfilerTrace:
         self.has_sizes = any("Input Dims" in event.args for event in host)
         self.steps = sorted((event.start_us, event.end_us) for event in host if event.name.startswith(_STEP))
 
-    def times(self, program: Program) -> TracedTimes:
-        """Returns the times that the ops of a step have in the trace."""
+    def times(self, program: Program, gap_ns: float = 0) -> TracedTimes:
+        """Returns the times that the ops of a step have in the trace; each kernel of an op also takes `gap_ns`, which
+        pass on the card before the next one."""
         graph, names, has_sizes = program.graph, signatures(program), self.has_sizes
         slots = defaultdict[Key, list[tuple[int, int]]](list)  # calls, as (op, place), that such CPU ops are
         active = ((graph.flops > 0) | (graph.bytes_accessed > 0)).nonzero()[0].tolist()
@@ -100,7 +102,7 @@ class ProfilerTrace:
                     slots[_as_captured(kind, sizes if has_sizes else None, types)].append((op, place))
             if op in program.updated:
                 slots[_UPDATE, None, None].append((op, 0))
-        by_step, rest_us = self._outermost(slots)
+        by_step, rest_us = self._outermost(slots, gap_ns / 1e3)
         samples_us = defaultdict[tuple[int, int], list[float]](list)
         for (_, key), times_us in by_step.items():
             own = slots[key]
@@ -118,11 +120,15 @@ class ProfilerTrace:
             by_signature[names[op]] += filter(None, times_ns)  # an op without kernels takes the model's time
         unmatched = Counter(graph.kinds[op] for op in active if not by_signature[names[op]])
         known = [OpTime.of(signature, times_ns) for signature, times_ns in by_signature.items() if times_ns]
-        total_us = sum(map(sum, by_step.values())) + sum(rest_us.values())
+        of_kernels_us = sum(kernel.end_us - kernel.start_us for kernel in self.kernels)
+        total_us = of_kernels_us or sum(map(sum, by_step.values())) + sum(rest_us.values())
         return TracedTimes(known, len(active) - unmatched.total(), unmatched, total_us, rest_us)
 
-    def _outermost(self, keys: Container[Key]) -> tuple[dict[tuple[int, Key], list[float]], dict[str, float]]:
-        """Returns the times in us of the outermost events with these keys, by step and key, and other times by name."""
+    def _outermost(
+        self, keys: Container[Key], gap_us: float
+    ) -> tuple[dict[tuple[int, Key], list[float]], dict[str, float]]:
+        """Returns the times in us of the outermost events with these keys, by step and key, and other times by name.
+        Kernels of these events take `gap_us` more."""
         owners: list[tuple[float, int, Key]] = []  # when it starts, its step, its key
         times_us = defaultdict[int | str, float](float)  # by owner; by name of what has none
         launched: dict[tuple[str, str], int] = {}
@@ -148,7 +154,8 @@ class ProfilerTrace:
             stack.append((event, owner, around))
         for kernel in self.kernels:
             owner = next((launched[item] for item in _ids(kernel) if item in launched), -1)
-            times_us[owner if owner >= 0 else kernel.name] += kernel.end_us - kernel.start_us
+            own_gap_us = gap_us if owner >= 0 else 0.0
+            times_us[owner if owner >= 0 else kernel.name] += kernel.end_us - kernel.start_us + own_gap_us
         by_step = defaultdict[tuple[int, Key], list[float]](list)
         for _, number in sorted((start, number) for number, (start, *_) in enumerate(owners)):
             by_step[owners[number][1:]].append(times_us[number])
