@@ -194,10 +194,13 @@ class _Contest:
 
     def _reachable_ns(self, shards: Shards, promised_ns: float) -> float:
         """Returns what a degree promises, or, where op placement on groups is its best, which a look searches for a
-        moment, what steps of groups hardly take less than."""
+        moment, what steps of groups hardly take less than; less where a search of places may gain."""
         best = self.found[shards].best
-        is_rough = shards != WHOLE and best is not None and best.is_whole
-        return min(promised_ns, _REACHED * self.opened[shards].bound_ns) if is_rough else promised_ns
+        if best is None:
+            return promised_ns
+        if shards != WHOLE and best.is_whole:
+            return min(promised_ns, _REACHED * self.opened[shards].bound_ns)
+        return promised_ns / _NEAR if best.cut is not None and len(best.devices[0]) > 1 else promised_ns
 
     @property
     def _best(self) -> Shards:
