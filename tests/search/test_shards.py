@@ -3,7 +3,6 @@
 import re
 import time
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -65,6 +64,8 @@ class FoundCandidate:
 
     is_whole: bool
     name: str = ""
+    cut: object = True
+    devices: tuple[tuple[int, ...], ...] = ((0,),)
 
     def on_groups(self, shards: Shards) -> "FoundCandidate":
         del shards
@@ -242,6 +243,22 @@ def test_op_placement_on_groups_is_searched_on_where_its_bound_is_low(monkeypatc
     assert turns == [2, 4, 1, 2, 1]
 
 
+def test_what_a_search_of_places_may_gain_comes_before_what_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two degrees that are as fast, the one whose replicas have several devices is asked again first."""
+    asked, turns = question("4xa100-sxm-80g"), list[int]()
+
+    def solve(part: PlaceQuestion, _: Clock, *known: Solution) -> Solution:
+        turns.append(part.shards.num_ranks)
+        plan: Any = FoundPlan((100 if turns[-1] == 1 else 3) * asked.bound_ns + turns[-1])
+        best: Any = FoundCandidate(is_whole=False, devices=((0, 1),) if turns[-1] == 4 else ((0,), (1,)))
+        return Solution(best, plan=plan)
+
+    monkeypatch.setattr(PlaceQuestion, "sharded", lambda asked, shards: replace(asked, shards=shards))
+    over_degrees(asked, Clock(Budget(simulations=9)), solve)
+    assert turns[:3] == [2, 4, 1]
+    assert turns[3:] == [4, 2]
+
+
 def test_local_programs_that_come_later_are_captured_on_top_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where sums of gradients take long, groups are captured once the step as it is is far from their bound."""
     asked = replace(question("2x(2xl4-24g)@1gbit", num_copies=4), captured_s=1.0)
@@ -278,7 +295,7 @@ def test_op_placement_is_searched_on_from_what_is_known() -> None:
     def solve(asked: PlaceQuestion, _: Clock, *known: Solution) -> Solution:
         turns.append((asked.shards.num_ranks, [*known]))
         is_whole = asked.shards == Shards()
-        best: Any = SimpleNamespace(is_whole=True) if is_whole else None
+        best: Any = FoundCandidate(is_whole=True) if is_whole else None
         return solution_of(10**12 // (3 if is_whole else 1))._replace(best=best)
 
     over_degrees(question("4xa100-sxm-80g"), Clock(Budget(simulations=9)), solve)
