@@ -529,9 +529,11 @@ def test_batches_along_the_second_dimension() -> None:
         torch.testing.assert_close(trained(x, x), alone(x, x).detach())
 
 
+@pytest.mark.parametrize("piece_bytes", [2**28, 1000])
 @pytest.mark.parametrize("text", ["data=3", "data=4,microbatches=2,zero=1", "data=4,zero=2", "data=2,zero=3"])
-def test_exchanges_at_once_are_run_in_hops(text: str) -> None:
-    """A plan whose replicas exchange at once computes what PyTorch does, hop by hop, in its order."""
+def test_exchanges_at_once_are_run_in_hops(text: str, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan whose replicas exchange at once, or in pieces, computes what PyTorch does, hop by hop, in its order."""
+    monkeypatch.setattr("gdp.parallel.rings._PIECE_BYTES", piece_bytes)
     layout = Layout.parse(text)
     model, batch = built(Encoder), batches(sequences, 1, 24)[0]
     plan = planned(model, batch, text, "a100-sxm-80g:eager", optimizer="adam")

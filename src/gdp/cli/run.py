@@ -106,14 +106,18 @@ def run(
 
         stored = MeasuredTimes(times, create=True)
         kinds = [device.kind for device in cluster.devices for _ in range(read.num_ranks)]
-        for kind, times_ns in op_times(executable, result, kinds).items():
+        found = op_times(executable, result, kinds)
+        for kind, times_ns in found.items():
             stored.store(kind, LIBRARY, times_ns)
-        if (samples := source.batch_size) is not None:
+        if not any(found.values()):
+            log(f"gdp: no op times are stored in {times}: the devices waited for the host before each op")
+        elif (samples := source.batch_size) is not None:
             cut = executable.parts
             stored.note_samples(source.text, samples if cut is None or cut.is_stream else samples // cut.num_parts)
             if result.one_device is not None:
                 stored.note_samples(source.text, samples)
-        log(f"gdp: measured op times are in {times}; use them with gdp place --times {times}")
+        if any(found.values()):
+            log(f"gdp: measured op times are in {times}; use them with gdp place --times {times}")
     if not result.is_equal:
         return fail(f"error: the results are not those of {result.reference}; this is a fault of gdp", FAILED)
     if interrupted.is_set():

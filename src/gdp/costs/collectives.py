@@ -130,7 +130,7 @@ bytes per second of the route; 0 of these: by a message from that one when it is
 
 @dataclass(frozen=True, slots=True)
 class ExchangeTimes:
-    """The exchanges of R replicas, each as one transfer to every replica. A transfer has the bytes with which it takes
+    """The exchanges of R replicas, each as a transfer to every replica. A transfer has the bytes with which it takes
     the exchange's time over its route: it keeps its channels as busy as the exchange does, and the next exchange waits
     for it. Between hosts a network card has one such transfer, and tells other replicas beside it."""
 

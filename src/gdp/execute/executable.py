@@ -17,7 +17,7 @@ from gdp.execute.measurement import Order
 from gdp.execute.plan_executor import ExecutionError
 from gdp.graph import Graph
 from gdp.graph.builder import topological_order
-from gdp.graph.copies import EXCHANGE_START, exchange_of
+from gdp.graph.copies import EXCHANGE_START, HOPS, exchange_of
 from gdp.graph.fingerprint import difference
 from gdp.models.op_costs import without_costs
 from gdp.models.pytorch import Capture, Program
@@ -214,10 +214,11 @@ def order_of(program: Program, plan: Plan) -> Order:
     placed, step = graph_in_plans(program), program.graph
     if placed is step:
         return plan.order
-    own = np.array([step.op_numbers[name] for name in placed.op_names])
+    kept = np.flatnonzero(~placed.is_in_role(*HOPS))  # pieces of exchanges at once are hops of no ring
+    own = np.array([step.op_numbers[placed.op_names[op]] for op in kept.tolist()], np.int64)
     turn, device = np.full((2, step.num_ops), -1)
-    turn[own[_in_turn(placed, np.arange(placed.num_ops), plan.order)]] = np.arange(placed.num_ops)
-    device[own] = plan.placement
+    turn[own] = np.argsort(_in_turn(placed, np.arange(placed.num_ops), plan.order))[kept]
+    device[own] = plan.placement[kept]
     exchange = np.unique(np.stack((exchange_of(step), step.microbatches)), axis=1, return_inverse=True)[1].reshape(-1)
     starts, hops = np.flatnonzero(step.is_in_role(EXCHANGE_START)), np.flatnonzero(turn < 0)
     ready, where = np.zeros(exchange.max() + 1, np.int64), np.zeros((exchange.max() + 1, step.replicas.max() + 1), int)

@@ -13,7 +13,7 @@ from torch import Tensor
 from gdp.arrays import I64
 from gdp.execute.backends import Target
 from gdp.execute.host_executor import host_executor
-from gdp.execute.plan_executor import DeviceRecord, PlanExecutor, StepRecord
+from gdp.execute.plan_executor import DeviceRecord, ExecutionError, PlanExecutor, StepRecord
 from gdp.models.pytorch import Program
 
 Order = Sequence[npt.ArrayLike]  # [D] The ops of each device, in the order of their starts
@@ -87,11 +87,16 @@ def measure_programs(
 ) -> dict[str, Measurement]:
     """Measures `steps` steps of each program, by name: in turn, or on GPUs one program after the other, as they would
     take each other's memory. Each has its own copy of the parameters. Garbage is collected between steps. `stop` ends
-    it after a step of each at least. ExecutionError if an op fails."""
+    it after a step of each at least. ExecutionError if an op fails; on GPUs a program after the first that lacks the
+    memory is left out."""
     if len(programs) > 1 and any(target.device.type == "cuda" for target in targets):
         found: dict[str, Measurement] = {}
         for name, placed in programs.items():
-            found |= measure_programs({name: placed}, targets, steps=steps, warm_up_steps=warm_up_steps, stop=stop)
+            try:
+                found |= measure_programs({name: placed}, targets, steps=steps, warm_up_steps=warm_up_steps, stop=stop)
+            except ExecutionError as error:
+                if not (found and error.is_out_of_memory):
+                    raise
         return found
     measurements = {name: Measurement(placed.order, placed.program.graph.num_ops) for name, placed in programs.items()}
     with ExitStack() as stack:

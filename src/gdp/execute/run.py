@@ -161,11 +161,11 @@ def run_on_host(
     warm_up_steps: int = 2,
     stop: threading.Event | None = None,
 ) -> RunResult:
-    """Measures `steps` steps of the plan, in turn with as many on the device that is fastest alone, and checks one.
-    Fewer steps, at least one, when `stop` is set. `graph` is the one that was placed, where it has measured times;
-    `cluster` allows to compare op by op. The results of the first step are compared with PyTorch's own step, or, where
-    the model draws random numbers, with the same program on one core. ExecutionError if an op fails, InputError if the
-    plan is of another model or cluster."""
+    """Measures `steps` steps of the plan, and as many on the device that is fastest alone, and checks one: in turn, or
+    on GPUs one after the other. Fewer steps, at least one, when `stop` is set. `graph` is the one that was placed, if
+    it has measured times; `cluster` allows to compare op by op. The results of the first step are compared with
+    PyTorch's own step, or, where the model draws random numbers, with the same program on the CPU. ExecutionError if an
+    op fails, InputError if the plan is of another model or cluster."""
     program, simulation = executable.program, _simulation(executable, plan, graph, cluster)
     notes = tuple(machine_notes(targets, cluster))
     content = executable.content()

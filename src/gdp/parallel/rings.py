@@ -15,7 +15,7 @@ Over hosts, rings inside each host sum and cut a bucket first; replicas of one r
 their own for the chunks; and chunks go round inside each host again. As many bytes move, few of them between hosts.
 
 Alike cards on alike links, of which it is known what NCCL takes, exchange a bucket at once: each replica sends the next
-one a single tensor, as long under way as the exchange is (gdp.costs.collectives).
+one a tensor, or a large one in pieces, as long under way as the exchange is (gdp.costs.collectives).
 
 Replicas are in the order with the fastest slowest hop, since all hops of a ring take turns together (a bottleneck
 travelling salesman); the sum of all hops decides second."""
@@ -173,7 +173,7 @@ class Rings:
 
     @property
     def num_hops(self) -> int:
-        """The hops of a sum over all replicas: to an op that adds or copies, or, at once, to its end."""
+        """The hops of a sum over all replicas: to an op that adds or copies, or, at once, to its end (less pieces)."""
         if self.times is not None:
             return self.levels[0].size
         return sum(2 * members.size * (members.shape[1] - 1) for members in self.levels)
@@ -282,18 +282,19 @@ class Exchange:
     def _at_once(self, ring: I64, times: ExchangeTimes) -> None:
         """Sends one tensor to each replica, which is in memory there until the end. While parameters for a block are
         gathered, the tensor and another one are the memory that is to hold them. What is more than that, or more than a
-        piece of another exchange, is sent before in pieces, each to an op that frees it."""
+        piece of another exchange, is sent before in pieces, each to an op that frees it, but not to many replicas."""
         collective, ready, done, builder = self.collective, self.ready[ring], self.done[ring], self.builder
         sizes = times.received_bytes(collective.exchange, collective.num_bytes)
         senders = np.array([sender for sender, _, _ in times.legs])
         begins = np.where(sizes > 0, ready[senders], done[senders])
         is_for_block = collective.exchange == ALL_GATHER and collective.phase != "update"
-        held = np.minimum(sizes, collective.num_bytes if is_for_block else _PIECE_BYTES)
+        most = collective.num_bytes if is_for_block else _PIECE_BYTES
+        held = np.minimum(sizes, most) if len(ring) <= _MOST_ORDERED else sizes
         passing = np.flatnonzero(sizes > held)
         num_pieces = -(-int((sizes - held).max()) // _PIECE_BYTES)
         for piece in range(num_pieces):
             part = [(sizes - held)[passing] * end // num_pieces for end in (piece, piece + 1)]
-            copies = self.add("copy", ring[passing], np.full(len(passing), piece), in_host=False)
+            copies = self.add("piece", ring[passing], np.full(len(passing), piece), in_host=False)
             builder.add_edges(builder.add_tensors(begins[passing], part[1] - part[0], is_resident=True), copies)
             builder.control(copies, done[passing])
         builder.add_edges(builder.add_tensors(begins, held, is_resident=True), done)
@@ -322,6 +323,7 @@ class Exchange:
 
 
 _ROLES = {("add", False): RING_SUM, ("copy", False): RING_COPY, ("add", True): HOST_RING_SUM}
+_ROLES |= {("piece", False): RING_COPY}
 _ROLES |= {("copy", True): HOST_RING_COPY, ("joined", True): HOST_RING_END}
 
 

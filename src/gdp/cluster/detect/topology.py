@@ -93,10 +93,12 @@ class Links:
     def _exchanging(self, a: str, b: str, route: Route, link: str) -> Route:
         """Returns the route over that kind of link with what exchanges of like cards reach on it."""
         kind, figures = kind_of(self._gpus[a]), EXCHANGES.get(link)
-        if figures is None or kind != kind_of(self._gpus[b]):
+        num_alike = sum(kind_of(gpu) == kind for gpu in self._gpus.values())
+        is_mesh = link.startswith("nvlink") and route.channels == (f"{a}->{b}",)  # rings use the links to all others
+        if figures is None or kind != kind_of(self._gpus[b]) or (is_mesh and num_alike > 2):
             return route
-        num_alike = sum(kind_of(gpu) == kind for gpu in self._gpus.values()) if figures.is_switched else 2
-        share = route.bytes_per_second / LINKS[link.removesuffix("-host")].bytes_per_second
+        num_alike = num_alike if figures.is_switched else 2
+        share = min(route.bytes_per_second / LINKS[link.removesuffix("-host")].bytes_per_second, 1.0)
         return Route(figures.latency_ns, round(figures.rate(num_alike) * share), route.channels, link)
 
     def _over_pcie(self, a: str, b: str) -> Route:

@@ -150,7 +150,7 @@ def _in_place(updates: Mapping[JaxValue, JaxValue], kept: set[JaxValue]) -> dict
 
 def _writes_part(op: JaxOp, old: JaxValue) -> bool:
     is_writer = op.kind == "dynamic_update_slice" or op.kind.startswith("scatter")
-    return is_writer and op.phase == "forward" and old in op.reads
+    return is_writer and op.phase == "forward" and next(iter(op.reads), None) is old
 
 
 def _without_late_readers(in_place: Mapping[JaxValue, JaxValue], records: Sequence[JaxOp]) -> dict[JaxValue, JaxValue]:
