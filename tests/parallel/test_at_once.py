@@ -106,6 +106,15 @@ def test_large_exchanges_arrive_in_pieces(zero: int) -> None:
         assert at_once.peak_memory_bytes.max() <= hops.peak_memory_bytes.max() + 2 * 2**28
 
 
+def test_many_replicas_gather_small_blocks() -> None:
+    """Among more replicas than rings are ordered for, the steps of a small gather take longer than its bytes."""
+    count, graph = 70, chain([7_000])
+    step = Step.of(graph, Layout((1,) * count, 3), times=textbook(count))
+    assert textbook(count).received_bytes("all_gather", 7_000).min() > 7_000
+    assert (step.graph.tensor_bytes >= 0).all()
+    assert simulated(graph, Layout((1,) * count, 3), textbook(count)).step_time_ns > 0
+
+
 def test_the_first_bucket_is_small() -> None:
     """As PyTorch's DDP does, the first bucket closes at 1 MB, so that its sum begins soon; with ZeRO none does."""
     graph = chain([2**20] * 4)

@@ -109,15 +109,16 @@ def run(
         found = op_times(executable, result, kinds)
         for kind, times_ns in found.items():
             stored.store(kind, LIBRARY, times_ns)
-        if not any(found.values()):
-            log(f"gdp: no op times are stored in {times}: the devices waited for the host before each op")
-        elif (samples := source.batch_size) is not None:
+        has_times = any(found.values())
+        if has_times and (samples := source.batch_size) is not None:
             cut = executable.parts
             stored.note_samples(source.text, samples if cut is None or cut.is_stream else samples // cut.num_parts)
             if result.one_device is not None:
                 stored.note_samples(source.text, samples)
-        if any(found.values()):
+        if has_times:
             log(f"gdp: measured op times are in {times}; use them with gdp place --times {times}")
+        else:
+            log(f"gdp: no op times are stored in {times}: devices waited for the host before each op of the model")
     if not result.is_equal:
         return fail(f"error: the results are not those of {result.reference}; this is a fault of gdp", FAILED)
     if interrupted.is_set():

@@ -27,7 +27,7 @@ from gdp.errors import InputError
 if TYPE_CHECKING:
     from gdp.cluster.cluster import Cluster
 
-_AS_FAST = 0.8  # of the fastest link: measured rates of equal links differ
+AS_FAST = 0.8  # measured rates of equal links differ by as much
 _Members = tuple[int, ...]
 
 
@@ -51,7 +51,7 @@ def _joined(cluster: "Cluster", cards: I64, least: int) -> list[_Members]:
         rates[cluster.exchanges[square] == NETWORK] = 0
     label, cut = np.arange(len(cards)), np.inf
     while np.bincount(label).max() < least and (rates[rates < cut] > 0).any():
-        cut = _AS_FAST * rates[rates < cut].max()
+        cut = AS_FAST * rates[rates < cut].max()
         is_near, before = (rates >= cut) | np.eye(len(cards), dtype=np.bool_), None
         while before is None or (before != label).any():  # each card takes the first number among its neighbours
             before, label = label, np.where(is_near, label, len(cards)).min(axis=1)

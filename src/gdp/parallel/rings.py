@@ -298,7 +298,7 @@ class Exchange:
             builder.add_edges(builder.add_tensors(begins[passing], part[1] - part[0], is_resident=True), copies)
             builder.control(copies, done[passing])
         builder.add_edges(builder.add_tensors(begins, held, is_resident=True), done)
-        rest = collective.num_bytes - held if is_for_block else np.zeros_like(held)
+        rest = np.maximum(collective.num_bytes - held, 0) if is_for_block else np.zeros_like(held)
         builder.add_edges(builder.add_tensors(ready, rest), done)
 
     def _in_hops(self, rings: Rings) -> None:

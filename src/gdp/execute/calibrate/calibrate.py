@@ -45,6 +45,7 @@ from gdp.cluster import Cluster, Device, Route
 from gdp.cluster.achieved import OF_FLOPS, figures_of_kind, scaled, share
 from gdp.cluster.catalogue import KINDS
 from gdp.cluster.detect import Detected
+from gdp.cluster.groups import AS_FAST
 from gdp.costs.cores import launches_on_core
 from gdp.costs.kernels import CLASSES, kernels_of
 from gdp.costs.rates import times_on_core
@@ -78,7 +79,6 @@ _WORDS, _NUM_LOGITS, _STEPS = 10_000, 1_000, 5
 _LEAST = 0.1  # of an op's time, that kernels of a class have which others leave less
 # Classes that tell of others
 _LIKE = {"tf32_transpose": "copy", **dict.fromkeys(("weight_transpose", "conflicting_read"), "transposed_copy")}
-_AS_FAST = 0.8  # copies differ by as much
 _NO_LAUNCHES = 3  # ops that take as many launches or fewer tell nothing of rates
 
 
@@ -134,7 +134,7 @@ def with_exchange(measured: Route, known: Route | None) -> Route:
     if known is None or not known.exchange:
         return measured
     rate = measured.bytes_per_second
-    return replace(known, bytes_per_second=rate) if rate < _AS_FAST * known.bytes_per_second else known
+    return replace(known, bytes_per_second=rate) if rate < AS_FAST * known.bytes_per_second else known
 
 
 def as_alike(devices: Sequence[Device]) -> list[Device]:
