@@ -615,6 +615,9 @@ class ClusterDevice(TypedDict):
     runtime: NotRequired[Literal["eager", "compile", "cuda-graphs"]]
     group: NotRequired[Annotated[list[str], d("the equal cards that it stands for, each with these figures")]]
     link: NotRequired[Annotated[GroupLink, d("between them, while other groups exchange")]]
+    measured_steps: NotRequired[
+        Annotated[dict[str, list[float]], d("measured over predicted times, one a model, by kind of step")]
+    ]
 
 
 ClusterLink = TypedDict(
@@ -723,6 +726,7 @@ class TuneCandidate(TypedDict):
     slopes: Annotated[list[float], d("of the logarithm of its time in those of `numbers`")]
     environment: Annotated[dict[str, str], d("of the command")]
     placed: Annotated[str, d("equal for candidates that differ in the order of ops alone")]
+    step_kind: Annotated[str, d("whose range its time narrows; empty: it has none")]
     files: Annotated[list[str], d("in its directory, but for what a command writes")]
 
 

@@ -19,6 +19,8 @@ from gdp.cluster.achieved import family_of, product_shares
 from gdp.costs.ranges import range_on
 
 MOST_ROWS, PRIOR_ROWS = 60, 10
+NUM_OWN = 5  # models that a user measured
+_NOT_NARROWED: Mapping[str, Any] = {"narrowed": None, "width": None}
 _DEVIATIONS = 1.2816  # from the middle of a normal distribution to the ends of 80 % of it
 # percentiles 5 to 95 of a normal distribution
 _PRIOR = np.array([-1.645, -1.036, -0.674, -0.385, -0.126, 0.126, 0.385, 0.674, 1.036, 1.645])
@@ -92,8 +94,8 @@ factors = {table["other"]["factors"]}
 
 def coverage(steps: Steps, table: Table | None = None) -> dict[str, dict[str, Any]]:
     """Returns by source the shares of judged rows in their ranges: those of `table`, or else of ranges.toml; those that
-    are made of the rows of the other half of the models; and of the rows of other sources. None: there are none.
-    """
+    are made of the rows of the other half of the models; of the rows of other sources; and of these and `NUM_OWN` models
+    of the row's card and kind of step, with how wide they are beside the ranges before. None: there are none."""
     judged = _judged(steps)
     halves = [_those(judged, _in_half(1 - side)) for side in (0, 1)]
     tables = [table_of(half) if _groups(half) else None for half in halves]
@@ -106,8 +108,26 @@ def coverage(steps: Steps, table: Table | None = None) -> dict[str, dict[str, An
             "told": _share(rows, [table] * len(rows)),
             "other_models": _share(rows, [tables[_half(row)] for row in rows]) if all(tables) else None,
             "other_sources": _share(rows, [elsewhere] * len(rows)) if elsewhere else None,
+            **(_narrowed(rows, elsewhere) if elsewhere else _NOT_NARROWED),
         }
     return {name: of for name, of in shares.items() if of["num_rows"]}
+
+
+def _narrowed(rows: Sequence[PredictedRow], table: Table) -> dict[str, Any]:
+    """Returns the share of rows in the ranges that models of their own card narrow, and the median width of these over
+    that of the ranges of `table`; models that narrow are drawn by their names, and are not judged."""
+    groups = defaultdict[Any, dict[str, list[PredictedRow]]](lambda: defaultdict(list))
+    for row in rows:
+        groups[row.row.card, row.step_kind][row.row.model or row.row.ranked_with].append(row)
+    inside, widths = list[bool](), list[float]()
+    for (card, kind), models in groups.items():
+        drawn = sorted(models, key=lambda model: hashlib.sha256(model.encode()).digest())
+        own = [float(np.exp(np.median([_log(row) for row in models[model]]))) for model in drawn[:NUM_OWN]]
+        before, of = range_on(kind, [card], table), range_on(kind, [card], table, own)
+        for row in (row for model in drawn[NUM_OWN:] for row in models[model]):
+            inside.append(of.low <= 1 / row.ratio <= of.high)
+            widths.append(float(np.log(of.high / of.low) / np.log(before.high / before.low)))
+    return {"narrowed": float(np.mean(inside)), "width": float(np.median(widths))} if inside else _NOT_NARROWED
 
 
 def _those(steps: Steps, keep: Callable[[PredictedRow], bool]) -> Steps:

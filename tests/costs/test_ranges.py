@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 from math import exp, hypot, log
+from types import MappingProxyType
 
 import numpy as np
 import pytest
 import torch
 
 from gdp.cluster import Cluster
-from gdp.costs.ranges import StepKind, range_of, range_on, tie_share
+from gdp.cluster.achieved import figures_of_kind, scaled
+from gdp.costs.ranges import CORES, TIMED, StepKind, range_of, range_on, tie_share
 from gdp.graph import Graph
 from gdp.models.pytorch import capture
 
@@ -77,7 +79,7 @@ def test_kind_of_a_step(step: Graph) -> None:
 
 
 def test_there_is_no_range_where_kernels_are_not_priced(step: Graph) -> None:
-    """Without shapes, with measured times, and on CPUs there is no range; a CPU beside a card may hold ops."""
+    """Without shapes there is no range, and none on CPUs that were not measured; a CPU beside a card may hold ops."""
     one, half = np.zeros(step.num_ops, np.int64), np.arange(step.num_ops) % 2
     card, both = Cluster.parse("a100-sxm-80g"), Cluster.parse("a100-sxm-80g+cpu-16core")
     assert range_of(step, card, one) is not None
@@ -86,9 +88,69 @@ def test_there_is_no_range_where_kernels_are_not_priced(step: Graph) -> None:
     assert beside.rests_on.startswith("measured steps of other kinds, none of eager training on cards beside a CPU")
     assert range_of(step, Cluster.parse("cpu-16core"), one) is None
     bare = replace(step, shapes=("",) * step.num_ops)
+    assert range_of(bare, card, one) is None
     timed = replace(step, times_ns=({"a100-sxm-80g": 1000}, *step.times_ns[1:]))
-    assert [range_of(graph, card, one) for graph in (bare, timed)] == [None, None]
+    assert range_of(timed, card, one) == range_of(step, card, one)
     shares = [tie_share(graph, card, one) for graph in (step, bare, timed)]
     assert shares[0] > 0
     assert shares[1:] == [0, 0]
     assert tie_share(bare, Cluster.parse("cpu-16core"), one) == 0.066
+
+
+def test_steps_on_cores_have_ranges_where_something_was_measured(step: Graph) -> None:
+    """Ops that were measured predict a step on cores in another range than classes of kernels that were."""
+    one, half = np.zeros(step.num_ops, np.int64), np.arange(step.num_ops) % 2
+    cores = Cluster.parse("2xcpu-16core")
+    measured = [replace(core, achieved=MappingProxyType({"product": 0.8})) for core in cores.devices]
+    measured_cores = replace(cores, devices=tuple(measured))
+    timed = replace(step, times_ns=({"cpu-16core": 1000},) * step.num_ops)
+    assert StepKind.of(step, measured_cores, one) == (True, CORES, "", False, False)
+    assert StepKind.of(timed, cores, half) == (True, TIMED, "cards", False, False)
+    assert range_of(step, cores, one) is None
+    told = [range_of(step, measured_cores, half), range_of(timed, cores, half)]
+    assert [found.rests_on.split(" of ", 1)[1] for found in told if found] == [
+        "training on several devices, processor cores measured",
+        "training on several devices, ops measured",
+    ]
+
+
+OWN = [  # ratios of measured to predicted times, and the range of 0.9 to 1.1 with them, by hand
+    ((1.0,) * 12, 0.5),  # (4 / (4 + 12))^0.5 of the widths
+    ((1.1,) * 4, ((4 + 4 * 1.2816**2) / 8) ** 0.5),
+]
+
+
+@pytest.mark.parametrize(("own", "scale"), OWN)
+def test_steps_of_the_machine_itself_count(own: tuple[float, ...], scale: float) -> None:
+    """A range counts as four measured steps in its width and as two in its middle, beside those of the machine."""
+    found = range_on(TRAINING, ["a100-sxm-80g"], FIGURES, own)
+    middle = sum(log(ratio) for ratio in own) / (2 + len(own))
+    assert log(found.low) == pytest.approx(min(middle + scale * log(0.9), 0))
+    assert log(found.high) == pytest.approx(middle + scale * log(1.1))
+    assert found.rests_on.endswith(f"mostly products, and {len(own)} on this machine")
+
+
+def test_steps_that_contradict_a_range_widen_it() -> None:
+    """Steps that take half and twice as long as predicted leave no doubt that the range is too narrow; and the
+    prediction stays in the range of steps that all take longer."""
+    plain, wide, slow = (range_on(TRAINING, ["a100"], FIGURES, own) for own in ((), (0.5, 2.0), (1.5,) * 20))
+    assert wide.low < plain.low
+    assert wide.high > plain.high
+    assert slow.low == 1
+    assert slow.high > 1.4
+
+
+def test_measured_rates_make_a_card_less_strange() -> None:
+    """A card of no family reaches what any card does, so its range is wide; one whose rates were measured is as one of a
+    known family that has no rows."""
+    card = Cluster.parse("a100-sxm-80g").devices[0]
+    strange = replace(card, kind="my-own-card", achieved=figures_of_kind("my-own-card").achieved)
+    measured = replace(strange, achieved=scaled(strange.achieved, 1.1, 1.2))
+    known = replace(card, kind="h100-sxm-80g")
+    linear = capture(torch.nn.Linear(4096, 4096), (torch.randn(4096, 4096),)).graph
+    one, widths = np.zeros(linear.num_ops, np.int64), []
+    for device in (strange, measured, known):
+        found = range_of(linear, Cluster.build("one", [device], {}), one)
+        assert found is not None
+        widths.append(found.high / found.low)
+    assert widths[0] > widths[1] == pytest.approx(widths[2])

@@ -75,7 +75,7 @@ def runs(tmp_path, monkeypatch):
         rows = [{"model": f"{name}.json", "ms": "1", "devices": CARD} for name in names]
         _write(rows)
         for row, step, name in zip(rows, read_steps(tmp_path / "runs.csv"), names, strict=True):
-            row["ms"] = step.predicted_ns(machine) / 1e6 * (factors or {}).get(name, 1)
+            row["ms"] = step.predicted(machine).step_time_ns / 1e6 * (factors or {}).get(name, 1)
         _write(rows)
         return read_steps(tmp_path / "runs.csv")
 
@@ -122,7 +122,7 @@ def test_rows_disagree_with_each_other(after, disagreeing):
     """Rows that all err by 0.5 agree: deviations from it are 0, 0.02, 0.02, 0 and 0.2, three sigmas 0.09; one row has
     no others."""
     rows, none = np.array(after), np.zeros(0)
-    fit = MachineFit((), Cluster.parse(CARD), (), none, rows, rows, rows)
+    fit = MachineFit((), Cluster.parse(CARD), (), none, rows, rows, rows, [""] * len(rows))
     assert fit.disagreeing == disagreeing
 
 
@@ -141,7 +141,32 @@ def test_the_file_predicts_as_the_fit_does(runs, tmp_path):
     read = Cluster.parse(str(tmp_path / "mine.yaml"))
     assert read.fingerprint == fit.fitted.fingerprint
     for step, log in zip(steps, fit.after, strict=True):
-        assert step.predicted_ns(read) == pytest.approx(step.measured_ns * np.exp(log), rel=1e-9)
+        assert step.predicted(read).step_time_ns == pytest.approx(step.measured_ns * np.exp(log), rel=1e-9)
+
+
+def test_rows_narrow_the_ranges_of_their_machine(runs, tmp_path):
+    """The file has a ratio of each model by its kind of step, without the row itself; steps of that kind have a
+    narrower range on it, and rest on them."""
+    steps = runs()
+    fit = fit_machine(steps, Cluster.parse(CARD))
+    fit.fitted.save(tmp_path / "mine.yaml")
+    own = Cluster.parse(str(tmp_path / "mine.yaml")).devices[0].measured_steps
+    assert sum(map(len, own.values())) == len(GRAPHS)
+    kind = max(own, key=lambda each: len(own[each]))
+    logs = [-log for log, of_row in zip(fit.left_out, fit.kinds, strict=True) if of_row == kind]
+    assert np.log(own[kind]) == pytest.approx(logs, abs=1e-3)
+    row = fit.kinds.index(kind)
+    before, after = (steps[row].predicted(each).step_range for each in (Cluster.parse(CARD), fit.fitted))
+    assert after.high / after.low < 0.8 * before.high / before.low
+    assert after.rests_on == f"{before.rests_on}, and {len(logs)} on this machine"
+
+
+def test_steps_of_one_model_count_once(runs):
+    """Two rows of one model err alike, so their middle is one ratio."""
+    one = fit_machine(runs(["large", "large", "wide"], {"wide": 1.1}), Cluster.parse(CARD))
+    (own,) = one.measured_steps(CARD).values()
+    assert len(own) == 2
+    assert one.measured_steps("l4-24g") == {}
 
 
 def test_links_are_fitted_to_steps_in_layouts(tmp_path):
@@ -169,7 +194,7 @@ def test_steps_in_layouts_set_links(tmp_path, monkeypatch):
     cluster = Cluster.parse("2xa100-sxm-80g")
     steps = read_steps(tmp_path / "runs.json", "2xa100-sxm-80g")
     slow = with_factors(cluster, {("nvlink3", "rate"): 0.01})
-    data, stages, alone = ((step.predicted_ns(cluster), step.predicted_ns(slow)) for step in steps)
+    data, stages, alone = ([step.predicted(each).step_time_ns for each in (cluster, slow)] for step in steps)
     assert data[1] > 2 * data[0]
     assert stages[1] > 1.1 * stages[0]
     assert alone[1] == alone[0]
@@ -185,8 +210,8 @@ def test_steps_of_groups(tmp_path, monkeypatch):
     cluster = Cluster.parse("2xa100-sxm-80g")
     slow = with_factors(cluster, {("nvlink3", "rate"): 0.01})
     tensor, alone = read_steps(tmp_path / "runs.json", "2xa100-sxm-80g")
-    assert 0.5 < tensor.predicted_ns(cluster) / alone.predicted_ns(cluster) < 0.9
-    assert tensor.predicted_ns(slow) > 2 * tensor.predicted_ns(cluster)
+    assert 0.5 < tensor.predicted(cluster).step_time_ns / alone.predicted(cluster).step_time_ns < 0.9
+    assert tensor.predicted(slow).step_time_ns > 2 * tensor.predicted(cluster).step_time_ns
 
 
 def test_cards_of_no_known_family_follow_their_rows(runs):

@@ -62,6 +62,18 @@ def _is_numbers(value: object) -> bool:
     return type(value) is dict and all(type(key) is str and type(item) in (int, float) for key, item in value.items())
 
 
+def _is_ratios(value: object) -> bool:
+    """a mapping from kinds of steps to lists of measured over predicted times"""
+    return type(value) is dict and all(
+        type(key) is str and type(item) is list and all(type(ratio) in (int, float) for ratio in item)
+        for key, item in value.items()
+    )
+
+
+def _parse_ratios(ratios: Mapping[str, list[float]], where: str) -> Mapping[str, Sequence[float]]:
+    return MappingProxyType({step: tuple(of_step) for step, of_step in ratios.items()})
+
+
 def _parse_rates(rates: Mapping[str, object], where: str) -> Mapping[str, int]:
     return MappingProxyType({dtype: parse_number(rate, f"{where} {dtype}") for dtype, rate in rates.items()})
 
@@ -104,8 +116,10 @@ _FIGURES: Mapping[str, _Figure] = {
     "runtime": ("runtime", _is_text, lambda runtime, where: runtime),
     "group": ("group", _is_names, lambda names, where: tuple(names)),
     "link": ("link", _is_figures, _parse_link),
+    "measured_steps": ("measured_steps", _is_ratios, _parse_ratios),
 }
-_TELL_NOTHING: Mapping[str, Any] = {"issue": 0, "achieved": {}, "runtime": EAGER, "group": (), "link": None}
+_TELL_NOTHING: Mapping[str, Any] = {"issue": 0, "achieved": {}, "runtime": EAGER}
+_TELL_NOTHING |= {"group": (), "link": None, "measured_steps": {}}
 """Figures that a document may lack."""
 _SHEET = _FIGURES.keys() - _TELL_NOTHING.keys()  # a document that has all of these says what else its device tells
 _DEVICE_FIELDS = {"name": _is_text, "kind": _is_text} | {field: check for field, (_, check, _) in _FIGURES.items()}
@@ -140,6 +154,7 @@ def figures_of(device: Device | DeviceKind) -> dict[str, Any]:
     figures: dict[str, Any] = {key: getattr(device, name, empty(key)) for key, (name, _, _) in _FIGURES.items()}
     told = {field: value for field, value in figures.items() if value != _TELL_NOTHING.get(field)}
     texts: dict[str, Any] = {"achieved": dict(figures["achieved"]), "group": list(figures["group"])}
+    texts["measured_steps"] = {step: list(ratios) for step, ratios in figures["measured_steps"].items()}
     if (link := figures["link"]) is not None:
         texts["link"] = dict(zip(_OF_LINK, (link.bytes_per_second, link.latency_ns, link.exchange), strict=True))
     return told | {field: text for field, text in texts.items() if field in told}

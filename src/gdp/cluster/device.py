@@ -44,6 +44,8 @@ class Device:
     runtime: str = EAGER
     group: tuple[str, ...] = ()  # the equal cards that it stands for, each with these figures; (): a device
     link: Route | None = None  # from each card of a group to the next one, while other groups exchange
+    # by kind of step, as `gdp.costs.ranges` names it: measured over predicted times of steps on this machine
+    measured_steps: Mapping[str, Sequence[float]] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def num_cards(self) -> int:
@@ -105,6 +107,9 @@ def check_devices(devices: Sequence[Device]) -> None:
         for name in device.group:
             if not name or not name.isprintable() or members[name] > 1:
                 raise InputError(f"{label}: group has {name!r}; printable names of cards are expected, each once")
+        for step, ratios in device.measured_steps.items():
+            if not all(0.01 <= ratio <= 100 for ratio in ratios):
+                raise InputError(f"{label}: measured_steps {step!r} has {list(ratios)}; 0.01 to 100 is expected")
         times_ns = {"launch": device.launch_ns, "issue": device.issue_ns}
         for name, value in {"memory": device.memory_bytes, **times_ns}.items():
             if not 0 <= value < 2**63:

@@ -1,6 +1,7 @@
-"""Ranges: how far steps on cards are from their predictions, by kind of step; and when two plans are a tie. A range has
-80 % of measured steps of its kind. ranges.toml has factors on the predicted time, made from what others measured
-(`python -m benchmarks measured --ranges FILE`), and says how. N ops, D devices."""
+"""Ranges: how far steps are from their predictions, by kind of step; and when two plans are a tie. A range has 80 % of
+measured steps of its kind. ranges.toml has factors on the predicted time, made from what others measured (`python -m
+benchmarks measured --ranges FILE`), and says how; steps that were measured on a machine narrow its own ranges, or widen
+them. N ops, D devices."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 
 from gdp.arrays import I64, unique
 from gdp.cluster import Cluster, Device
-from gdp.cluster.achieved import GPU, OF_FLOPS, family_of
+from gdp.cluster.achieved import GPU, OF_FLOPS, family_of, figures_of_kind
 from gdp.cluster.catalogue import NETWORK
 from gdp.costs.collectives import ALL_GATHER
 from gdp.costs.kernels import CLASSES
@@ -25,6 +26,12 @@ from gdp.graph import Graph
 _THIN = [number for number, name in enumerate(CLASSES) if name.startswith(("grouped", "depthwise"))]
 # of the time: predictions of steps with so many of them err more; steps with more of products err otherwise. Untuned
 _MANY_THIN, _MOST_PRODUCTS = 0.1, 0.6
+CORES, TIMED = "cores", "timed"
+"""In place of a runtime: ops of cores as measured devices predict them, and ops that were measured."""
+_DEVIATIONS = 1.2816  # from the middle of a normal distribution to the ends of 80 % of it
+# measured steps of a machine that a range counts as, in its width and in its middle
+_PRIOR_WIDTH, _PRIOR_MIDDLE = 4, 2
+_LEAST_WIDTH = 0.01  # of a side, in logarithms
 CARDS, GROUPS, PARAMETERS, HOST = "cards", "groups", "parameters", "host"
 _WHERE = {
     "": "one device",
@@ -53,17 +60,22 @@ class StepKind(NamedTuple):
     """The traits of a step that the error of its prediction depends on, besides the card."""
 
     is_trained: bool
-    runtime: str
+    runtime: str  # or `CORES`, or `TIMED`
     exchanges: str  # "": one device is in use; else a key of `_WHERE`
     is_of_products: bool  # most of the time is in products, attention and convolutions
     is_thin: bool  # much of the time is in convolutions of groups or of single channels
 
     @classmethod
     def of(cls, graph: Graph, cluster: Cluster, placement: I64) -> "StepKind | None":
-        """Returns the kind of a step under `placement` [N]; None where a device in use does not price kernels."""
+        """Returns the kind of a step under `placement` [N]; None where a device in use does not price kernels, and ops
+        were not measured on cores either. On cards a step whose ops were measured is of the kind of others."""
         devices = _used(cluster, placement)
         cards = [device for device in devices if not device.is_cpu]
-        if any(graph.times_ns) or not (cards and all(has_kernels(graph, card) for card in cards)):
+        is_trained = bool(graph.is_in_phase("backward").any())
+        if not cards and (any(graph.times_ns) or all(has_kernels(graph, core) for core in devices)):
+            runtime, exchanges = TIMED if any(graph.times_ns) else CORES, CARDS if len(devices) > 1 else ""
+            return cls(is_trained, runtime, exchanges, is_of_products=False, is_thin=False)
+        if not (cards and all(has_kernels(graph, card) for card in cards)):
             return None
         kernels = step_kernels(graph, cards[0].runtime)  # shares of the time are much alike on all
         counts = np.bincount(kernels.ops, minlength=len(kernels.offsets) - 1)
@@ -72,40 +84,69 @@ class StepKind(NamedTuple):
             times_ns[chosen].sum() / times_ns.sum()
             for chosen in (np.isin(kernels.kinds, _THIN), kernels.kinds < len(OF_FLOPS))
         )
-        is_trained, exchanges = bool(graph.is_in_phase("backward").any()), _exchanges(graph, cluster, placement)
+        exchanges = _exchanges(graph, cluster, placement)
         return cls(is_trained, cards[0].runtime, exchanges, bool(products > _MOST_PRODUCTS), bool(thin > _MANY_THIN))
 
     def __str__(self) -> str:
-        """Returns `eager training on several hosts, mostly products`."""
+        """Returns `eager training on several hosts, mostly products`, or `training on one device, ops measured`."""
         where = _WHERE[self.exchanges]
+        if self.runtime in (CORES, TIMED):
+            ops = "ops measured" if self.runtime == TIMED else "processor cores measured"
+            return f"{'training' if self.is_trained else 'inference'} on {where}, {ops}"
         most = ", mostly products" if self.is_of_products else ", mostly not products"
         thin = ", many grouped convolutions" * self.is_thin
         return f"{self.runtime} {'training' if self.is_trained else 'inference'} on {where}{most}{thin}"
 
 
 def range_of(graph: Graph, cluster: Cluster, placement: I64) -> StepRange | None:
-    """Returns the range of the step time under `placement`; None where devices in use do not price kernels."""
+    """Returns the range of the step time under `placement`; None where `StepKind.of` is."""
     kind = StepKind.of(graph, cluster, placement)
     if kind is None:
         return None
-    return range_on(kind, sorted({device.kind for device in _used(cluster, placement) if not device.is_cpu}))
+    devices = _used(cluster, placement)
+    cards = [device for device in devices if not device.is_cpu]
+    by_kind = {device.kind: device.measured_steps.get(str(kind), ()) for device in cards or devices}
+    own = min(by_kind.values(), key=len)  # a kind without steps of its own tells how little is known
+    return range_on(kind, sorted({_known_as(card) for card in cards}), own=own)
 
 
-def range_on(kind: StepKind, cards: Sequence[str], table: Mapping[str, Any] | None = None) -> StepRange:
-    """Returns the range of steps of a kind on `cards`, by the figures of `table` or of ranges.toml. A spread that comes
-    in addition is independent: squares of the logarithms add up."""
+def _known_as(card: Device) -> str:
+    """Returns the kind of a card; "" of one of no family whose rates were measured."""
+    is_measured = family_of(card.kind) == GPU and card.achieved != figures_of_kind(card.kind).achieved
+    return "" if is_measured else card.kind
+
+
+def range_on(
+    kind: StepKind, cards: Sequence[str], table: Mapping[str, Any] | None = None, own: Sequence[float] = ()
+) -> StepRange:
+    """Returns the range of steps of a kind on `cards` (""; one whose rates were measured), by the figures of `table` or
+    of ranges.toml. A spread that comes in addition is independent: squares of the logarithms add up. `own` are ratios
+    of measured to predicted times of the machine, one a model."""
     figures = table or _table()
     cell = next((cell for cell in figures["cells"] if StepKind(*cell["kind"]) == kind), None)
     low, high = (cell or figures["other"])["factors"]
     text = f"{cell['rows']:,} measured steps of {kind}" if cell else f"measured steps of other kinds, none of {kind}"
-    unknown = [card for card in cards if family_of(card) == GPU]
+    unknown = [card for card in cards if card and family_of(card) == GPU]
     families = (cell or figures)["judged"]
     strange = unknown or [card for card in cards if family_of(card) not in families]
     if strange:
         spread = log(figures["unknown" if unknown else "family"])
         low, high = exp(-hypot(log(low), spread)), exp(hypot(log(high), spread))
-        text += f", none on cards like {' or '.join(strange)}"
-    return StepRange(low, high, text)
+        text += f", none on cards like {' or '.join(card or 'these' for card in strange)}"
+    if not own:
+        return StepRange(low, high, text)
+    return StepRange(*_narrowed(low, high, own), f"{text}, and {len(own)} on this machine")
+
+
+def _narrowed(low: float, high: float, own: Sequence[float]) -> tuple[float, float]:
+    """Returns the factors of a range with steps of the machine itself, which widen it where they contradict it. As with
+    a normal distribution of unknown mean and variance, the prior counts as some steps; either side has its own width.
+    The prediction is in the range."""
+    logs, below, above = np.log(own), max(-log(low), _LEAST_WIDTH), max(log(high), _LEAST_WIDTH)
+    middle = float(logs.sum()) / (_PRIOR_MIDDLE + len(logs))
+    squares = float(np.square(_DEVIATIONS * logs / np.where(logs < 0, below, above)).sum())
+    scale = ((_PRIOR_WIDTH + squares) / (_PRIOR_WIDTH + len(logs))) ** 0.5
+    return exp(min(middle - scale * below, 0.0)), exp(max(middle + scale * above, 0.0))
 
 
 def tie_share(graph: Graph, cluster: Cluster, placement: I64) -> float:

@@ -5,6 +5,7 @@
 A row errs by what the cost model errs, so few rows move a number little, and a number that no row tells of stays as it
 is. R rows, P numbers."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -38,13 +39,14 @@ Number = tuple[str, str]  # a kind of device or link, and which number of it
 class MachineFit:
     """The numbers of a machine before and after, and what the rows say of them."""
 
-    steps: Sequence[MeasuredStep]
+    steps: Sequence[MeasuredStep]  # (): steps of one model that are not simulated again
     cluster: Cluster  # as it was known
     numbers: Sequence[Number]  # [P]
     logs: F64  # [P] of factors
     before: F64  # [R] predicted over measured times, in logarithms
     after: F64  # [R]
     left_out: F64  # [R] of each row, where the others alone fit
+    kinds: Sequence[str]  # [R] of steps, whose ranges the rows narrow; "": it has no range
 
     @property
     def factors(self) -> Mapping[Number, float]:
@@ -53,8 +55,25 @@ class MachineFit:
 
     @cached_property
     def fitted(self) -> Cluster:
-        """The cluster with the fitted numbers."""
-        return with_factors(self.cluster, self.factors)
+        """The cluster with the fitted numbers, and what the rows say of its steps."""
+        cluster = with_factors(self.cluster, self.factors)
+        devices = [replace(device, measured_steps=self.measured_steps(device.kind)) for device in cluster.devices]
+        return replace(cluster, devices=tuple(devices))
+
+    def measured_steps(self, device_kind: str) -> Mapping[str, Sequence[float]]:
+        """Returns by kind of step the ratios of measured to predicted times on devices of a kind, where the other rows
+        alone fit: one for each model, since its steps err alike."""
+        logs: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for row, (kind, left_out) in enumerate(zip(self.kinds, self.left_out.tolist(), strict=True)):
+            cluster = self.steps[row].cluster if self.steps else self.cluster
+            if kind and device_kind in {device.kind for device in cluster.devices}:
+                logs[kind][self.steps[row].model if self.steps else ""].append(-left_out)
+        return MappingProxyType(
+            {
+                kind: tuple(round(float(np.exp(np.median(of_model))), 4) for of_model in by_model.values())
+                for kind, by_model in logs.items()
+            }
+        )
 
     @property
     def distances(self) -> F64:
@@ -117,6 +136,7 @@ def fit_machine(
     """Returns the fit of `cluster`, and of what rows have beside it. InputError for a step that is not modelled."""
     numbers = list(dict.fromkeys(key for each in (cluster, *(s.cluster for s in steps)) for key in known_numbers(each)))
     measured, known = np.log([step.measured_ns for step in steps]), dict[tuple[object, ...], float]()
+    kinds = [""] * len(steps)
 
     def predicted(row: int, logs: F64) -> float:
         """The logarithm of a row's ratio; only numbers of its own cluster count."""
@@ -124,10 +144,10 @@ def fit_machine(
         factors = {key: float(np.exp(log)) for key, log in zip(numbers, logs, strict=True) if key in own}
         at = row, *factors.items()
         if at not in known:
-            time_ns = steps[row].predicted_ns(with_factors(steps[row].cluster, factors))
-            if not time_ns:
+            step = steps[row].predicted(with_factors(steps[row].cluster, factors))
+            if not step.step_time_ns:
                 raise InputError(f"{steps[row].where}: takes no time; name a model that computes")
-            known[at] = float(np.log(time_ns))
+            known[at], kinds[row] = float(np.log(step.step_time_ns)), str(step.step_kind or "")
         return known[at] - float(measured[row])
 
     def ratios(logs: F64) -> F64:
@@ -148,17 +168,19 @@ def fit_machine(
         rest = np.where(np.arange(len(weights)) == row, 0, weights)
         change = np.linalg.solve(jacobian.T @ (rest[:, None] * jacobian), -jacobian.T @ (rest * errors))
         left_out.append(predicted(row, logs + change))
-    return MachineFit(steps, cluster, numbers, logs, ratios(np.zeros(len(numbers))), after, np.array(left_out))
+    return MachineFit(steps, cluster, numbers, logs, ratios(np.zeros(len(numbers))), after, np.array(left_out), kinds)
 
 
-def fit_slopes(cluster: Cluster, numbers: Sequence[Number], before: F64, slopes: F64) -> MachineFit:
-    """Returns the fit of `cluster` to rows that are not simulated again: logarithms `before` [R] of predicted over
-    measured times, which follow the numbers by `slopes` [R, P]. None moves by more than three deviations: rows of one
-    model may all err alike."""
+def fit_slopes(
+    cluster: Cluster, numbers: Sequence[Number], before: F64, slopes: F64, kinds: Sequence[str]
+) -> MachineFit:
+    """Returns the fit of `cluster` to rows of one model that are not simulated again: logarithms `before` [R] of
+    predicted over measured times, which follow the numbers by `slopes` [R, P]. None moves by more than three
+    deviations: they may all err alike."""
     most = _DISAGREES * priors_of(numbers)
     logs = _most_likely(lambda logs: before + slopes @ logs, lambda logs: slopes, numbers).clip(-most, most)
     after = before + slopes @ logs
-    return MachineFit((), cluster, numbers, logs, before, after, after)
+    return MachineFit((), cluster, numbers, logs, before, after, after, kinds)
 
 
 def priors_of(numbers: Sequence[Number]) -> F64:

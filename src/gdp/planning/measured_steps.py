@@ -22,7 +22,7 @@ from gdp.planning.options import READING, reading_of, run_by
 from gdp.search.batch_parts import Parts
 from gdp.search.rivals.rivals import equal_stages, simulate_layout
 from gdp.simulator.problem import Problem
-from gdp.simulator.simulate import simulate
+from gdp.simulator.simulate import Simulation, simulate
 
 _OWN = ("model", "ms", "devices", "runtime", "parallel", "note")
 _WHOLE, _FLAGS = ("microbatches", "batch", "batch_dim"), ("inference",)
@@ -51,22 +51,22 @@ class MeasuredStep:
     def _source(self) -> ModelSource:
         return ModelSource(self.model, reading_of(self.options))
 
-    def predicted_ns(self, cluster: Cluster) -> int:
-        """Returns the step time on `cluster`, of this row's devices: on the first one, or in the layout on the first of
-        them or of their groups, in the order of the program."""
+    def predicted(self, cluster: Cluster) -> Simulation:
+        """Returns the step on `cluster`, of this row's devices: on the first one, or in the layout on the first of them
+        or of their groups, in the order of the program."""
         with prefixed(self.where):
             shards, layout, stages = self.layout.shards, self.layout.of_groups, self.layout.stages or 1
             cluster = cluster if shards == WHOLE else cluster.grouped(shards.num_ranks, shards.shares)
             problem = Problem.build(self.graph, cluster)
             if layout.is_whole:
                 placement = np.zeros(problem.num_ops, np.int64)
-                return simulate(problem, placement, priority=problem.program_level).step_time_ns
+                return simulate(problem, placement, priority=problem.program_level)
             if (used := layout.data * stages) > cluster.num_devices:
                 raise InputError(f"{layout} takes {used} devices, and there are {cluster.num_devices}; name more")
             if (stage := equal_stages(problem, stages)) is None:
                 raise InputError(f"stages={stages}: the layers have no equal stages; leave the row out")
             grid = np.arange(used).reshape(layout.data, stages)
-            return simulate_layout(self.graph, layout, cluster, stage, grid, in_program_order=True)[1].step_time_ns
+            return simulate_layout(self.graph, layout, cluster, stage, grid, in_program_order=True)[1]
 
 
 def read_steps(path: Path, devices: str | None = None) -> list[MeasuredStep]:

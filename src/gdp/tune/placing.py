@@ -96,7 +96,8 @@ class Placing:
             first = each.comes_first and not known
             row = LoggedCandidate(each.name, time_ns, each.spread, first, each.traits, key)
             names = [path.name, files_beside(path)[2].name, *content]
-            rows.append(replace(row, environment=environment, placed=placed, files=names))
+            kind = str(step.step_kind or "")
+            rows.append(replace(row, environment=environment, placed=placed, files=names, step_kind=kind))
             steps.append(step)
         if found and not rows and not known:
             raise InputError(f"--to {self.target}: expresses none of {len(found)} plans; the last: {[*reasons][-1]}")

@@ -59,6 +59,7 @@ class LoggedCandidate:
     slopes: list[float] = field(default_factory=list)  # [P] of the logarithm of its time in those of the numbers
     environment: dict[str, str] = field(default_factory=dict)  # of the command
     placed: str = ""  # equal for those that differ in the order of ops alone
+    step_kind: str = ""  # whose range its time narrows
     files: list[str] = field(default_factory=list)  # in its directory, but for what a command writes
 
 
@@ -184,7 +185,8 @@ class Tuning:
         """Returns what the first measurements, `after` as many or all, say of the numbers of `cluster`."""
         ran = {number: float(np.median(times)) for number, times in self._times_ns(after).items() if max(times) < inf}
         ratios = np.log([self.candidates[number].predicted_ns / time_ns for number, time_ns in ran.items()])
-        return fit_slopes(cluster, self.numbers, ratios, self._slopes([*ran]))
+        kinds = [self.candidates[number].step_kind for number in ran]
+        return fit_slopes(cluster, self.numbers, ratios, self._slopes([*ran]), kinds)
 
     def _slopes(self, candidates: Sequence[int]) -> npt.NDArray[np.float64]:
         """[N, P] Returns how the times of these candidates follow the numbers."""
