@@ -122,7 +122,7 @@ def _measure(
     executable = _build(workload)
     program, content = executable.capture.program, executable.content()
     num_ops = program.graph.num_ops
-    times = op_times(executable, targets, config.calibration_steps)
+    times = op_times({"": executable}, targets, config.calibration_steps)[""]
     graph = with_op_times(program.graph, cluster, times)
     problem = Problem.build(graph, cluster)
     plan = place(graph, cluster, budget=config.budget, seed=_SEED)

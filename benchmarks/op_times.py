@@ -29,17 +29,22 @@ def measure_in_turn(
     return measure_programs(programs, targets, steps=steps)
 
 
-def op_times(executable: Executable, targets: Sequence[Target], steps: int) -> I64:
-    """Returns int64[N, D]: the median time of each op on each device, while all devices run the whole step."""
-    program, content = executable.capture.program, executable.content()
-    num_ops = program.graph.num_ops
+def op_times(executables: Mapping[str, Executable], targets: Sequence[Target], steps: int) -> dict[str, I64]:
+    """Returns int64[N, D] by name: the median time of each op on each device, while all devices run whole steps. The
+    steps take turns, since the pace of a machine that others share drifts."""
+    contents = {name: executable.content() for name, executable in executables.items()}
 
-    def measure(target: Target) -> I64:
-        order = one_device_order(num_ops, 0, 1)
-        return measure_in_turn(program, content, {"": order}, [target], steps=steps)[""].op_medians_ns()[0]
+    def measure(target: Target) -> dict[str, I64]:
+        programs = {}
+        for name, executable in executables.items():
+            program = executable.capture.program
+            programs[name] = PlacedProgram(program, contents[name], one_device_order(program.graph.num_ops, 0, 1))
+        measured = measure_programs(programs, [target], steps=steps)
+        return {name: of_program.op_medians_ns()[0] for name, of_program in measured.items()}
 
     with ThreadPoolExecutor(len(targets)) as pool:
-        return np.stack(list(pool.map(measure, targets)), axis=1)
+        of_targets = list(pool.map(measure, targets))
+    return {name: np.stack([times[name] for times in of_targets], axis=1) for name in executables}
 
 
 def with_op_times(graph: Graph, cluster: Cluster, times_ns: I64) -> Graph:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from benchmarks.op_times import op_times, with_op_times
 from benchmarks.rival_processes import TrainedStep
 from benchmarks.training_subjects import Inputs, Subject
-from gdp.arrays import I64
 from gdp.cluster import Cluster
 from gdp.errors import InputError
 from gdp.execute.backends import Target
@@ -34,18 +33,21 @@ from gdp.simulator.plan import Plan
 class MeasuredSubject:
     """The steps of the parts of a subject's batch, with op times measured on `targets`, the devices of `cluster`.
 
-    With no steps to measure ops in, the cluster alone tells their times. All parts are read at once, so that a search
-    for a layout spends its time on the search.
+    With no steps to measure ops in, the cluster alone tells their times. All parts are read and measured at once, so
+    that a search for a layout spends its time on the search, and compares times that were measured in turn.
     """
 
     def __init__(self, subject: Subject, cluster: Cluster, targets: Sequence[Target], *, num_steps: int) -> None:
         self.subject, self.cluster, self.targets = subject, cluster, tuple(targets)
-        self._num_steps = num_steps
         self._executables: dict[int, Executable] = {}
-        self.parts = Parts(self._read, subject.batch_size)
         for count in subject.counts():
             with contextlib.suppress(InputError):  # a layer may fail with so few samples
-                self.parts.exact(count)
+                self._executables[count] = self._captured(count)
+        named = {str(count): executable for count, executable in self._executables.items()}
+        self._times_ns = op_times(named, targets, num_steps) if num_steps else {}
+        self.parts = Parts(self._read, subject.batch_size)
+        for count in self._executables:
+            self.parts.exact(count)
 
     def program(self, step: Step) -> Program:
         """Returns the program of `step`. InputError for a layout that cannot be run."""
@@ -66,15 +68,16 @@ class MeasuredSubject:
         """Returns the step that `plan` places."""
         return Step.of_document(self.parts.exact, plan.layout or Layout().document())
 
-    def _read(self, num_parts: int) -> Graph:
+    def _captured(self, num_parts: int) -> Executable:
         subject = self.subject
         module, (args, kwargs) = subject.module(num_parts), subject.inputs(num_parts)[0]
-        executable = Executable(capture(module, args, kwargs, name=subject.name), module, args, kwargs)
-        self._executables[num_parts] = executable
-        if not self._num_steps:
-            return executable.capture.graph
-        times_ns: I64 = op_times(executable, self.targets, self._num_steps)
-        return with_op_times(executable.capture.graph, self.cluster, times_ns)
+        return Executable(capture(module, args, kwargs, name=subject.name), module, args, kwargs)
+
+    def _read(self, num_parts: int) -> Graph:
+        if num_parts not in self._executables:
+            raise InputError(f"{self.subject.name}: {num_parts} parts were not measured; take another number")
+        graph, times_ns = self._executables[num_parts].capture.graph, self._times_ns.get(str(num_parts))
+        return graph if times_ns is None else with_op_times(graph, self.cluster, times_ns)
 
 
 @dataclass(eq=False)

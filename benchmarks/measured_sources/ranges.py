@@ -94,8 +94,8 @@ factors = {table["other"]["factors"]}
 
 def coverage(steps: Steps, table: Table | None = None) -> dict[str, dict[str, Any]]:
     """Returns by source the shares of judged rows in their ranges: those of `table`, or else of ranges.toml; those that
-    are made of the rows of the other half of the models; of the rows of other sources; and of these and `NUM_OWN` models
-    of the row's card and kind of step, with how wide they are beside the ranges before. None: there are none."""
+    are made of the rows of the other half of the models; of the rows of other sources; and of these and `NUM_OWN`
+    models of the row's card and kind of step, with how wide they are beside the ranges before. None: there are none."""
     judged = _judged(steps)
     halves = [_those(judged, _in_half(1 - side)) for side in (0, 1)]
     tables = [table_of(half) if _groups(half) else None for half in halves]

@@ -108,25 +108,26 @@ def test_steps_on_cores_have_ranges_where_something_was_measured(step: Graph) ->
     assert StepKind.of(timed, cores, half) == (True, TIMED, "cards", False, False)
     assert range_of(step, cores, one) is None
     told = [range_of(step, measured_cores, half), range_of(timed, cores, half)]
-    assert [found.rests_on.split(" of ", 1)[1] for found in told if found] == [
+    assert [found.rests_on.rpartition(" of ")[2] for found in told if found] == [
         "training on several devices, processor cores measured",
         "training on several devices, ops measured",
     ]
 
 
-OWN = [  # ratios of measured to predicted times, and the range of 0.9 to 1.1 with them, by hand
-    ((1.0,) * 12, 0.5),  # (4 / (4 + 12))^0.5 of the widths
-    ((1.1,) * 4, ((4 + 4 * 1.2816**2) / 8) ** 0.5),
+OWN = [  # ratios of measured to predicted times, the middle of the range of exp(-0.1) to exp(0.1), and its width
+    ((1.0,) * 12, 0.0, 0.1 * (4 / 16) ** 0.5),
+    ((exp(0.1),) * 4, 0.1 * 4 / 6, 0.1 * ((4 + 2 * 4 / 6 * 1.2816**2) / 8) ** 0.5),
+    ((exp(-0.2), exp(0.2)), 0.0, 0.1 * ((4 + 2 * (2 * 1.2816) ** 2) / 6) ** 0.5),
 ]
 
 
-@pytest.mark.parametrize(("own", "scale"), OWN)
-def test_steps_of_the_machine_itself_count(own: tuple[float, ...], scale: float) -> None:
+@pytest.mark.parametrize(("own", "middle", "width"), OWN)
+def test_steps_of_the_machine_itself_count(own: tuple[float, ...], middle: float, width: float) -> None:
     """A range counts as four measured steps in its width and as two in its middle, beside those of the machine."""
-    found = range_on(TRAINING, ["a100-sxm-80g"], FIGURES, own)
-    middle = sum(log(ratio) for ratio in own) / (2 + len(own))
-    assert log(found.low) == pytest.approx(min(middle + scale * log(0.9), 0))
-    assert log(found.high) == pytest.approx(middle + scale * log(1.1))
+    cell = FIGURES["cells"][0] | {"factors": [exp(-0.1), exp(0.1)]}
+    found = range_on(TRAINING, ["a100-sxm-80g"], FIGURES | {"cells": [cell]}, own)
+    assert log(found.low) == pytest.approx(middle - width)
+    assert log(found.high) == pytest.approx(middle + width)
     assert found.rests_on.endswith(f"mostly products, and {len(own)} on this machine")
 
 
@@ -141,8 +142,8 @@ def test_steps_that_contradict_a_range_widen_it() -> None:
 
 
 def test_measured_rates_make_a_card_less_strange() -> None:
-    """A card of no family reaches what any card does, so its range is wide; one whose rates were measured is as one of a
-    known family that has no rows."""
+    """A card of no family reaches what any card does, so its range is wide; that of one whose rates were measured is as
+    wide as that of a known family that has no rows."""
     card = Cluster.parse("a100-sxm-80g").devices[0]
     strange = replace(card, kind="my-own-card", achieved=figures_of_kind("my-own-card").achieved)
     measured = replace(strange, achieved=scaled(strange.achieved, 1.1, 1.2))

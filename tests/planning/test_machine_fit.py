@@ -157,7 +157,7 @@ def test_rows_narrow_the_ranges_of_their_machine(runs, tmp_path):
     assert np.log(own[kind]) == pytest.approx(logs, abs=1e-3)
     row = fit.kinds.index(kind)
     before, after = (steps[row].predicted(each).step_range for each in (Cluster.parse(CARD), fit.fitted))
-    assert after.high / after.low < 0.8 * before.high / before.low
+    assert np.log(after.high / after.low) < 0.8 * np.log(before.high / before.low)
     assert after.rests_on == f"{before.rests_on}, and {len(logs)} on this machine"
 
 

@@ -139,14 +139,16 @@ def range_on(
 
 
 def _narrowed(low: float, high: float, own: Sequence[float]) -> tuple[float, float]:
-    """Returns the factors of a range with steps of the machine itself, which widen it where they contradict it. As with
-    a normal distribution of unknown mean and variance, the prior counts as some steps; either side has its own width.
-    The prediction is in the range."""
-    logs, below, above = np.log(own), max(-log(low), _LEAST_WIDTH), max(log(high), _LEAST_WIDTH)
-    middle = float(logs.sum()) / (_PRIOR_MIDDLE + len(logs))
-    squares = float(np.square(_DEVIATIONS * logs / np.where(logs < 0, below, above)).sum())
-    scale = ((_PRIOR_WIDTH + squares) / (_PRIOR_WIDTH + len(logs))) ** 0.5
-    return exp(min(middle - scale * below, 0.0)), exp(max(middle + scale * above, 0.0))
+    """Returns the factors of a range with steps of the machine itself, which widen it where they contradict it: of a
+    normal distribution of unknown mean and variance, of which the range is the prior (Gelman et al., "Bayesian Data
+    Analysis", 3.3). The prediction is in the range."""
+    center, width = (log(high) + log(low)) / 2, max((log(high) - log(low)) / 2, _LEAST_WIDTH)
+    logs, count = np.log(own) - center, len(own)
+    mean, prior = float(logs.mean()), _PRIOR_MIDDLE / (_PRIOR_MIDDLE + count)
+    squares = float(np.square(logs - mean).sum()) + prior * count * mean**2
+    scale = ((_PRIOR_WIDTH + squares * (_DEVIATIONS / width) ** 2) / (_PRIOR_WIDTH + count)) ** 0.5
+    center += (1 - prior) * mean
+    return exp(min(center - scale * width, 0.0)), exp(max(center + scale * width, 0.0))
 
 
 def tie_share(graph: Graph, cluster: Cluster, placement: I64) -> float:
