@@ -32,6 +32,7 @@ _DEVIATIONS = 1.2816  # from the middle of a normal distribution to the ends of 
 # measured steps of a machine that a range counts as, in its width and in its middle
 _PRIOR_WIDTH, _PRIOR_MIDDLE = 4, 2
 _LEAST_WIDTH = 0.01  # of a side, in logarithms
+_MOST_DEVIATIONS = 3.0  # that a step counts as: errors have longer tails than a normal distribution
 CARDS, GROUPS, PARAMETERS, HOST = "cards", "groups", "parameters", "host"
 _WHERE = {
     "": "one device",
@@ -145,7 +146,8 @@ def _narrowed(low: float, high: float, own: Sequence[float]) -> tuple[float, flo
     center, width = (log(high) + log(low)) / 2, max((log(high) - log(low)) / 2, _LEAST_WIDTH)
     logs, count = np.log(own) - center, len(own)
     mean, prior = float(logs.mean()), _PRIOR_MIDDLE / (_PRIOR_MIDDLE + count)
-    squares = float(np.square(logs - mean).sum()) + prior * count * mean**2
+    far = _MOST_DEVIATIONS * width / _DEVIATIONS
+    squares = float(np.square((logs - mean).clip(-far, far)).sum()) + prior * count * mean**2
     scale = ((_PRIOR_WIDTH + squares * (_DEVIATIONS / width) ** 2) / (_PRIOR_WIDTH + count)) ** 0.5
     center += (1 - prior) * mean
     return exp(min(center - scale * width, 0.0)), exp(max(center + scale * width, 0.0))
