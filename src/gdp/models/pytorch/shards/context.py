@@ -55,7 +55,7 @@ def _backward(gradient: Tensor, *inputs: Any) -> Any:
 
 
 _INPUTS, _OPTIONS = "Tensor query, Tensor key, Tensor value", "float dropout_p, bool is_causal, int first, float? scale"
-_LIBRARY.define(f"attention({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"attention({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", tags=torch.Tag.nondeterministic_seeded)
 _LIBRARY.define(
     f"attention_backward(Tensor gradient, {_INPUTS}, Tensor o, Tensor s, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
 )
