@@ -100,7 +100,7 @@ class Randomness:
     """The seeds of the calls that draw random numbers, and of the backward passes that draw them again."""
 
     def __init__(self) -> None:
-        self._num_draws = 0
+        self._numbers: dict[int, int] = {}  # of draws, by the seed of PyTorch's generator
         self._seeds: dict[int, int] = {}  # by value: of the call that drew random numbers for it
 
     def seed(
@@ -108,9 +108,11 @@ class Randomness:
     ) -> int:
         """Returns the seed of a call with the arguments `refs`, which has `made` these values; -1: it draws nothing."""
         if traits.draws(args, kwargs):
-            self._seeds.update(dict.fromkeys(made, self._num_draws))
-            self._num_draws += 1
-            return self._num_draws - 1
+            before = torch.default_generator.initial_seed()  # a checkpoint that runs again restores it
+            torch.default_generator.manual_seed((before + 1) % 2**63)
+            seed = self._numbers.setdefault(before, len(self._numbers))
+            self._seeds.update(dict.fromkeys(made, seed))
+            return seed
         if traits.draws_again(args, kwargs):
             drawn = (self._seeds.get(ref.value, -1) for ref in reversed(refs) if isinstance(ref, Ref))
             return next((seed for seed in drawn if seed >= 0), -1)
