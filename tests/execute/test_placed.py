@@ -1,6 +1,7 @@
 """Training by `gdp.placed` on cores of this machine: the bits of PyTorch's own loop, and its errors in one line."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -291,6 +292,35 @@ def test_close_writes_back() -> None:
     assert model.plain.tolist() == [3.0] * 3
     with pytest.raises(ExecutionError, match="closed"):
         trained(x, 2.0)
+
+
+@dataclass
+class Masked:
+    """The inputs of a step, one of which may be left out."""
+
+    x: Tensor
+    mask: Tensor | None = None
+
+
+class OfMasked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, inputs: Masked) -> Tensor:
+        x = inputs.x if inputs.mask is None else inputs.x * inputs.mask
+        return self.linear(x).square().mean()
+
+
+def test_inputs_in_a_dataclass() -> None:
+    """Each step takes another dataclass of tensors, and refuses a tensor where the first one had None."""
+    model, x = OfMasked(), torch.randn(4, 3)
+    plan = gdp.place((model, (Masked(x),)), "2xp100-pcie-16g", parallel="none", budget="20sims")
+    with gdp.placed(model, plan, on=["cpu"] * 2, learning_rate=1e-30) as trained:
+        for each in (x, x + 1):
+            torch.testing.assert_close(trained(Masked(each)), model(Masked(each)).detach())
+        with pytest.raises(InputError, match="no tensors differ"):
+            trained(Masked(x, torch.zeros(4, 3)))
 
 
 def test_bad_states() -> None:

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten
 
 from gdp.errors import InputError
 from gdp.execute.clipping import LossScaler
 from gdp.execute.executable import CaptureOptions, bound_inputs, check_choice, order_of, placed_program
 from gdp.execute.host_executor import HostRunner
+from gdp.execute.layouts.batch import mapped_tensors
 from gdp.execute.plan_executor import ExecutionError, PlanExecutor
 from gdp.execute.ranks.rank_executor import RankRunner
 from gdp.execute.ranks.ranks import is_rank
@@ -344,6 +344,6 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def _constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns the structure of the arguments, and the arguments that are no tensors."""
-    leaves, structure = tree_flatten((args, kwargs))
-    return structure, *(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    """Returns the arguments with `Tensor` in place of each tensor."""
+    constants: tuple[Any, ...] = mapped_tensors((args, kwargs), lambda _: Tensor)
+    return constants
