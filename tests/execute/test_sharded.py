@@ -19,7 +19,7 @@ from gdp.models.pytorch import capture
 from gdp.models.pytorch.capture_step import StepOptions, capture_step
 from gdp.models.shards import Shards
 from gdp.parallel.layout import Layout
-from tests.models.shard_cases import BATCH, HEADS, TOKENS, WIDTH, case
+from tests.models.shard_cases import BATCH, HEADS, INNER, TOKENS, WIDTH, Stack, case
 from tests.models.test_shards import NAMES
 
 SIX = ("blocks", "llama", "gpt2", "bert", "vit", "t5")
@@ -104,15 +104,16 @@ def test_ranks_with_samples_and_experts_of_their_own_agree() -> None:
 
 
 class Drops(nn.Module):
-    """Attention with dropout, of values that are linear in a weight, summed up."""
+    """Attention with dropout, of values that are linear in a weight, and its mean square."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.query, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.query, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         heads = (each(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in (self.query, self.query, self.value))
-        return functional.scaled_dot_product_attention(*heads, dropout_p=0.5).square().mean()
+        shares = functional.scaled_dot_product_attention(*heads, dropout_p=0.5)
+        return self.out(shares.transpose(1, 2).flatten(2)).square().mean()
 
 
 def test_ranks_draw_again_for_gradients() -> None:
@@ -122,6 +123,28 @@ def test_ranks_draw_again_for_gradients() -> None:
     found = ShardedProgram.of([rank.program for rank in ranks], ranks[0].cuts, shards).replay(model, (x,), {})
     slope = (found.gradients["value.weight"] * model.value.weight.detach()).sum()
     assert float(slope) == pytest.approx(2 * float(found.loss))
+
+
+DROPPED = nn.Sequential(nn.Linear(WIDTH, INNER), nn.Dropout(), nn.Linear(INNER, WIDTH), nn.Dropout())
+
+
+@pytest.mark.parametrize(
+    ("model", "shards", "seeds"),
+    [
+        (Stack(DROPPED), Shards(2, False), [{0, 1}, {2, 1}]),
+        (Stack(DROPPED), Shards(2, True), [{0, 1}, {2, 3}]),
+        (Drops(), Shards(context=2), [{0}, {1}]),
+        (Drops(), Shards(2), [{0}, {1}]),
+        (Drops(), Shards(2, context=2), [{0}, {1}, {2}, {3}]),
+    ],
+)
+def test_parts_have_dropout_of_their_own(model: nn.Module, shards: Shards, seeds: list[set[int]]) -> None:
+    """Ranks draw the same numbers for a whole tensor, and others for each part of a cut one."""
+    inputs = (torch.randn(BATCH, TOKENS, WIDTH), torch.tensor([1, 2]))[: 2 if isinstance(model, Stack) else 1]
+    options = [StepOptions(shards=shards, rank=rank) for rank in range(shards.num_ranks)]
+    ranks = [capture_step(model, inputs, {}, each) for each in options]
+    program = ShardedProgram.of([rank.program for rank in ranks], ranks[0].cuts, shards)
+    assert [{call.seed for calls in rank.calls for call in calls} - {-1} for rank in program.ranks] == seeds
 
 
 def test_gradient_of_a_key_bias_is_rounding() -> None:
