@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -226,6 +227,19 @@ def test_training_goes_on_from_saved_state() -> None:
         trained.load_optimizer_state_dict(optimizer)
         again = [trained(batch) for batch in batches(8)[4:]]
     assert list(map(float, again)) == list(map(float, losses[4:]))
+
+
+def test_a_loaded_state_is_written_back_without_a_step(tmp_path: Path) -> None:
+    """`close` writes what `resume` and `load_state_dict` have loaded."""
+    model, path = Net(), tmp_path / "begun.safetensors"
+    with gdp.placed(model, plan_of_net(), on=["cpu"] * 3) as trained:
+        trained.save(path)
+    for resume in (path, None):
+        other = Net()
+        with gdp.placed(other, plan_of_net(), on=["cpu"] * 3, resume=resume) as trained:
+            if resume is None:
+                trained.load_state_dict(model.state_dict())
+        assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
 def test_dropout() -> None:

@@ -175,8 +175,8 @@ class Placed:
         state, self._state = self._state, None
         placed: Mapping[str, Tensor] = {}
         try:
-            if isinstance(state, Running) and not state.executor.is_closed:
-                placed = state.placed()
+            if isinstance(state, Unstarted) or (state is not None and not state.executor.is_closed):
+                placed = state.tensors()
         finally:
             self._runner.close()
         with torch.no_grad():
