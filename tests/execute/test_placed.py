@@ -258,6 +258,26 @@ def test_dropout() -> None:
     assert len(losses) == 4
 
 
+def test_changed_modes() -> None:
+    """A step in another mode, or of other trained parameters, is refused until all is as it was."""
+    model = Net(0.5)
+    frozen = model.left[0].bias.requires_grad_(False)
+    optimizer = torch.optim.Adam([each for each in model.parameters() if each is not frozen], fused=True)
+    (batch,) = batches(1)
+    with placed_anywhere(model, optimizer=optimizer) as trained:
+        trained(batch)
+        for change in (model.eval, lambda: frozen.requires_grad_(True)):
+            change()
+            with pytest.raises(InputError, match=r"requires_grad .* evaluate a copy of the model"):
+                trained(batch)
+            model.train()
+        frozen.requires_grad_(False)
+        trained(batch)
+        optimizer.add_param_group({"params": [frozen]})
+        with pytest.raises(InputError, match="the optimizer's parameters have changed"):
+            trained(batch)
+
+
 def test_seeds() -> None:
     """Seeds set runs apart, and steps can be taken up again."""
     plan, batch = plan_of_net(0.5), batches(1)[0]

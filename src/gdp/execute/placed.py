@@ -114,6 +114,11 @@ class Placed:
                 "arguments that are no tensors differ from those of the first call, which captured the step; "
                 "make another placed model for them"
             )
+        elif self._modes() != state.modes:
+            raise InputError(
+                "train() or eval(), requires_grad or the optimizer's parameters have changed since the first call, "
+                "which captured the step; set them back and evaluate a copy of the model, or make another placed model"
+            )
         executor, program = state.executor, state.executor.program
         state.follow(self._current_hyperparameters())
         self._scaler.begin()
@@ -235,7 +240,8 @@ class Placed:
             raise
         unused = {name: tensor for name, tensor in loaded.state.items() if name not in program.state_names}
         is_first = self._runner.is_first
-        return Running(executor, optimizer_state, _constants(args, kwargs), hyperparameters, unused, is_first)
+        constants = _constants(args, kwargs)
+        return Running(executor, optimizer_state, constants, self._modes(), hyperparameters, unused, is_first)
 
     def _resumed(self, path: str | Path) -> Unstarted:
         saved = SavedTraining.read(path)
@@ -264,6 +270,15 @@ class Placed:
                 "; go on from a saved state with a lower learning rate, or clip_norm",
             )
         return loss
+
+    def _modes(self) -> tuple[list[bool], list[bool], list[int]]:
+        """Returns what a captured step does not follow: modes of modules, and which parameters are trained."""
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        return (
+            [module.training for module in self.model.modules()],
+            [parameter.requires_grad for parameter in self.model.parameters()],
+            [id(parameter) for group in groups for parameter in group["params"]],
+        )
 
     def _current_hyperparameters(self) -> dict[str, Mapping[str, Any]]:
         """Returns the hyperparameters of each update, by parameter, as a user's optimizer has them now."""
