@@ -125,6 +125,12 @@ def test_ranks_draw_again_for_gradients() -> None:
     assert float(slope) == pytest.approx(2 * float(found.loss))
 
 
+@pytest.mark.parametrize("name", ["attention", "attention_backward"])
+def test_cards_attend_to_the_tokens_of_all_ranks(name: str) -> None:
+    """GPUs have the operators of ranks with a part of the tokens, too."""
+    assert torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"context::{name}", "CUDA")
+
+
 DROPPED = nn.Sequential(nn.Linear(WIDTH, INNER), nn.Dropout(), nn.Linear(INNER, WIDTH), nn.Dropout())
 
 

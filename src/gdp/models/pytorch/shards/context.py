@@ -59,8 +59,8 @@ _LIBRARY.define(f"attention({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", tags=to
 _LIBRARY.define(
     f"attention_backward(Tensor gradient, {_INPUTS}, Tensor o, Tensor s, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
 )
-_LIBRARY.impl("attention", lambda query, *rest: (_computed(query, *rest), _sums(query)), "CPU")
-_LIBRARY.impl("attention_backward", _backward, "CPU")
+_LIBRARY.impl("attention", lambda query, *rest: (_computed(query, *rest), _sums(query)), "CompositeExplicitAutograd")
+_LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 for _name, _fake in (
     ("attention", lambda q, k, v, *_: (q.new_empty((*q.shape[:-1], v.shape[-1])), _sums(q))),
     ("attention_backward", lambda _, *inputs: tuple(tensor.new_empty(tensor.shape) for tensor in inputs[:3])),
