@@ -131,6 +131,17 @@ def test_schedulers_are_followed(make: Callable[[nn.Module], torch.optim.Optimiz
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
+def test_a_compiled_model() -> None:
+    """The module inside is trained, by an optimizer of the wrapper's parameters too."""
+    model = torch.compile(Net(), backend="eager")
+    before = model.left[0].weight.detach().clone()
+    with placed_anywhere(model, optimizer=torch.optim.Adam(model.parameters(), fused=True)) as trained:
+        trained(batches(1)[0])
+        state = trained.state_dict()
+    assert not torch.equal(model.left[0].weight, before)
+    assert torch.equal(model.left[0].weight, state["left.0.weight"])
+
+
 def test_master_weights() -> None:
     """A float32 copy of each bfloat16 parameter is updated by AdamW with widened gradients; loaded ones replace it."""
     torch.manual_seed(0)

@@ -25,6 +25,7 @@ from gdp.execute.ranks.rank_executor import RankRunner
 from gdp.execute.ranks.ranks import is_rank
 from gdp.execute.training_state import OptimizerState, Running, SavedTraining, StateByName, Unstarted
 from gdp.graph import Graph
+from gdp.models.pytorch.notes import unwrapped
 from gdp.models.pytorch.optimizers import UpdateRule, rule_of
 from gdp.models.pytorch.program import named_inputs, named_state
 from gdp.simulator.plan import Plan
@@ -89,8 +90,8 @@ class Placed:
         self._optimizer = optimizer if isinstance(optimizer, Optimizer) else None
         if self._optimizer is not None and training.learning_rate is not None:
             raise InputError("learning_rate is that of the optimizer; leave learning_rate out")
-        check_choice(options, model)
-        self.model, self.plan, self.num_steps = model, plan, 0
+        self.model, self.plan, self.num_steps = unwrapped(model), plan, 0
+        check_choice(options, self.model)
         self._scaler = LossScaler(training.scaler)
         self._graph, self._runner = graph, runner()
         self._options, self._training, self._seed = options, training, training.seed
