@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -303,6 +304,17 @@ def test_seeds() -> None:
 
     assert len({*losses(0, 0, 5), *losses(1, 0, 5)}) == 10
     assert losses(0, 3, 2) == losses(0, 0, 5)[3:]
+    for seed in (-1, 2**63, 0.5):
+        with pytest.raises(InputError, match=r"seed is .*; an integer from 0 to 2\^63 - 1 is expected"):
+            losses(seed, 0, 1)  # type: ignore[arg-type]
+
+
+def test_a_seed_of_numpy_is_saved(tmp_path: Path) -> None:
+    """It is an integer as others are."""
+    path = tmp_path / "begun.safetensors"
+    with gdp.placed(Net(), plan_of_net(), on=["cpu"] * 3, seed=np.int64(3)) as trained:  # type: ignore[arg-type]
+        trained.save(path)
+    gdp.placed(Net(), plan_of_net(), on=["cpu"] * 3, resume=path).close()
 
 
 class Cached(nn.Module):

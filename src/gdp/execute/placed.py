@@ -7,6 +7,7 @@ model.load_state_dict(trained.state_dict())"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -55,6 +56,8 @@ class TrainingOptions:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
                 raise InputError(f"{name} is {value!r}; a number above 0 is expected")
+        if not isinstance(self.seed, Integral) or not 0 <= self.seed < 2**63:
+            raise InputError(f"seed is {self.seed!r}; an integer from 0 to 2^63 - 1 is expected")
         if self.resume is not None and not isinstance(self.resume, str | Path):
             raise InputError(f"resume is a {type(self.resume).__name__}; the path of a saved training is expected")
 
@@ -94,7 +97,7 @@ class Placed:
         check_choice(options, self.model)
         self._scaler = LossScaler(training.scaler)
         self._graph, self._runner = graph, runner()
-        self._options, self._training, self._seed = options, training, training.seed
+        self._options, self._training, self._seed = options, training, int(training.seed)
         self._state: Unstarted | Running | None = Unstarted()  # None: it has ended
         if training.resume is not None:
             try:
