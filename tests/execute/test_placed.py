@@ -1,8 +1,11 @@
 """Training by `gdp.placed` on cores of this machine: the bits of PyTorch's own loop, and its errors in one line."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -129,6 +132,17 @@ def test_schedulers_are_followed(make: Callable[[nn.Module], torch.optim.Optimiz
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
+def test_a_compiled_model() -> None:
+    """The module inside is trained, by an optimizer of the wrapper's parameters too."""
+    model = torch.compile(Net(), backend="eager")
+    before = model.left[0].weight.detach().clone()
+    with placed_anywhere(model, optimizer=torch.optim.Adam(model.parameters(), fused=True)) as trained:
+        trained(batches(1)[0])
+        state = trained.state_dict()
+    assert not torch.equal(model.left[0].weight, before)
+    assert torch.equal(model.left[0].weight, state["left.0.weight"])
+
+
 def test_master_weights() -> None:
     """A float32 copy of each bfloat16 parameter is updated by AdamW with widened gradients; loaded ones replace it."""
     torch.manual_seed(0)
@@ -227,6 +241,19 @@ def test_training_goes_on_from_saved_state() -> None:
     assert list(map(float, again)) == list(map(float, losses[4:]))
 
 
+def test_a_loaded_state_is_written_back_without_a_step(tmp_path: Path) -> None:
+    """`close` writes what `resume` and `load_state_dict` have loaded."""
+    model, path = Net(), tmp_path / "begun.safetensors"
+    with gdp.placed(model, plan_of_net(), on=["cpu"] * 3) as trained:
+        trained.save(path)
+    for resume in (path, None):
+        other = Net()
+        with gdp.placed(other, plan_of_net(), on=["cpu"] * 3, resume=resume) as trained:
+            if resume is None:
+                trained.load_state_dict(model.state_dict())
+        assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
 def test_dropout() -> None:
     """Dropout differs from step to step, but not from placement to placement."""
     torch.manual_seed(0)
@@ -243,6 +270,26 @@ def test_dropout() -> None:
     assert len(losses) == 4
 
 
+def test_changed_modes() -> None:
+    """A step in another mode, or of other trained parameters, is refused until all is as it was."""
+    model = Net(0.5)
+    frozen = model.left[0].bias.requires_grad_(False)
+    optimizer = torch.optim.Adam([each for each in model.parameters() if each is not frozen], fused=True)
+    (batch,) = batches(1)
+    with placed_anywhere(model, optimizer=optimizer) as trained:
+        trained(batch)
+        for change in (model.eval, lambda: frozen.requires_grad_(True)):
+            change()
+            with pytest.raises(InputError, match=r"requires_grad .* evaluate a copy of the model"):
+                trained(batch)
+            model.train()
+        frozen.requires_grad_(False)
+        trained(batch)
+        optimizer.add_param_group({"params": [frozen]})
+        with pytest.raises(InputError, match="the optimizer's parameters have changed"):
+            trained(batch)
+
+
 def test_seeds() -> None:
     """Seeds set runs apart, and steps can be taken up again."""
     plan, batch = plan_of_net(0.5), batches(1)[0]
@@ -257,6 +304,17 @@ def test_seeds() -> None:
 
     assert len({*losses(0, 0, 5), *losses(1, 0, 5)}) == 10
     assert losses(0, 3, 2) == losses(0, 0, 5)[3:]
+    for seed in (-1, 2**63, 0.5):
+        with pytest.raises(InputError, match=r"seed is .*; an integer from 0 to 2\^63 - 1 is expected"):
+            losses(seed, 0, 1)  # type: ignore[arg-type]
+
+
+def test_a_seed_of_numpy_is_saved(tmp_path: Path) -> None:
+    """It is an integer as others are."""
+    path = tmp_path / "begun.safetensors"
+    with gdp.placed(Net(), plan_of_net(), on=["cpu"] * 3, seed=np.int64(3)) as trained:  # type: ignore[arg-type]
+        trained.save(path)
+    gdp.placed(Net(), plan_of_net(), on=["cpu"] * 3, resume=path).close()
 
 
 class Cached(nn.Module):
@@ -291,6 +349,35 @@ def test_close_writes_back() -> None:
     assert model.plain.tolist() == [3.0] * 3
     with pytest.raises(ExecutionError, match="closed"):
         trained(x, 2.0)
+
+
+@dataclass
+class Masked:
+    """The inputs of a step, one of which may be left out."""
+
+    x: Tensor
+    mask: Tensor | None = None
+
+
+class OfMasked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, inputs: Masked) -> Tensor:
+        x = inputs.x if inputs.mask is None else inputs.x * inputs.mask
+        return self.linear(x).square().mean()
+
+
+def test_inputs_in_a_dataclass() -> None:
+    """Each step takes another dataclass of tensors, and refuses a tensor where the first one had None."""
+    model, x = OfMasked(), torch.randn(4, 3)
+    plan = gdp.place((model, (Masked(x),)), "2xp100-pcie-16g", parallel="none", budget="20sims")
+    with gdp.placed(model, plan, on=["cpu"] * 2, learning_rate=1e-30) as trained:
+        for each in (x, x + 1):
+            torch.testing.assert_close(trained(Masked(each)), model(Masked(each)).detach())
+        with pytest.raises(InputError, match="no tensors differ"):
+            trained(Masked(x, torch.zeros(4, 3)))
 
 
 def test_bad_states() -> None:

@@ -254,6 +254,17 @@ def test_trainings_in_three_layouts(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(again, expected[HALF:], rtol=ROUNDING, err_msg=f"{text} to {other}")
 
 
+class Joined(nn.Module):
+    """Two weights that are joined into one, so that their gradients are parts of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(2 * x @ torch.cat([self.first, self.second]), y)
+
+
 class Normed(nn.Module):
     """Layers of a type, and a norm in float32."""
 
@@ -365,7 +376,7 @@ def test_master_weights_in_every_layout(text: str) -> None:
     [
         pytest.param(text, build, marks=[pytest.mark.long] * (build is half and text not in QUICK))
         for text in ("microbatches=1", *OF_TWO)
-        for build in (Normed, half)
+        for build in (Normed, Joined, half)
     ],
 )
 def test_clipping(text: str, build: Build) -> None:
@@ -377,7 +388,7 @@ def test_clipping(text: str, build: Build) -> None:
     optimizer, data, clip_norm, norms = adam(alone), batches(points, 6), 2.0, []
     tolerance = {"rtol": 0.0, "atol": 0.0}
     if "zero" in text or build is half:
-        tolerance = {"rtol": 1e-4, "atol": 1e-5} if build is Normed else {"rtol": 0.05, "atol": 0.02}
+        tolerance = {"rtol": 1e-4, "atol": 1e-5} if build is not half else {"rtol": 0.05, "atol": 0.02}
     with placed(model, data[0], text, learning_rate=0.01, clip_norm=clip_norm) as trained:
         for batch in data:
             expected = eager_step(alone, batch, Layout.parse(text).num_parts)
@@ -493,7 +504,7 @@ def test_batches_that_do_not_fit() -> None:
         with pytest.raises(InputError, match=r"the plan is not one of the step of .* place it anew"):
             trained(*(torch.cat([tensor, tensor]) for tensor in batch))
         trained(*batch)
-        for size in (4, 6):
+        for size in (2, 4, 6):  # the first is as large as one part
             with pytest.raises(InputError, match=r"give a whole batch .*drop_last=True"):
                 trained(*(tensor[:size] for tensor in batch))
         trained(*batch)

@@ -5,6 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 import gdp
 from execute.placed_jobs import eager_training, train_sharded
@@ -16,7 +19,7 @@ from gdp.models.pytorch import capture
 from gdp.models.pytorch.capture_step import StepOptions, capture_step
 from gdp.models.shards import Shards
 from gdp.parallel.layout import Layout
-from tests.models.shard_cases import case
+from tests.models.shard_cases import BATCH, HEADS, INNER, TOKENS, WIDTH, Stack, case
 from tests.models.test_shards import NAMES
 
 SIX = ("blocks", "llama", "gpt2", "bert", "vit", "t5")
@@ -98,6 +101,56 @@ def test_experts_with_biases_agree(shards: Shards) -> None:
 def test_ranks_with_samples_and_experts_of_their_own_agree() -> None:
     """As above, of two ranks that have one of two samples each, and half of the experts."""
     check_ranks("routed", Shards(expert=2), rounding=BFLOAT16)
+
+
+class Drops(nn.Module):
+    """Attention with dropout, of values that are linear in a weight, and its mean square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (each(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in (self.query, self.query, self.value))
+        shares = functional.scaled_dot_product_attention(*heads, dropout_p=0.5)
+        return self.out(shares.transpose(1, 2).flatten(2)).square().mean()
+
+
+def test_ranks_draw_again_for_gradients() -> None:
+    """The backward pass of attention has the dropout of the forward pass: a square has twice itself as derivative."""
+    model, x, shards = Drops(), torch.randn(BATCH, TOKENS, WIDTH), Shards(context=2)
+    ranks = [capture_step(model, (x,), {}, StepOptions(shards=shards, rank=rank)) for rank in range(2)]
+    found = ShardedProgram.of([rank.program for rank in ranks], ranks[0].cuts, shards).replay(model, (x,), {})
+    slope = (found.gradients["value.weight"] * model.value.weight.detach()).sum()
+    assert float(slope) == pytest.approx(2 * float(found.loss))
+
+
+@pytest.mark.parametrize("name", ["attention", "attention_backward"])
+def test_cards_attend_to_the_tokens_of_all_ranks(name: str) -> None:
+    """GPUs have the operators of ranks with a part of the tokens, too."""
+    assert torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"context::{name}", "CUDA")
+
+
+DROPPED = nn.Sequential(nn.Linear(WIDTH, INNER), nn.Dropout(), nn.Linear(INNER, WIDTH), nn.Dropout())
+
+
+@pytest.mark.parametrize(
+    ("model", "shards", "seeds"),
+    [
+        (Stack(DROPPED), Shards(2, False), [{0, 1}, {2, 1}]),
+        (Stack(DROPPED), Shards(2, True), [{0, 1}, {2, 3}]),
+        (Drops(), Shards(context=2), [{0}, {1}]),
+        (Drops(), Shards(2), [{0}, {1}]),
+        (Drops(), Shards(2, context=2), [{0}, {1}, {2}, {3}]),
+    ],
+)
+def test_parts_have_dropout_of_their_own(model: nn.Module, shards: Shards, seeds: list[set[int]]) -> None:
+    """Ranks draw the same numbers for a whole tensor, and others for each part of a cut one."""
+    inputs = (torch.randn(BATCH, TOKENS, WIDTH), torch.tensor([1, 2]))[: 2 if isinstance(model, Stack) else 1]
+    options = [StepOptions(shards=shards, rank=rank) for rank in range(shards.num_ranks)]
+    ranks = [capture_step(model, inputs, {}, each) for each in options]
+    program = ShardedProgram.of([rank.program for rank in ranks], ranks[0].cuts, shards)
+    assert [{call.seed for calls in rank.calls for call in calls} - {-1} for rank in program.ranks] == seeds
 
 
 def test_gradient_of_a_key_bias_is_rounding() -> None:

@@ -634,3 +634,24 @@ def test_what_a_checkpoint_runs_again_waits_for_the_gradient(reentrant: bool) ->
     (turn,) = [tensor for tensor in graph.edge_tensors[graph.consumers == again] if graph.tensor_bytes[tensor] == 0]
     before = graph.op_names[graph.producers[turn]]
     assert before == "layers.1.0.sum_backward_0"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_runs_again_draws_the_same_numbers(reentrant: bool) -> None:
+    """Gradients are of the dropout that the loss has: a square has twice itself as derivative."""
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Dropout(0.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.layer, functional.dropout(x), use_reentrant=reentrant).square().mean()
+
+    model, x = Dropped(), torch.randn(4, 8).requires_grad_()
+    program = capture(model, (x,)).program
+    found = program.replay(model, (x,))
+    slope = (found.gradients["layer.0.weight"] * model.layer[0].weight.detach()).sum()
+    assert found.loss is not None
+    assert float(slope) == pytest.approx(2 * float(found.loss))
+    assert sorted(call.seed for calls in program.calls for call in calls if call.seed >= 0) == [0, 1, 1]

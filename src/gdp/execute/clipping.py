@@ -18,6 +18,7 @@ the order of the plan. N ops and T tensors of the program, U updates."""
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from gdp.errors import InputError
+from gdp.execute.layouts.exchange_routines import Device, Held
+from gdp.execute.layouts.exchanges import made
 from gdp.execute.layouts.sharded_program import ShardedProgram
 from gdp.execute.layouts.step_program import StepProgram, gradient_spans, micro_batch_of
 from gdp.execute.layouts.updates import FUSED, UpdateOfPiece, refs
@@ -80,6 +83,10 @@ def factor_of(
     return factor if inverse is None else factor * inverse, overflow
 
 
+def _norm_of_piece(piece: int, degree: float, dtype: torch.dtype, result: int, held: Held, device: Device) -> Any:
+    return {result: torch.linalg.vector_norm(held[piece], degree, dtype=dtype)}
+
+
 def _degree(max_norm: float | None) -> float:
     return math.inf if max_norm is None else 2
 
@@ -127,6 +134,11 @@ class Clipping:
                 makers[gradient.update] = replace(maker, scale=scale, overflow=overflow)
             else:
                 calls[gradient.update] = self._scaled_calls(gradient, *map(Ref, results))
+        for number, (gradient, own) in enumerate(zip(self._counted, dtypes, strict=True)):
+            if isinstance(makers.get(gradient.update), UpdateOfPiece):  # a row, whatever the whole is a part of
+                tensor = program.graph.num_tensors + number
+                norm = partial(_norm_of_piece, gradient.tensor, _degree(self.max_norm), own, tensor)
+                makers[program.graph.num_ops + number] = made(norm)
         changed: dict[str, Any] = {
             "graph": self._graph(dtypes, len(results)),
             "calls": self._column(calls, added),

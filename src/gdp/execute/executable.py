@@ -23,6 +23,7 @@ from gdp.models.op_costs import without_costs
 from gdp.models.pytorch import Capture, Program
 from gdp.models.pytorch.capture_step import OptimizerChoice, StepOptions, capture_step, rule_choice
 from gdp.models.pytorch.loss import Loss
+from gdp.models.pytorch.notes import unwrapped
 from gdp.models.pytorch.program import named_inputs
 from gdp.models.pytorch.recorded_calls import Call
 from gdp.models.pytorch.signature import signatures
@@ -109,7 +110,7 @@ def read_executable(
         model, args, kwargs = built if len(built) == 3 else (*built, {})
         whole = captured(args, kwargs)
         check_executable(whole.program)
-        executable = Executable(whole, model, args, kwargs)
+        executable = Executable(whole, unwrapped(model), args, kwargs)
         if plan is None:
             return executable
         return as_planned(executable, plan, captured, source.sizes_of_part, placed)

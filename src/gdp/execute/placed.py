@@ -7,6 +7,7 @@ model.load_state_dict(trained.state_dict())"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -14,17 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten
 
 from gdp.errors import InputError
 from gdp.execute.clipping import LossScaler
 from gdp.execute.executable import CaptureOptions, bound_inputs, check_choice, order_of, placed_program
 from gdp.execute.host_executor import HostRunner
+from gdp.execute.layouts.batch import mapped_tensors
 from gdp.execute.plan_executor import ExecutionError, PlanExecutor
 from gdp.execute.ranks.rank_executor import RankRunner
 from gdp.execute.ranks.ranks import is_rank
 from gdp.execute.training_state import OptimizerState, Running, SavedTraining, StateByName, Unstarted
 from gdp.graph import Graph
+from gdp.models.pytorch.notes import unwrapped
 from gdp.models.pytorch.optimizers import UpdateRule, rule_of
 from gdp.models.pytorch.program import named_inputs, named_state
 from gdp.simulator.plan import Plan
@@ -54,6 +56,8 @@ class TrainingOptions:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
                 raise InputError(f"{name} is {value!r}; a number above 0 is expected")
+        if not isinstance(self.seed, Integral) or not 0 <= self.seed < 2**63:
+            raise InputError(f"seed is {self.seed!r}; an integer from 0 to 2^63 - 1 is expected")
         if self.resume is not None and not isinstance(self.resume, str | Path):
             raise InputError(f"resume is a {type(self.resume).__name__}; the path of a saved training is expected")
 
@@ -89,11 +93,11 @@ class Placed:
         self._optimizer = optimizer if isinstance(optimizer, Optimizer) else None
         if self._optimizer is not None and training.learning_rate is not None:
             raise InputError("learning_rate is that of the optimizer; leave learning_rate out")
-        check_choice(options, model)
-        self.model, self.plan, self.num_steps = model, plan, 0
+        self.model, self.plan, self.num_steps = unwrapped(model), plan, 0
+        check_choice(options, self.model)
         self._scaler = LossScaler(training.scaler)
         self._graph, self._runner = graph, runner()
-        self._options, self._training, self._seed = options, training, training.seed
+        self._options, self._training, self._seed = options, training, int(training.seed)
         self._state: Unstarted | Running | None = Unstarted()  # None: it has ended
         if training.resume is not None:
             try:
@@ -113,6 +117,11 @@ class Placed:
             raise InputError(
                 "arguments that are no tensors differ from those of the first call, which captured the step; "
                 "make another placed model for them"
+            )
+        elif self._modes() != state.modes:
+            raise InputError(
+                "train() or eval(), requires_grad or the optimizer's parameters have changed since the first call, "
+                "which captured the step; set them back and evaluate a copy of the model, or make another placed model"
             )
         executor, program = state.executor, state.executor.program
         state.follow(self._current_hyperparameters())
@@ -175,8 +184,8 @@ class Placed:
         state, self._state = self._state, None
         placed: Mapping[str, Tensor] = {}
         try:
-            if isinstance(state, Running) and not state.executor.is_closed:
-                placed = state.placed()
+            if isinstance(state, Unstarted) or (state is not None and not state.executor.is_closed):
+                placed = state.tensors()
         finally:
             self._runner.close()
         with torch.no_grad():
@@ -235,7 +244,8 @@ class Placed:
             raise
         unused = {name: tensor for name, tensor in loaded.state.items() if name not in program.state_names}
         is_first = self._runner.is_first
-        return Running(executor, optimizer_state, _constants(args, kwargs), hyperparameters, unused, is_first)
+        constants = _constants(args, kwargs)
+        return Running(executor, optimizer_state, constants, self._modes(), hyperparameters, unused, is_first)
 
     def _resumed(self, path: str | Path) -> Unstarted:
         saved = SavedTraining.read(path)
@@ -264,6 +274,15 @@ class Placed:
                 "; go on from a saved state with a lower learning rate, or clip_norm",
             )
         return loss
+
+    def _modes(self) -> tuple[list[bool], list[bool], list[int]]:
+        """Returns what a captured step does not follow: modes of modules, and which parameters are trained."""
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        return (
+            [module.training for module in self.model.modules()],
+            [parameter.requires_grad for parameter in self.model.parameters()],
+            [id(parameter) for group in groups for parameter in group["params"]],
+        )
 
     def _current_hyperparameters(self) -> dict[str, Mapping[str, Any]]:
         """Returns the hyperparameters of each update, by parameter, as a user's optimizer has them now."""
@@ -344,6 +363,6 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def _constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns the structure of the arguments, and the arguments that are no tensors."""
-    leaves, structure = tree_flatten((args, kwargs))
-    return structure, *(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    """Returns the arguments with `Tensor` in place of each tensor."""
+    constants: tuple[Any, ...] = mapped_tensors((args, kwargs), lambda _: Tensor)
+    return constants

@@ -53,6 +53,7 @@ from gdp.graph import Graph
 from gdp.models.measured_times import OpTime
 from gdp.models.pytorch import Program, Replay, capture
 from gdp.models.pytorch.capture_step import StepOptions, capture_step
+from gdp.models.pytorch.notes import unwrapped
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import layout_in_flight
 from gdp.simulator.plan import Plan
@@ -140,7 +141,7 @@ def run(
     `gdp.execute.run.run_on_host` for the others and for errors. The model is left as it is."""
     captured = capture(model, args, kwargs, name=type(model).__name__, **options)
     check_executable(captured.program)
-    executable = Executable(captured, model, tuple(args), dict(kwargs or {}), options.get("loss"))
+    executable = Executable(captured, unwrapped(model), tuple(args), dict(kwargs or {}), options.get("loss"))
     executable = as_planned(
         executable,
         plan,

@@ -254,6 +254,7 @@ class Running:
     executor: PlanExecutor
     optimizer_state: OptimizerState
     constants: tuple[Any, ...]  # of the arguments at capture: all but tensors' content
+    modes: tuple[Any, ...]  # of the model, and of its parameters, at capture
     hyperparameters: Mapping[str, Mapping[str, Any]]  # by parameter, that a user's optimizer has had last
     unused: dict[str, Tensor]  # state that was loaded and is not in the step
     is_first: bool  # the process that writes

@@ -73,11 +73,12 @@ def part_sizes(args: Sequence[Any], kwargs: Mapping[str, Any], num_parts: int, b
 
 def _larger_dims(tensors: Mapping[str, Tensor], sizes: Sizes, num_parts: int) -> dict[str, int | None]:
     dims: dict[str, int | None] = {}
+    is_one_part = num_parts > 1 and all(list(x.shape) == list(sizes.get(name, x.shape)) for name, x in tensors.items())
     for name, tensor in tensors.items():
         here, part = tuple(tensor.shape), tuple(sizes.get(name, tensor.shape))
         larger = [dim for dim, (one, other) in enumerate(zip(here, part, strict=False)) if one != other]
         fits = len(here) == len(part) and all(here[dim] == num_parts * part[dim] for dim in larger)
-        if not fits or len(larger) > 1:
+        if not fits or len(larger) > 1 or is_one_part:
             raise InputError(
                 f"input {name!r} is {list(here)}, and one of {num_parts} parts of the batch {list(part)}; give a whole "
                 "batch of the size that was placed (drop_last=True with a DataLoader)"

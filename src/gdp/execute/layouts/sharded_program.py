@@ -44,6 +44,7 @@ class ShardedProgram(Program):
     @classmethod
     def of(cls, ranks: Sequence[Program], cuts: Mapping[str, AxisCut], shards: Shards) -> "ShardedProgram":
         """Returns the program of these ranks. InputError where the optimizer needs whole parameters."""
+        ranks = [_with_own_draws(program) for program in ranks]
         first, count = ranks[0], len(ranks)
         graphs = [replace(program.graph, shapes=("",) * program.graph.num_ops) for program in ranks]  # with constants
         for graph in graphs[1:]:
@@ -222,6 +223,13 @@ class _HeldByRank(MutableMapping[int, Any]):
 def ranks_of(program: Program) -> Sequence[Program]:
     """Returns the programs of the ranks that a device of a plan stands for; where ops are not cut, the program."""
     return program.ranks if isinstance(program, ShardedProgram) else (program,)
+
+
+def _with_own_draws(program: Program) -> Program:
+    """Returns the program of a rank with other random numbers than other ranks have, where they have other parts."""
+    count = program.num_draws
+    calls = (tuple(replace(call, seed=call.seed + call.part * count) for call in calls) for calls in program.calls)
+    return replace(program, calls=tuple(calls))
 
 
 def is_among_ranks(graph: Graph) -> Bool:

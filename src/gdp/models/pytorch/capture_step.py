@@ -26,7 +26,7 @@ from gdp.models.pytorch.cards import CARD, NO_GRADIENT, OnCpu, as_if_on_a_card
 from gdp.models.pytorch.explained import explained
 from gdp.models.pytorch.fake_copies import check_kinds, fake_memories
 from gdp.models.pytorch.loss import Loss, pick_loss
-from gdp.models.pytorch.notes import DISTRIBUTED, notes_of, wrapper_notes
+from gdp.models.pytorch.notes import notes_of, unwrapped, wrapper_notes
 from gdp.models.pytorch.op_records import dtype_name
 from gdp.models.pytorch.optimizers import HALF, OPTIMIZERS, UpdateRule, named_rule, rules_of
 from gdp.models.pytorch.own_step import Step, has_own_step, record_own_step
@@ -178,7 +178,7 @@ def capture_step(
         mode = FakeTensorMode()
         if not isinstance(model, nn.Module) or is_own_step(model, options):
             return _record_own(model, args, kwargs or {}, mode, name, options)
-        choice = rule_choice(options, model, name)
+        choice = rule_choice(options, unwrapped(model), name)
         with explained(name):
             step = _fake_copies(model, args, kwargs or {}, mode)
             with mode:
@@ -444,10 +444,7 @@ def _fake_copies(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mode: FakeTensorMode
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """Returns the model and its inputs with fake tensors in place of all tensors, shared memory still shared."""
-    while (
-        inner := getattr(model, "_orig_mod", model.module if isinstance(model, DISTRIBUTED) else model)
-    ) is not model:
-        model = inner  # the module in a wrapper of torch.compile or DDP
+    model = unwrapped(model)
     named = list(named_state(model)), list(named_inputs(args, kwargs))
     check_kinds(model, (*named[0], *named[1]))
     state, inputs = ([tensor for _, tensor in tensors] for tensors in named)

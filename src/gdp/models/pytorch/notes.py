@@ -22,6 +22,12 @@ _DROPOUTS = ("aten.native_dropout", "aten.bernoulli_", _ATTENTION_KIND)
 _BATCH_NORMS = ("aten.native_batch_norm", "aten.cudnn_batch_norm")
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Returns the module in wrappers of `torch.compile` and DDP."""
+    inner = getattr(model, "_orig_mod", model.module if isinstance(model, DISTRIBUTED) else None)
+    return model if inner is None else unwrapped(inner)
+
+
 def notes_of(model: nn.Module, program: Program, *, is_training: bool) -> list[str]:
     """Returns notes on a captured `model`."""
     notes = wrapper_notes(model)

@@ -27,4 +27,5 @@ class Call:
     outputs: tuple[int, ...] = ()  # the value of each tensor returned; -1: none, or memory that is known already
     writes: tuple[tuple[int, int], ...] = ()  # (value overwritten, value that its memory holds from then on)
     seed: int = -1  # of the random generator; -1: draws nothing
+    part: int = 0  # of a cut tensor, in which the ranks of a group draw numbers of their own
     is_grad_enabled: bool = False  # some kernels save tensors for their backward pass only if true (mkldnn_rnn_layer)

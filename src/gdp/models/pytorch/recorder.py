@@ -34,6 +34,7 @@ from gdp.models.pytorch.recorded_calls import Call, Ref
 from gdp.models.pytorch.replacements import LSTM, workspace_bytes
 from gdp.models.pytorch.routine import leaves
 from gdp.models.pytorch.running_module import RunningModule
+from gdp.models.pytorch.shards.exchanges import drawn_part
 from gdp.models.pytorch.strides import StridedLayout
 from gdp.models.pytorch.traits import BLANKS, LIFTS, MATERIALISED, Traits, traits_of
 from gdp.models.stored_weights import StoredWeight
@@ -100,21 +101,24 @@ class Randomness:
     """The seeds of the calls that draw random numbers, and of the backward passes that draw them again."""
 
     def __init__(self) -> None:
-        self._num_draws = 0
-        self._seeds: dict[int, int] = {}  # by value: of the call that drew random numbers for it
+        self._numbers: dict[int, int] = {}  # of draws, by the seed of PyTorch's generator
+        self._drawn: dict[int, tuple[int, int]] = {}  # by value: the seed, and the part, of the call that drew for it
 
     def seed(
         self, traits: Traits, args: tuple[Any, ...], kwargs: Mapping[str, Any], refs: Sequence[Any], made: Sequence[int]
-    ) -> int:
-        """Returns the seed of a call with the arguments `refs`, which has `made` these values; -1: it draws nothing."""
+    ) -> tuple[int, int]:
+        """Returns the seed of a call with the arguments `refs`, which has `made` these values, and the part of a cut
+        tensor that it draws for; -1: it draws nothing."""
         if traits.draws(args, kwargs):
-            self._seeds.update(dict.fromkeys(made, self._num_draws))
-            self._num_draws += 1
-            return self._num_draws - 1
+            before = torch.default_generator.initial_seed()  # a checkpoint that runs again restores it
+            torch.default_generator.manual_seed((before + 1) % 2**63)
+            drawn = self._numbers.setdefault(before, len(self._numbers)), drawn_part()
+            self._drawn.update(dict.fromkeys(made, drawn))
+            return drawn
         if traits.draws_again(args, kwargs):
-            drawn = (self._seeds.get(ref.value, -1) for ref in reversed(refs) if isinstance(ref, Ref))
-            return next((seed for seed in drawn if seed >= 0), -1)
-        return -1
+            values = (ref.value for ref in reversed(refs) if isinstance(ref, Ref))
+            return next((self._drawn[value] for value in values if value in self._drawn), (-1, 0))
+        return -1, 0
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -186,11 +190,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not made and not written:
             return result
 
-        seed = self._randomness.seed(traits, args, kwargs, refs, returned)
+        seed, part = self._randomness.seed(traits, args, kwargs, refs, returned)
         if traits.reads_shape_only and made:
-            calls, read = _filled(traits, args, made[0], returned[0], seed), []
+            calls, read = _filled(traits, args, made[0], returned[0], seed, part), []
         else:
-            calls = [Call(func, refs, keyword_refs, tuple(returned), (), seed, torch.is_grad_enabled())]
+            calls = [Call(func, refs, keyword_refs, tuple(returned), (), seed, part, torch.is_grad_enabled())]
         record = OpRecord(len(self.memories.records), traits.kind, module, self.phases.current, calls=calls)
         record.outputs = [value for value in dict.fromkeys(returned) if value >= 0]
         distinct: dict[tuple[int, StridedLayout | None], Tensor] = {}
@@ -387,12 +391,12 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     return result
 
 
-def _filled(traits: Traits, args: tuple[Any, ...], made: Tensor, value: int, seed: int) -> list[Call]:
+def _filled(traits: Traits, args: tuple[Any, ...], made: Tensor, value: int, seed: int, part: int) -> list[Call]:
     """Returns calls that replace `zeros_like` and its kin, which read only the shape of their argument."""
     layout = layout_of(made)
     options = {"dtype": made.dtype, "device": made.device}
     calls = [Call(aten.empty_strided.default, (layout.size, layout.stride), options, (value,))]
     if traits.fill is not None:
         content = () if seed >= 0 else (args[-1] if traits.content is None else traits.content,)
-        calls.append(Call(traits.fill, (Ref(value), *content), {}, (-1,), (), seed))
+        calls.append(Call(traits.fill, (Ref(value), *content), {}, (-1,), (), seed, part))
     return calls

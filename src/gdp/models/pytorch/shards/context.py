@@ -55,12 +55,12 @@ def _backward(gradient: Tensor, *inputs: Any) -> Any:
 
 
 _INPUTS, _OPTIONS = "Tensor query, Tensor key, Tensor value", "float dropout_p, bool is_causal, int first, float? scale"
-_LIBRARY.define(f"attention({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"attention({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", tags=torch.Tag.nondeterministic_seeded)
 _LIBRARY.define(
     f"attention_backward(Tensor gradient, {_INPUTS}, Tensor o, Tensor s, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
 )
-_LIBRARY.impl("attention", lambda query, *rest: (_computed(query, *rest), _sums(query)), "CPU")
-_LIBRARY.impl("attention_backward", _backward, "CPU")
+_LIBRARY.impl("attention", lambda query, *rest: (_computed(query, *rest), _sums(query)), "CompositeExplicitAutograd")
+_LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 for _name, _fake in (
     ("attention", lambda q, k, v, *_: (q.new_empty((*q.shape[:-1], v.shape[-1])), _sums(q))),
     ("attention_backward", lambda _, *inputs: tuple(tensor.new_empty(tensor.shape) for tensor in inputs[:3])),
@@ -109,7 +109,7 @@ def _attention(run: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     alike = [(other.dim - len(other.shape), other.outer) if (other := cut_of(x)) else None for x in (key, value)]
     if mask is None and alike == [(-2, 1)] * 2:
         rest = run.num_ranks, run.rank, dropout, is_causal
-        result = run.applied(scaled_dot_product_attention, query, key, value, *rest, **options)
+        result = run.of_part(cut, run.applied, scaled_dot_product_attention, query, key, value, *rest, **options)
     else:
         key, value = run.for_cut_work(key), run.for_cut_work(value)
         if mask is not None:
@@ -118,7 +118,7 @@ def _attention(run: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
             mask = mask if is_own else aligned(run, run.whole(mask), cut, 2)
         elif is_causal:
             mask = _seen(query, key, run.rank * query.shape[-2])
-        result = func(query, key, value, mask, dropout, False, **options)
+        result = run.of_part(cut, func, query, key, value, mask, dropout, False, **options)
     shape = list(result.shape)
     shape[cut.dim] = cut.shape[cut.dim]
     return mark(result, AxisCut(tuple(shape), cut.dim, cut.num_parts, sources=cut.sources))
@@ -130,7 +130,7 @@ def _attention_of_samples(run: Any, name: str, func: Any, args: Any, kwargs: Any
     if cut is None or cut.dim != 0:
         return run.on_wholes("has queries of all samples", func, args, kwargs)
     args, kwargs = mapped((args, kwargs), lambda tensor: aligned(run, tensor, cut, query.dim()))
-    result = func(*args, **kwargs)
+    result = run.of_part(cut, func, *args, **kwargs)
     return mark(result, replace(cut, shape=(cut.shape[0], *result.shape[1:])))
 
 

@@ -25,11 +25,17 @@ from gdp.models.pytorch.shards.cuts import (
 )
 
 _RUNS: list["RankExchanges"] = []  # the innermost last
+_parts = [0]  # that random numbers are drawn for, the innermost last
 
 
 def current_run() -> "RankExchanges | None":
     """Returns the rank whose forward pass runs; None outside of one."""
     return _RUNS[-1] if _RUNS else None
+
+
+def drawn_part() -> int:
+    """Returns the part of a cut tensor that random numbers are drawn for; 0 of a whole one."""
+    return _parts[-1]
 
 
 class RankExchanges(TorchFunctionMode):
@@ -76,6 +82,14 @@ class RankExchanges(TorchFunctionMode):
         if self.attribute == ATTRIBUTE:
             return func(*args, **kwargs)
         return handle_torch_function(func, (args[0],), *args, **kwargs)
+
+    def of_part(self, cut: AxisCut, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns the result of a function of parts, whose random numbers are those of this rank's part."""
+        _parts.append(_parts[-1] * cut.num_parts + self.own_part(cut))
+        try:
+            return func(*args, **kwargs)
+        finally:
+            _parts.pop()
 
     def kept(self, key: tuple[Any, ...], tensor: Tensor, make: Callable[[], Any]) -> Any:
         """Returns what `make` returned the first time for this tensor."""

@@ -180,7 +180,7 @@ def on_parts(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any, l
     cut = cut_of(lead)
     assert cut is not None
     shape = lead.shape  # of the part: outside of the mode
-    result = func(*args, **kwargs)
+    result = run.of_part(cut, func, *args, **kwargs)
     made = list(tensors_in(result))
     if not made:
         return result

@@ -138,7 +138,8 @@ def _attention(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any)
     rest, kwargs = mapped((rest, kwargs), lambda tensor: aligned(run, tensor, lead, 3))
     shape = (*whole_shape(triple[0])[:-1], whole_shape(triple[2])[-1])
     sources = frozenset().union(*(cut.sources for cut in map(cut_of, triple) if cut is not None))
-    return mark(func(*parts, *rest, **kwargs), AxisCut(shape, len(shape) - 3, run.num_ranks, sources=sources))
+    result = run.of_part(lead, func, *parts, *rest, **kwargs)
+    return mark(result, AxisCut(shape, len(shape) - 3, run.num_ranks, sources=sources))
 
 
 def _embedding(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
