@@ -164,6 +164,7 @@ def test_ranks_with_samples_and_experts_of_their_own() -> None:
     ]
     for own, values in zip(words, expected, strict=True):
         assert {name: own[own.index(name) + 1] for name in values} == {name: str(each) for name, each in values.items()}
+    assert words[1].index("--training.disable_cuda_graphs") < words[1].index("activation-checkpoint:none")
     with pytest.raises(InputError, match="torch-fsdp: has no expert shards; export to torchtitan or megatron"):
         for_tool("torch-fsdp", "data=2,expert=2", of=source)
     model, inputs = case("mixtral", num_key_value_heads=4)

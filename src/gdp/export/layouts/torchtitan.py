@@ -62,6 +62,8 @@ def options(step: CutStep) -> list[str]:
         options.append("--parallelism.no-enable_sequence_parallel")
     if is_cut:
         options += _pipeline(step)
+    if is_cut or layout.shards.expert > 1:
+        options.append("--training.disable_cuda_graphs")  # its parser asks for this
     recomputed = recomputed_layers(step, NAME)
     if recomputed and recomputed != set(step.layers):
         raise InputError(f"{NAME}: recomputes all layers or none; place with recompute=blocks, selective or none")
@@ -91,7 +93,6 @@ def _pipeline(step: CutStep) -> list[str]:
         f"--parallelism.module_fqns_per_model_part {' '.join(stages)}",
         "--parallelism.pipeline_parallel_schedule 1F1B",
         f"--parallelism.pipeline_parallel_microbatch_size {step.samples}",
-        "--training.disable_cuda_graphs",  # its parser asks for this with pipelines
     ]
 
 
