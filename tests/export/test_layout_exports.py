@@ -225,6 +225,15 @@ def test_layouts_a_tool_lacks(
         write(cut(layout, cuts=cuts))
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+def test_tied_weights_of_two_stages(zero: int) -> None:
+    """torchtitan refuses a pipeline whose head is its embedding, also where replicas gather it."""
+    problem, plan = planned(f"data=2,stages=2,microbatches=4,zero={zero}", model="tied", cuts=(2,))
+    step = cut_step(problem, plan, torchtitan.NAME, has_stages=True)
+    with pytest.raises(InputError, match="ties no weights of two stages; place with stages=1, or export to megatron"):
+        torchtitan.write(step)
+
+
 def test_names_run_no_code() -> None:
     """Names of graphs and modules run no code."""
     problem, plan = planned("data=2,recompute=layers.1", "2xp100-pcie-16g", model="tied")
