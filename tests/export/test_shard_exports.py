@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from copy import copy
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -321,6 +322,21 @@ def test_degrees_of_transformers() -> None:
     config = transformers.DistributedConfig(**json.loads(answer.content))
     assert (config.tp_size, config.dp_replicate_size, config.fsdp_size) == (2, 2, 1)
     assert any("five all-reduces" in note for note in LAYOUT_TARGETS["transformers"].notes(answer.step))
+
+
+def test_mixed_precision_of_transformers() -> None:
+    """Transformers loads float32 weights only where it is told to, and FSDP computes in bf16 by an option."""
+    source = ModelSource.of_example(MODELS["grouped"](), Reading(precision="mixed", dtype="bfloat16"))
+    for layout, is_sharded in (("data=2,tensor=2,sequence=off,zero=3", True), ("tensor=2,sequence=off", False)):
+        problem, plan, _ = planned(layout, of=source)
+        named = copy(source)
+        named.text = "hf:grouped"
+        answer = exported(problem, plan, LAYOUT_TARGETS["transformers"], named)
+        assert json.loads(answer.content).get("fsdp_mixed_precision", False) == is_sharded
+        notes = " ".join(LAYOUT_TARGETS["transformers"].notes(answer.step))
+        assert "transformers holds float32 weights" in notes
+        assert "Load MODEL with dtype=torch.float32" in notes
+        assert ("give Trainer bf16=True" in notes) != is_sharded
 
 
 @pytest.mark.parametrize("name", ["hf-device-map", "torch-pipelining", "onnxruntime", "openvino", "llama-cpp", "vllm"])

@@ -110,9 +110,9 @@ def notes(step: CutStep) -> list[str]:
     return sentences
 
 
-def held_by(graph: Graph, layout: Layout) -> list[Held]:
+def held_by(graph: Graph, layout: Layout, tool: str = NAME) -> list[Held]:
     """Returns what PyTorch holds: of a model in mixed precision what FSDP and autocast do, of others the same."""
-    held = as_fsdp(graph, layout, NAME)
+    held = as_fsdp(graph, layout, tool)
     computed = next((dtype for dtype in HALF if dtype in graph.dtypes), "")
     held = replace(held, keeps_rest=layout.zero == 3)
     return [replace(held, options=(computed,)) if held.sentence else held]
