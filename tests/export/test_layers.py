@@ -213,6 +213,23 @@ def test_devices_of_layers_and_cache(problem: Problem, devices: list[int], optio
     assert np.array_equal(llama_cpp.in_stretches(problem, units, arranged), arranged)
 
 
+@pytest.mark.parametrize(
+    ("devices", "names"),
+    [
+        ("2xmi300x-192g", {"ROCm0", "ROCm1"}),
+        ("cpu-16core+m2-ultra-192g", {"CPU", "MTL0"}),
+        ("p100-pcie-16g+mi300x-192g", {"CUDA0", "ROCm0"}),
+    ],
+)
+def test_devices_of_other_makers(devices: str, names: set[str]) -> None:
+    """llama.cpp's backends for AMD's and Apple's cards have names of their own, and number their own cards."""
+    other = Problem.build(graph_of("llama"), gdp.Cluster.parse(devices))
+    units = llama_cpp.TARGET.read_units(other)
+    lines = llama_cpp.TARGET.write(other, units, np.arange(units.num_units) * 2 // units.num_units)
+    assert set(re.findall(r"=(\w+)'", lines)) == names
+    assert {"-dev ROCm0,ROCm1", "-dev MTL0", "-dev CUDA0,ROCm0"} & set(lines.splitlines())
+
+
 @pytest.mark.parametrize("cuts", [(1, 3), (2,), ()])
 def test_partition_of_vllm(problem: Problem, cuts: tuple[int, ...]) -> None:
     """The partition for vLLM counts the layers of each rank."""
