@@ -243,6 +243,26 @@ def test_servers_of_a_decode_step(tensor: int, remedy: str, tmp_path: Path) -> N
             assert expected in exported(problem, plan, TARGETS[name], source).content
 
 
+def test_caches_of_served_steps(tmp_path: Path) -> None:
+    """Tools are told the context that a plan assumes where MODEL does not say it, 64 positions here, and llama.cpp the
+    tokens of all sequences. A type of the cache that a tool lacks is refused."""
+    text = text_of("llama", tmp_path).replace("context=9", "batch=3").partition("&")[0]
+    cases = [
+        ("vllm", None, "--max-model-len 64 --pipe"),
+        ("vllm", Fraction(2), "--max-model-len 64 --pipe"),
+        ("vllm", Fraction(17, 16), "keeps 1 or 2 bytes of an element in its cache, and the plan 1.0625; place with"),
+    ]
+    for name, element_bytes, expected in cases:
+        source = ModelSource(text, Reading(training=False, serving=Serving("decode", element_bytes)))
+        problem = Problem.build(source.whole().graph, "p100-pcie-16g")
+        plan = plan_of(simulate(problem, np.zeros(problem.num_ops, np.int64)), 0, "by hand", 0)
+        if "place with" in expected:
+            with pytest.raises(InputError, match=expected):
+                exported(problem, plan, TARGETS[name], source)
+        else:
+            assert expected in exported(problem, plan, TARGETS[name], source).content
+
+
 def test_what_servers_cannot_be_told() -> None:
     """A server over two hosts is started by more than a file, and vLLM takes one share of the memory of all cards."""
     graph = ModelSource.of_example(MODELS["grouped"](), Reading(training=False)).whole().graph
