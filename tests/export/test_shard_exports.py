@@ -245,12 +245,17 @@ def test_servers_of_a_decode_step(tensor: int, remedy: str, tmp_path: Path) -> N
 
 def test_caches_of_served_steps(tmp_path: Path) -> None:
     """Tools are told the context that a plan assumes where MODEL does not say it, 64 positions here, and llama.cpp the
-    tokens of all sequences. A type of the cache that a tool lacks is refused."""
-    text = text_of("llama", tmp_path).replace("context=9", "batch=3").partition("&")[0]
+    tokens of both sequences. A type of the cache that a tool lacks is refused."""
+    pytest.importorskip("gguf")
+    text = text_of("llama", tmp_path).partition("&")[0]
     cases = [
         ("vllm", None, "--max-model-len 64 --pipe"),
         ("vllm", Fraction(2), "--max-model-len 64 --pipe"),
         ("vllm", Fraction(17, 16), "keeps 1 or 2 bytes of an element in its cache, and the plan 1.0625; place with"),
+        ("llama-cpp", None, "-c 128\n-np 2\n-ngl 3\n"),
+        ("llama-cpp", Fraction(17, 16), "-c 128\n-np 2\n-ctk q8_0 -ctv q8_0\n-ngl 3\n"),
+        ("llama-cpp", Fraction(9, 16), "-ctk q4_0 -ctv q4_0\n"),
+        ("llama-cpp", Fraction(1), "has no cache of 1 bytes an element; place with --kv-cache q8_0"),
     ]
     for name, element_bytes, expected in cases:
         source = ModelSource(text, Reading(training=False, serving=Serving("decode", element_bytes)))

@@ -31,11 +31,14 @@ from gdp.export.llama_cpp_cache import Cache, find_cache
 from gdp.export.module_chains import Layers, find_layers
 from gdp.graph import Graph
 from gdp.graph.layers import enclosing
+from gdp.models.serving import ELEMENT_BYTES
+from gdp.models.source import ModelSource
 from gdp.placers.base import inherit
 from gdp.simulator.problem import Problem
 
 NAME = "llama-cpp"
 _GIB = 2**30
+_CACHE_TYPES = ("f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 _BACKENDS = {"amd": "ROCm", "apple": "MTL"}  # by family of cards (ggml-cuda.h, ggml-metal.cpp)
 
 
@@ -46,6 +49,7 @@ class LlamaCpp:
     context: int | None = None
     split_layers: bool = False
     shares: tuple[int, ...] = ()  # of each GPU in all matrices; (): a layer is on one device
+    served: tuple[str, ...] = ()  # options of the cache that is in the graph
 
     def __post_init__(self) -> None:
         if self.context is not None and self.context < 0:
@@ -66,7 +70,22 @@ class LlamaCpp:
             layers=whole_layers,
             notes=self.notes,
             with_shares=lambda shares: replace(self, shares=shares).target(),
+            with_model=self.of_model,
         )
+
+    def of_model(self, source: ModelSource) -> ExportTarget:
+        """Returns the target with the cache that a step of `source` has. InputError for a type that llama.cpp lacks."""
+        if (served := source.served) is None:
+            return self.target()
+        options = [f"-c {served.num_sequences * served.context}", f"-np {served.num_sequences}"]
+        if (element_bytes := source.reading.serving.cache_element_bytes) is not None:
+            kinds = [kind for kind in _CACHE_TYPES if ELEMENT_BYTES[kind] == element_bytes]
+            if not kinds:
+                raise InputError(
+                    f"{NAME}: has no cache of {float(element_bytes):g} bytes an element; place with --kv-cache q8_0"
+                )
+            options.append(f"-ctk {kinds[0]} -ctv {kinds[0]}")
+        return replace(self, served=tuple(options)).target()
 
     def read_units(self, problem: Problem) -> ExportUnits:
         """Makes the units of a Transformers decoder. InputError for other names, training and micro-batches."""
@@ -92,7 +111,7 @@ class LlamaCpp:
         names = _names(problem)
         place = {name: int(devices[unit]) for unit, members in enumerate(units.members) for name in members}
         cache = self.cache(problem.graph)
-        lines = [f"-c {cache.tokens}"] if cache.tokens else []
+        lines = [f"-c {cache.tokens}"] if cache.tokens else [*self.served]
         if self.shares:
             backend = _BACKENDS.get(family_of(problem.cluster.devices[0].kind), "CUDA")
             gpus = ",".join(f"{backend}{number}" for _, number in cards_of(problem)[0])
@@ -119,7 +138,8 @@ class LlamaCpp:
     def notes(self, problem: Problem, units: ExportUnits, devices: I64) -> list[str]:
         """Returns sentences on assumptions about llama.cpp, and on costs that the figures lack."""
         cache = self.cache(problem.graph)
-        if cache.is_in_graph:
+        notes: list[str] = []
+        if cache.is_in_graph and not self.served:
             notes = ["The graph has its cache of keys and values; start llama.cpp with a -c of the same size."]
         elif not cache.is_known:
             notes = [
@@ -132,7 +152,7 @@ class LlamaCpp:
                 f"Room is left for a cache of {cache.tokens:,} tokens in float16 beside its layers, {size:.3g} GiB in "
                 "all; --ctx sets the tokens, of all sequences together. Compute buffers are not counted (--reserve)."
             ]
-        else:
+        elif not cache.is_in_graph:
             notes = ["No room is left for a cache of keys and values."]
         if self.shares:
             notes.append("Rows of matrices have these shares; the cache and attention are on the first GPU (-mg).")
