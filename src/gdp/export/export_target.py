@@ -304,7 +304,7 @@ def write_ranks(problem: Problem, devices: I64, command: str, variable: str, tar
         raise InputError(
             f"{target}: numbers ranks host by host, and the plan has stages in turns on hosts; place on one"
         )
-    visible = [f"CUDA_VISIBLE_DEVICES={visible_cards(problem, own)}" for _, own in runs]
+    visible = [f"export CUDA_VISIBLE_DEVICES={visible_cards(problem, own)}" for _, own in runs]
     if len(runs) > 1:
         visible = [f"# on {host}: {line}" for (host, _), line in zip(runs, visible, strict=True)]
     return "\n".join((f"# {command}", variable, *visible, ""))
