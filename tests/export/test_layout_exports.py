@@ -193,11 +193,13 @@ def test_ranks_of_two_hosts() -> None:
     """Ranks of two hosts are numbered host by host."""
     hosts = "2x(2xp100-pcie-16g)@10gbit"
     script = torchtitan.write(cut("data=4", devices=hosts))
-    assert "  0) export CUDA_VISIBLE_DEVICES=0,1 ;;\n  1) export CUDA_VISIBLE_DEVICES=0,1 ;;\n" in script
+    cases = "".join(f"  {host}) export CUDA_VISIBLE_DEVICES=0,1 ;;  # host{host}\n" for host in (0, 1))
+    assert f'case "$NODE_RANK" in\n{cases}esac\n' in script
     assert "torchrun --nnodes 2 " in script
     problem, plan = planned("data=4", hosts)
     module = torch_fsdp.write(cut_step(problem, plan, torch_fsdp.NAME, has_stages=False))
-    assert "    CUDA_VISIBLE_DEVICES=0,1 torchrun --nnodes 2 --node-rank 1 --master-addr HOST0 " in module
+    command = "torchrun --nnodes 2 --node-rank 1 --master-addr HOST0 --nproc-per-node 2 TRAIN.py  # on host1\n"
+    assert f"    CUDA_VISIBLE_DEVICES=0,1 {command}" in module
     # stage by stage the ranks of a pipeline a host are in turns on hosts; Megatron-LM numbers them replica by replica
     step = cut("data=2,stages=2,microbatches=4", cuts=(2,), devices=hosts)
     assert megatron_lm.write(step).endswith("  --use-tp-pp-dp-mapping\n")

@@ -223,6 +223,7 @@ class RankOrder:
     """The GPUs [H][] of each host, by their numbers there, in the order of ranks; H hosts."""
 
     gpus: tuple[tuple[int, ...], ...]
+    hosts: tuple[str, ...]  # [H] as the cluster calls them, in letters that end no comment
 
     @classmethod
     def of(cls, problem: Problem, devices: Sequence[int]) -> "RankOrder | None":
@@ -236,7 +237,7 @@ class RankOrder:
             last = host
         if len({len(run) for run in runs.values()}) > 1:
             return None
-        return cls(tuple(map(tuple, runs.values())))
+        return cls(tuple(map(tuple, runs.values())), tuple(map(_plain, runs)))
 
     @property
     def visible(self) -> tuple[str, ...]:
@@ -250,6 +251,13 @@ class RankOrder:
             return f"torchrun --standalone {each}"
         return f"torchrun --nnodes {len(self.gpus)} --node-rank {host} --master-addr {first} {each}"
 
+    def commands(self, program: str) -> list[str]:
+        """[H] Returns the command that starts `program` on each host."""
+        return [
+            f"CUDA_VISIBLE_DEVICES={gpus} {self.torchrun(str(number), 'HOST0')} {program}{host and f'  # on {host}'}"
+            for number, (gpus, host) in enumerate(zip(self.visible, self.hosts, strict=True))
+        ]
+
     def script(
         self, titles: Sequence[str], options: Sequence[str], program: str = "", environment: Sequence[str] = ()
     ) -> str:
@@ -258,7 +266,10 @@ class RankOrder:
         if len(self.gpus) == 1:
             visible = [f"export CUDA_VISIBLE_DEVICES={self.visible[0]}"]
         else:
-            cases = [f"  {host}) export CUDA_VISIBLE_DEVICES={gpus} ;;" for host, gpus in enumerate(self.visible)]
+            cases = [
+                f"  {number}) export CUDA_VISIBLE_DEVICES={gpus} ;;  # {host}"
+                for number, (gpus, host) in enumerate(zip(self.visible, self.hosts, strict=True))
+            ]
             visible = [
                 ': "${NODE_RANK:?is the number of this host}" "${MASTER_ADDR:?is the address of host 0}"',
                 'case "$NODE_RANK" in',
@@ -272,8 +283,13 @@ class RankOrder:
 
 
 def title_of(step: CutStep) -> str:
-    """Returns `gpt2 in the layout data=4`, of letters that end no comment: names of graphs are any text."""
-    return re.sub(r"[^\w ?=&:./,@+-]", "_", f"{step.problem.graph.name} in the layout {step.layout}", flags=re.ASCII)
+    """Returns `gpt2 in the layout data=4`."""
+    return _plain(f"{step.problem.graph.name} in the layout {step.layout}")
+
+
+def _plain(text: str) -> str:
+    """Returns text of letters that end no comment: names of graphs and hosts are any text."""
+    return re.sub(r"[^\w ?=&:./,@+-]", "_", text, flags=re.ASCII)
 
 
 def ranks_of(step: CutStep, target: str, *, by_replica: bool = False) -> RankOrder:

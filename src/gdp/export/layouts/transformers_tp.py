@@ -35,8 +35,8 @@ def write(step: CutStep) -> str:
 
 def notes(step: CutStep) -> list[str]:
     """Returns sentences on what Transformers does otherwise than the plan, and on options that it takes elsewhere."""
-    sentences, layout, ranks = common_notes(step), step.layout, ranks_of(step, NAME)
-    sentences.append(f"Start it with CUDA_VISIBLE_DEVICES={ranks.visible[0]} {ranks.torchrun()}.")
+    sentences, layout = common_notes(step), step.layout
+    sentences += [f"Start it with {command}." for command in ranks_of(step, NAME).commands("TRAIN.py")]
     if precision := precision_of(step.problem.graph):  # by default the type of the checkpoint
         cast = ", and give Trainer bf16=True" if step.held.options and layout.data == 1 else ""
         sentences.append(f"Load MODEL with dtype=torch.{'bfloat16' if precision == PURE_BF16 else 'float32'}{cast}.")
