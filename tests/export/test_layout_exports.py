@@ -18,6 +18,7 @@ import gdp
 from execute.rank_processes import start_ranks, statuses_of
 from gdp.cli import main
 from gdp.errors import InputError
+from gdp.export.export_target import visible_cards
 from gdp.export.layouts import megatron_lm, torch_fsdp, torchtitan
 from gdp.export.layouts.precision import Held
 from gdp.export.layouts.target import CutStep, cut_step
@@ -205,6 +206,18 @@ def test_ranks_of_two_hosts() -> None:
     assert megatron_lm.write(step).endswith("  --use-tp-pp-dp-mapping\n")
     with pytest.raises(InputError, match="numbers ranks host by host"):
         torchtitan.write(step)
+
+
+@pytest.mark.parametrize(("name", "cards"), [("local", "7,4"), ("local:cuda-graphs", "7,4"), ("file.json", "0,1")])
+def test_cards_of_this_machine(name: str, cards: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cards of `local` are those that the user lets gdp see, whatever the shell of the script has."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,4")
+    problem, plan = planned("data=2", "2xp100-pcie-16g")
+    problem = replace(problem, cluster=replace(problem.cluster, name=name))
+    step = cut_step(problem, plan, "tool", has_stages=True)
+    assert f"export CUDA_VISIBLE_DEVICES={cards}\n" in torchtitan.write(step)
+    assert f" CUDA_VISIBLE_DEVICES={cards} torchrun" in torch_fsdp.write(step)
+    assert visible_cards(problem, [1, 0]) == cards[::-1]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.export import megatron
 from gdp.export.adapt import adapt_within, simulated
-from gdp.export.export_target import ExportUnits, cards_of, is_cpu, stage_members, stage_starts
+from gdp.export.export_target import ExportUnits, cards_of, is_cpu, stage_members, stage_starts, visible_numbers
 from gdp.export.layouts.precision import Held, precision_of
 from gdp.export.module_chains import find_layers
 from gdp.graph import Graph
@@ -224,6 +224,7 @@ class RankOrder:
 
     gpus: tuple[tuple[int, ...], ...]
     hosts: tuple[str, ...]  # [H] as the cluster calls them, in letters that end no comment
+    visible: tuple[str, ...]  # [H] the values of CUDA_VISIBLE_DEVICES
 
     @classmethod
     def of(cls, problem: Problem, devices: Sequence[int]) -> "RankOrder | None":
@@ -237,12 +238,8 @@ class RankOrder:
             last = host
         if len({len(run) for run in runs.values()}) > 1:
             return None
-        return cls(tuple(map(tuple, runs.values())), tuple(map(_plain, runs)))
-
-    @property
-    def visible(self) -> tuple[str, ...]:
-        """[H] the values of CUDA_VISIBLE_DEVICES."""
-        return tuple(",".join(map(str, gpus)) for gpus in self.gpus)
+        visible = (visible_numbers(problem, run) for run in runs.values())
+        return cls(tuple(map(tuple, runs.values())), tuple(map(_plain, runs)), tuple(visible))
 
     def torchrun(self, host: str = '"$NODE_RANK"', first: str = '"$MASTER_ADDR"') -> str:
         """Returns the command without a script; `host` is the number of the one it runs on, `first` host 0."""
