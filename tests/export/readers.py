@@ -59,7 +59,9 @@ def _ranks(variable: str, sizes_of: Callable[[str], list[int]]) -> Callable[[str
     """Reads files of ranks; `sizes_of` reads the number of layers of each rank from the value of `variable`."""
 
     def read(text: str, problem: Problem, units: ExportUnits) -> list[int]:
-        values = dict(line.split("=", 1) for line in text.splitlines() if not line.startswith("#"))
+        values = dict(
+            line.removeprefix("export ").split("=", 1) for line in text.splitlines() if not line.startswith("#")
+        )
         numbers = gpu_numbers(problem)
         ranks = [numbers.index(int(number)) for number in values["CUDA_VISIBLE_DEVICES"].split(",")]
         by_layer = np.repeat(ranks, sizes_of(values[variable]))

@@ -83,14 +83,15 @@ def test_modules_run_where_their_entry_is(training: bool) -> None:
 
 
 def test_offloaded_modules() -> None:
-    """An offloaded module keeps its weights on the CPU, and computes on the first GPU."""
+    """An offloaded module keeps its weights on the CPU, and computes on the GPU of the lowest number, as
+    accelerate's `dispatch_model` chooses it."""
     graph = captured(training=False)
     problem = Problem.build(graph, Cluster.parse("2xl4-24g+cpu-16core"))
     placement = placement_of(problem, {"embed": 1, "blocks": "cpu", "head": 0})
     assert placement is not None
     for kind, module, device in zip(graph.kinds, graph.modules, placement.tolist(), strict=True):
         if module.startswith("blocks"):
-            assert device == (2 if kind == "parameter" else 1)
+            assert device == (2 if kind == "parameter" else 0)
         elif module in ("embed", "head"):
             assert device == (1 if module == "embed" else 0)
     # neither a CPU that is not there nor training of offloaded weights

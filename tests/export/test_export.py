@@ -309,7 +309,9 @@ def test_plans_over_hosts() -> None:
         problem = Problem.build(graph, cluster)
         units = TARGETS["megatron"].read_units(problem)
         text = TARGETS["megatron"].write(problem, units, np.arange(units.num_units) * 4 // units.num_units)
-        assert text.endswith("# on host0: CUDA_VISIBLE_DEVICES=0,1\n# on host1: CUDA_VISIBLE_DEVICES=0,1\n")
+        assert text.endswith(
+            "# on host0: export CUDA_VISIBLE_DEVICES=0,1\n# on host1: export CUDA_VISIBLE_DEVICES=0,1\n"
+        )
     with pytest.raises(InputError, match="stages in turns on hosts"):
         TARGETS["megatron"].write(
             problem, units, np.array([0, 2, 1, 3])[np.arange(units.num_units) * 4 // units.num_units]

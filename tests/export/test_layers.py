@@ -1,7 +1,9 @@
 """llama-cpp, vllm and megatron: layers by name and number, read by the tools' own code where it can be installed."""
 
 import re
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -213,6 +215,23 @@ def test_devices_of_layers_and_cache(problem: Problem, devices: list[int], optio
     assert np.array_equal(llama_cpp.in_stretches(problem, units, arranged), arranged)
 
 
+@pytest.mark.parametrize(
+    ("devices", "names"),
+    [
+        ("2xmi300x-192g", {"ROCm0", "ROCm1"}),
+        ("cpu-16core+m2-ultra-192g", {"CPU", "MTL0"}),
+        ("p100-pcie-16g+mi300x-192g", {"CUDA0", "ROCm0"}),
+    ],
+)
+def test_devices_of_other_makers(devices: str, names: set[str]) -> None:
+    """llama.cpp's backends for AMD's and Apple's cards have names of their own, and number their own cards."""
+    other = Problem.build(graph_of("llama"), gdp.Cluster.parse(devices))
+    units = llama_cpp.TARGET.read_units(other)
+    lines = llama_cpp.TARGET.write(other, units, np.arange(units.num_units) * 2 // units.num_units)
+    assert set(re.findall(r"=(\w+)'", lines)) == names
+    assert {"-dev ROCm0,ROCm1", "-dev MTL0", "-dev CUDA0,ROCm0"} & set(lines.splitlines())
+
+
 @pytest.mark.parametrize("cuts", [(1, 3), (2,), ()])
 def test_partition_of_vllm(problem: Problem, cuts: tuple[int, ...]) -> None:
     """The partition for vLLM counts the layers of each rank."""
@@ -231,13 +250,20 @@ def test_partition_of_vllm(problem: Problem, cuts: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("cuts", [(1, 3), (4, 5), (3,), ()])
 @pytest.mark.filterwarnings("ignore::UserWarning:megatron", "ignore::DeprecationWarning")
-def test_stages_of_megatron(problem: Problem, cuts: tuple[int, ...]) -> None:
+def test_stages_of_megatron(problem: Problem, cuts: tuple[int, ...], tmp_path: Path) -> None:
     """Megatron reads the layout as the stages that were meant."""
     units = megatron.read_units(problem)
     assert units.num_units == 6
     devices = np.array([1, 0, 2])[np.searchsorted(cuts, np.arange(6), side="right")]
     text = megatron.write(problem, units, devices)
     assert np.array_equal(read_devices(megatron.NAME, text, problem, units), devices)
+    (tmp_path / "megatron.env").write_text(text)
+    # the layout is for the shell, the GPUs are for what it starts
+    command = ["sh", "-c", '. ./megatron.env; echo "$PIPELINE_LAYOUT"; env']
+    sourced = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True, check=True)
+    first, *variables = sourced.stdout.splitlines()
+    assert first == megatron.layout(units, devices)
+    assert any(re.fullmatch(r"CUDA_VISIBLE_DEVICES=[0-2,]+", variable) for variable in variables)
     layouts = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
     found = layouts.PipelineParallelLayerLayout.from_str(megatron.layout(units, devices), len(cuts) + 1)
     found.validate_layer_layout(num_layers=4, mtp_num_layers=None)

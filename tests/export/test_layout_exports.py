@@ -18,6 +18,7 @@ import gdp
 from execute.rank_processes import start_ranks, statuses_of
 from gdp.cli import main
 from gdp.errors import InputError
+from gdp.export.export_target import visible_cards
 from gdp.export.layouts import megatron_lm, torch_fsdp, torchtitan
 from gdp.export.layouts.precision import Held
 from gdp.export.layouts.target import CutStep, cut_step
@@ -193,16 +194,30 @@ def test_ranks_of_two_hosts() -> None:
     """Ranks of two hosts are numbered host by host."""
     hosts = "2x(2xp100-pcie-16g)@10gbit"
     script = torchtitan.write(cut("data=4", devices=hosts))
-    assert "  0) export CUDA_VISIBLE_DEVICES=0,1 ;;\n  1) export CUDA_VISIBLE_DEVICES=0,1 ;;\n" in script
+    cases = "".join(f"  {host}) export CUDA_VISIBLE_DEVICES=0,1 ;;  # host{host}\n" for host in (0, 1))
+    assert f'case "$NODE_RANK" in\n{cases}esac\n' in script
     assert "torchrun --nnodes 2 " in script
     problem, plan = planned("data=4", hosts)
     module = torch_fsdp.write(cut_step(problem, plan, torch_fsdp.NAME, has_stages=False))
-    assert "    CUDA_VISIBLE_DEVICES=0,1 torchrun --nnodes 2 --node-rank 1 --master-addr HOST0 " in module
+    command = "torchrun --nnodes 2 --node-rank 1 --master-addr HOST0 --nproc-per-node 2 TRAIN.py  # on host1\n"
+    assert f"    CUDA_VISIBLE_DEVICES=0,1 {command}" in module
     # stage by stage the ranks of a pipeline a host are in turns on hosts; Megatron-LM numbers them replica by replica
     step = cut("data=2,stages=2,microbatches=4", cuts=(2,), devices=hosts)
     assert megatron_lm.write(step).endswith("  --use-tp-pp-dp-mapping\n")
     with pytest.raises(InputError, match="numbers ranks host by host"):
         torchtitan.write(step)
+
+
+@pytest.mark.parametrize(("name", "cards"), [("local", "7,4"), ("local:cuda-graphs", "7,4"), ("file.json", "0,1")])
+def test_cards_of_this_machine(name: str, cards: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cards of `local` are those that the user lets gdp see, whatever the shell of the script has."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,4")
+    problem, plan = planned("data=2", "2xp100-pcie-16g")
+    problem = replace(problem, cluster=replace(problem.cluster, name=name))
+    step = cut_step(problem, plan, "tool", has_stages=True)
+    assert f"export CUDA_VISIBLE_DEVICES={cards}\n" in torchtitan.write(step)
+    assert f" CUDA_VISIBLE_DEVICES={cards} torchrun" in torch_fsdp.write(step)
+    assert visible_cards(problem, [1, 0]) == cards[::-1]
 
 
 @pytest.mark.parametrize(
@@ -223,6 +238,15 @@ def test_layouts_a_tool_lacks(
     """A layout that a tool cannot express is refused."""
     with pytest.raises(InputError, match=message):
         write(cut(layout, cuts=cuts))
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_tied_weights_of_two_stages(zero: int) -> None:
+    """torchtitan refuses a pipeline whose head is its embedding, also where replicas gather it."""
+    problem, plan = planned(f"data=2,stages=2,microbatches=4,zero={zero}", model="tied", cuts=(2,))
+    step = cut_step(problem, plan, torchtitan.NAME, has_stages=True)
+    with pytest.raises(InputError, match="ties no weights of two stages; place with stages=1, or export to megatron"):
+        torchtitan.write(step)
 
 
 def test_names_run_no_code() -> None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import gdp
 from gdp.export import hf_device_map, torch_pipelining
 from gdp.export.adapt import adapt
+from gdp.export.modules import first_input
 from gdp.simulator.problem import Problem
 
 
@@ -209,6 +210,12 @@ def test_offloaded_tensors_of_containers() -> None:
         "model.layers.2": "cpu",
         "model.layers.3": 0,
     }
+    # with inputs on GPU 1 the lowest number is still first, where accelerate has offloaded modules by default
+    two = Problem.build(graph_of("owned"), gdp.Cluster.parse("2xp100-pcie-16g+cpu-16core"))
+    inputs = units.index[first_input(two.graph)]
+    found = hf_device_map.device_map(two, units, np.where(np.arange(units.num_units) == inputs, 1, 2 * devices))
+    assert next(iter(found.values())) == found["model.gain"] == 0
+    assert {1, "cpu"} < set(found.values())
 
 
 def test_notes_on_tensors_of_containers() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from copy import copy
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -164,6 +165,7 @@ def test_ranks_with_samples_and_experts_of_their_own() -> None:
     ]
     for own, values in zip(words, expected, strict=True):
         assert {name: own[own.index(name) + 1] for name in values} == {name: str(each) for name, each in values.items()}
+    assert words[1].index("--training.disable_cuda_graphs") < words[1].index("activation-checkpoint:none")
     with pytest.raises(InputError, match="torch-fsdp: has no expert shards; export to torchtitan or megatron"):
         for_tool("torch-fsdp", "data=2,expert=2", of=source)
     model, inputs = case("mixtral", num_key_value_heads=4)
@@ -236,6 +238,31 @@ def test_servers_of_a_decode_step(tensor: int, remedy: str, tmp_path: Path) -> N
     for name, expected in options.items():
         if remedy:
             with pytest.raises(InputError, match=f"MODEL has 4, 2 of them of keys, for 8 ranks; {remedy}"):
+                exported(problem, plan, TARGETS[name], source)
+        else:
+            assert expected in exported(problem, plan, TARGETS[name], source).content
+
+
+def test_caches_of_served_steps(tmp_path: Path) -> None:
+    """Tools are told the context that a plan assumes where MODEL does not say it, 64 positions here, and llama.cpp the
+    tokens of both sequences. A type of the cache that a tool lacks is refused."""
+    pytest.importorskip("gguf")
+    text = text_of("llama", tmp_path).partition("&")[0]
+    cases = [
+        ("vllm", None, "--max-model-len 64 --pipe"),
+        ("vllm", Fraction(2), "--max-model-len 64 --pipe"),
+        ("vllm", Fraction(17, 16), "keeps 1 or 2 bytes of an element in its cache, and the plan 1.0625; place with"),
+        ("llama-cpp", None, "-c 128\n-np 2\n-ngl 3\n"),
+        ("llama-cpp", Fraction(17, 16), "-c 128\n-np 2\n-ctk q8_0 -ctv q8_0\n-ngl 3\n"),
+        ("llama-cpp", Fraction(9, 16), "-ctk q4_0 -ctv q4_0\n"),
+        ("llama-cpp", Fraction(1), "has no cache of 1 bytes an element; place with --kv-cache q8_0"),
+    ]
+    for name, element_bytes, expected in cases:
+        source = ModelSource(text, Reading(training=False, serving=Serving("decode", element_bytes)))
+        problem = Problem.build(source.whole().graph, "p100-pcie-16g")
+        plan = plan_of(simulate(problem, np.zeros(problem.num_ops, np.int64)), 0, "by hand", 0)
+        if "place with" in expected:
+            with pytest.raises(InputError, match=expected):
                 exported(problem, plan, TARGETS[name], source)
         else:
             assert expected in exported(problem, plan, TARGETS[name], source).content
@@ -320,6 +347,21 @@ def test_degrees_of_transformers() -> None:
     config = transformers.DistributedConfig(**json.loads(answer.content))
     assert (config.tp_size, config.dp_replicate_size, config.fsdp_size) == (2, 2, 1)
     assert any("five all-reduces" in note for note in LAYOUT_TARGETS["transformers"].notes(answer.step))
+
+
+def test_mixed_precision_of_transformers() -> None:
+    """Transformers loads float32 weights only where it is told to, and FSDP computes in bf16 by an option."""
+    source = ModelSource.of_example(MODELS["grouped"](), Reading(precision="mixed", dtype="bfloat16"))
+    for layout, is_sharded in (("data=2,tensor=2,sequence=off,zero=3", True), ("tensor=2,sequence=off", False)):
+        problem, plan, _ = planned(layout, of=source)
+        named = copy(source)
+        named.text = "hf:grouped"
+        answer = exported(problem, plan, LAYOUT_TARGETS["transformers"], named)
+        assert json.loads(answer.content).get("fsdp_mixed_precision", False) == is_sharded
+        notes = " ".join(LAYOUT_TARGETS["transformers"].notes(answer.step))
+        assert "transformers holds float32 weights" in notes
+        assert "Load MODEL with dtype=torch.float32" in notes
+        assert ("give Trainer bf16=True" in notes) != is_sharded
 
 
 @pytest.mark.parametrize("name", ["hf-device-map", "torch-pipelining", "onnxruntime", "openvino", "llama-cpp", "vllm"])

@@ -13,18 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from gdp.cluster.detect.machine import among_visible
 from gdp.errors import InputError
-from gdp.tune.measuring import (
-    CANDIDATE,
-    FAILED,
-    NO_TIME,
-    OK,
-    OUT_OF_MEMORY,
-    TIMED_OUT,
-    Measured,
-    Measuring,
-    among_visible,
-)
+from gdp.tune.measuring import CANDIDATE, FAILED, NO_TIME, OK, OUT_OF_MEMORY, TIMED_OUT, Measured, Measuring
 from gdp.tune.tuning import LOG, LoggedCandidate, LoggedMeasurement, Tuning, alone
 
 QUESTION = {"model": "net", "devices": "local", "options": {}}

@@ -97,7 +97,7 @@ def _stored_dtypes(module: "nn.Module") -> dict[str, Any]:
 
 def placement_of(problem: Problem, entries: DeviceMap) -> Placement | None:
     """[N] Returns the devices on which ops run under a device map. A module runs on the device of its entry or of the
-    entry around it; if that is the CPU, on the first GPU of the map. An op of a module without an entry runs where its
+    entry around it; if that is the CPU, on the lowest GPU of the map. An op of a module without an entry runs where its
     latest input was made. None if the map needs a CPU that is not there, or trains weights away from their use."""
     graph = problem.graph
     cpus = is_cpu(problem)
@@ -109,7 +109,8 @@ def placement_of(problem: Problem, entries: DeviceMap) -> Placement | None:
         if device is None:
             return None
         devices[path] = device
-    main = next((device for device in devices.values() if device != host), host)
+    used = [device for device in devices.values() if device != host]
+    main = next(iter(used if len(used) == len(devices) else sorted(used)), host)
     assert main is not None, "a device map has an entry"
     latest: list[int] = [-1] * graph.num_ops  # of the ops whose results each op reads
     for producer, consumer in zip(graph.producers[graph.edge_tensors].tolist(), graph.consumers.tolist(), strict=True):

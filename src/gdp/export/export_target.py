@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gdp.arrays import I64, Bool
+from gdp.cluster.detect.machine import VISIBLE, among_visible
 from gdp.cluster.device import host_of
 from gdp.errors import InputError
 from gdp.graph import Graph
@@ -282,7 +283,14 @@ def check_one_host(problem: Problem, target: str) -> None:
 def visible_cards(problem: Problem, devices: Sequence[int]) -> str:
     """Returns the value of CUDA_VISIBLE_DEVICES for these devices in order."""
     cards = cards_of(problem)
-    return ",".join(str(number) for device in devices for _, number in cards[device])
+    return visible_numbers(problem, [number for device in devices for _, number in cards[device]])
+
+
+def visible_numbers(problem: Problem, numbers: Sequence[int]) -> str:
+    """Returns the value of CUDA_VISIBLE_DEVICES for cards of a host; those of `local` count the cards visible here."""
+    environment = {VISIBLE: ",".join(map(str, numbers))}
+    is_local = problem.cluster.name.partition(":")[0] == "local"
+    return among_visible(environment)[VISIBLE] if is_local else environment[VISIBLE]
 
 
 def gpus(problem: Problem, target: str) -> Bool:
@@ -304,7 +312,7 @@ def write_ranks(problem: Problem, devices: I64, command: str, variable: str, tar
         raise InputError(
             f"{target}: numbers ranks host by host, and the plan has stages in turns on hosts; place on one"
         )
-    visible = [f"CUDA_VISIBLE_DEVICES={visible_cards(problem, own)}" for _, own in runs]
+    visible = [f"export CUDA_VISIBLE_DEVICES={visible_cards(problem, own)}" for _, own in runs]
     if len(runs) > 1:
         visible = [f"# on {host}: {line}" for (host, _), line in zip(runs, visible, strict=True)]
     return "\n".join((f"# {command}", variable, *visible, ""))

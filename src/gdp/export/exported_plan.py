@@ -119,7 +119,8 @@ def exported(
             raise InputError(f"{target.name}: waits for exchanges; place without overlap, or export to megatron")
         return Exported(target, step, plan)
     if source is not None and target.with_model is not None:
-        target = target.with_model(source)
+        is_cut = plan.shards != WHOLE and not plan.shards.shares
+        target = target.with_model(source.sharded(plan.shards) if is_cut else source)
     if plan.shards.expert > 1 and target.with_experts is not None:
         target = target.with_experts(plan.shards)
     return Exported(target, adapt(problem, plan, target), plan)

@@ -2,7 +2,8 @@
 `accelerate.dispatch_model` hooks every module that has an entry: its parameters go to the entry's device, its inputs
 are moved there, and all inside it runs there. The first entry is the device that takes the model's inputs
 (`main_device`). Next to GPUs accelerate computes nothing on a CPU: it only keeps weights there, of modules that do not
-fit (`offload`). A CPU alone is used like a GPU."""
+fit (`offload`) and compute on `main_device`, by default the GPU of the lowest number. A CPU alone is used like a
+GPU."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ def read_units(problem: Problem) -> ExportUnits:
 
 def device_map(problem: Problem, units: ExportUnits, devices: I64) -> dict[str, int | str]:
     """Returns the smallest device map with these devices [U]. A module has an entry if all in it is on one device and
-    no module around it is, and so has a container's own tensor. The device of the inputs is first."""
+    no module around it is, and so has a container's own tensor. `main_device` is first."""
     graph, placement = problem.graph, units.place(devices)
     members = set(chain.from_iterable(units.members))
     devices_in: dict[str, set[int]] = {"": set()}
@@ -50,6 +51,8 @@ def device_map(problem: Problem, units: ExportUnits, devices: I64) -> dict[str, 
     held = {path for root in roots for path in ("", *enclosing(root))}
     names: list[int | str] = ["cpu" if number < 0 else number for number in gpu_numbers(problem)]
     main = names[int(placement[first_input(graph)])]
+    if "cpu" in (used := [names[device] for device in sorted(devices_in[""])]):
+        main = next((name for name in used if name != "cpu"), "cpu")
     entries: dict[str, int | str] = {}
     for path in sorted(held, key=lambda path: (path.count(".") + bool(path), path)):
         if "" in entries or any(outer in entries for outer in enclosing(path)):

@@ -15,6 +15,7 @@ from itertools import groupby
 import numpy as np
 
 from gdp.arrays import I64
+from gdp.cluster.achieved import family_of
 from gdp.errors import InputError, prefixed
 from gdp.export.export_target import (
     ExportTarget,
@@ -23,7 +24,6 @@ from gdp.export.export_target import (
     check_inference,
     check_one_batch,
     check_one_host,
-    gpu_numbers,
     is_cpu,
 )
 from gdp.export.gguf_names import FEED_FORWARD, gguf_tensors, is_feed_forward
@@ -31,11 +31,15 @@ from gdp.export.llama_cpp_cache import Cache, find_cache
 from gdp.export.module_chains import Layers, find_layers
 from gdp.graph import Graph
 from gdp.graph.layers import enclosing
+from gdp.models.serving import ELEMENT_BYTES
+from gdp.models.source import ModelSource
 from gdp.placers.base import inherit
 from gdp.simulator.problem import Problem
 
 NAME = "llama-cpp"
 _GIB = 2**30
+_CACHE_TYPES = ("f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+_BACKENDS = {"amd": "ROCm", "apple": "MTL"}  # by family of cards (ggml-cuda.h, ggml-metal.cpp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ class LlamaCpp:
     context: int | None = None
     split_layers: bool = False
     shares: tuple[int, ...] = ()  # of each GPU in all matrices; (): a layer is on one device
+    served: tuple[str, ...] = ()  # options of the cache that is in the graph
 
     def __post_init__(self) -> None:
         if self.context is not None and self.context < 0:
@@ -65,7 +70,22 @@ class LlamaCpp:
             layers=whole_layers,
             notes=self.notes,
             with_shares=lambda shares: replace(self, shares=shares).target(),
+            with_model=self.of_model,
         )
+
+    def of_model(self, source: ModelSource) -> ExportTarget:
+        """Returns the target with the cache that a step of `source` has. InputError for a type that llama.cpp lacks."""
+        if (served := source.served) is None:
+            return self.target()
+        options = [f"-c {served.num_sequences * served.context}", f"-np {served.num_sequences}"]
+        if (element_bytes := source.reading.serving.cache_element_bytes) is not None:
+            kinds = [kind for kind in _CACHE_TYPES if ELEMENT_BYTES[kind] == element_bytes]
+            if not kinds:
+                raise InputError(
+                    f"{NAME}: has no cache of {float(element_bytes):g} bytes an element; place with --kv-cache q8_0"
+                )
+            options.append(f"-ctk {kinds[0]} -ctv {kinds[0]}")
+        return replace(self, served=tuple(options)).target()
 
     def read_units(self, problem: Problem) -> ExportUnits:
         """Makes the units of a Transformers decoder. InputError for other names, training and micro-batches."""
@@ -88,12 +108,13 @@ class LlamaCpp:
 
     def write(self, problem: Problem, units: ExportUnits, devices: I64) -> str:
         """Writes an option a line, for `xargs llama-server -m MODEL.gguf < FILE`."""
-        numbers = gpu_numbers(problem)
+        names = _names(problem)
         place = {name: int(devices[unit]) for unit, members in enumerate(units.members) for name in members}
         cache = self.cache(problem.graph)
-        lines = [f"-c {cache.tokens}"] if cache.tokens else []
+        lines = [f"-c {cache.tokens}"] if cache.tokens else [*self.served]
         if self.shares:
-            gpus = ",".join(_place(number) for _, number in cards_of(problem)[0])
+            backend = _BACKENDS.get(family_of(problem.cluster.devices[0].kind), "CUDA")
+            gpus = ",".join(f"{backend}{number}" for _, number in cards_of(problem)[0])
             lines += ["-ngl 999", "-sm row", f"-dev {gpus}", f"-ts {','.join(map(str, self.shares))}"]
             return "\n".join(lines) + "\n"
         lines += _cache_options(problem, _layer_devices(place)) or ["-ngl 999"]
@@ -110,14 +131,15 @@ class LlamaCpp:
         # the pattern of a feed-forward part is before that of all of its layer
         for (tensors, device), layers in sorted(by_device.items(), key=lambda item: (not item[0][0], min(item[1]))):
             joined = "|".join(map(str, sorted(set(layers))))
-            lines.append(rf"-ot '^blk\.({joined})\.{tensors}={_place(numbers[device])}'")
-        lines += [f"-ot '{pattern}={_place(numbers[device])}'" for pattern, device in parts]
+            lines.append(rf"-ot '^blk\.({joined})\.{tensors}={names[device]}'")
+        lines += [f"-ot '{pattern}={names[device]}'" for pattern, device in parts]
         return "\n".join(lines) + "\n"
 
     def notes(self, problem: Problem, units: ExportUnits, devices: I64) -> list[str]:
         """Returns sentences on assumptions about llama.cpp, and on costs that the figures lack."""
         cache = self.cache(problem.graph)
-        if cache.is_in_graph:
+        notes: list[str] = []
+        if cache.is_in_graph and not self.served:
             notes = ["The graph has its cache of keys and values; start llama.cpp with a -c of the same size."]
         elif not cache.is_known:
             notes = [
@@ -130,7 +152,7 @@ class LlamaCpp:
                 f"Room is left for a cache of {cache.tokens:,} tokens in float16 beside its layers, {size:.3g} GiB in "
                 "all; --ctx sets the tokens, of all sequences together. Compute buffers are not counted (--reserve)."
             ]
-        else:
+        elif not cache.is_in_graph:
             notes = ["No room is left for a cache of keys and values."]
         if self.shares:
             notes.append("Rows of matrices have these shares; the cache and attention are on the first GPU (-mg).")
@@ -236,27 +258,33 @@ def _cache_options(problem: Problem, layer_devices: list[int]) -> list[str] | No
     """Returns the options that put the cache beside its layers, None where there are none. llama.cpp gives the first
     layers to the CPU, the last `-ngl` (and the head, which counts as a layer) to the GPUs of `-dev`, in stretches of
     the sizes of `-ts` (llama-model.cpp, load_tensors)."""
-    numbers = gpu_numbers(problem)
-    runs = [(numbers[device], len(list(layers))) for device, layers in groupby(layer_devices)]
-    gpus = [number for number, _ in runs if number >= 0]
-    num_on_cpu = runs[0][1] if runs[0][0] < 0 else 0
-    if len(set(gpus)) < len(gpus) or any(number < 0 for number, _ in runs[1:]):
+    names, cpus = _names(problem), is_cpu(problem)
+    runs = [(device, len(list(layers))) for device, layers in groupby(layer_devices)]
+    gpus = [device for device, _ in runs if not cpus[device]]
+    num_on_cpu = runs[0][1] if cpus[runs[0][0]] else 0
+    if len(set(gpus)) < len(gpus) or any(cpus[device] for device, _ in runs[1:]):
         return None
     if not gpus:
         return ["-ngl 0"]
-    sizes = [size for number, size in runs if number >= 0]
+    sizes = [size for device, size in runs if not cpus[device]]
     sizes[-1] += 1
-    others = [number for number in numbers if number >= 0 and number not in gpus]  # for tensors outside of layers
-    devices = ",".join(_place(number) for number in [*gpus, *others])
+    others = [device for device in np.flatnonzero(~cpus).tolist() if device not in gpus]  # for other tensors
     return [
         f"-ngl {len(layer_devices) + 1 - num_on_cpu}",
-        f"-dev {devices}",
+        f"-dev {','.join(names[device] for device in [*gpus, *others])}",
         f"-ts {','.join(map(str, [*sizes, *[0] * len(others)]))}",
     ]
 
 
-def _place(number: int) -> str:
-    return "CPU" if number < 0 else f"CUDA{number}"
+def _names(problem: Problem) -> list[str]:
+    """[D] Returns the names of devices in llama.cpp, each of whose backends numbers its own."""
+    backends = [
+        "CPU" if device.is_cpu else _BACKENDS.get(family_of(device.kind), "CUDA") for device in problem.cluster.devices
+    ]
+    return [
+        backend if backend == "CPU" else f"{backend}{backends[:device].count(backend)}"
+        for device, backend in enumerate(backends)
+    ]
 
 
 TARGET = LlamaCpp().target()

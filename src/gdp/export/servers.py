@@ -16,8 +16,6 @@ from gdp.arrays import I64, Bool, unique
 from gdp.errors import InputError
 from gdp.export.export_target import ExportTarget, ExportUnits, cards_of, check_inference, gpus, visible_cards
 from gdp.export.module_chains import find_layers
-from gdp.models.hugging_face.sizes import parse
-from gdp.models.model import HUGGING_FACE
 from gdp.models.shards import WHOLE, Shards
 from gdp.models.source import ModelSource
 from gdp.simulator.problem import Problem
@@ -101,12 +99,17 @@ class Server:
         return float(shares.max())
 
     def of_model(self, source: ModelSource) -> ExportTarget:
-        """Returns the tool with the context and the cache that a step of `source` has."""
-        sizes, options = parse(source.text)[1] if source.text.startswith(HUGGING_FACE) else None, list[str]()
-        if sizes is not None and sizes.context is not None:
-            options.append(self._worded(f"{self.length} {sizes.context}"))
-        if source.reading.serving.cache_element_bytes == 1:
+        """Returns the tool with the context and the cache that a step of `source` has. InputError for other caches."""
+        if (served := source.served) is None:
+            return self.target
+        options = [self._worded(f"{self.length} {served.context}")]
+        if (element_bytes := source.reading.serving.cache_element_bytes) == 1:
             options.append(self._worded(self.small_cache))
+        elif element_bytes not in (None, 2):
+            raise InputError(
+                f"{self.name}: keeps 1 or 2 bytes of an element in its cache, and the plan {float(element_bytes):g}; "
+                "place with --kv-cache fp8 or bf16, or export to llama-cpp"
+            )
         return replace(self, model=tuple(options)).target
 
     def _worded(self, option: str) -> str:

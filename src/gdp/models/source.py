@@ -239,6 +239,11 @@ class ModelSource:
             return sizes.parse(self.text)[1].batch
         return self.reading.batch or self._workload.batch_size
 
+    @property
+    def served(self) -> ServedStep | None:
+        """The facts of a step of serving; None of other steps."""
+        return self.whole().served if self.reading.serving.has_cache else None
+
     def amounts(self, served: ServedStep | None = None) -> dict[str, int]:
         """Returns the numbers of `samples` and `tokens` of a step, those that are known; `served`: what it serves."""
         if served is not None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from gdp.cluster.detect.machine import among_visible
 from gdp.errors import InputError
 from gdp.tune import supervisor
 
@@ -25,7 +26,6 @@ _MS = {"ms": 1.0, "s": 1e3}  # by the name of a pattern's group
 _MEMORY_STATUS = 3  # exit status of `gdp run`
 _MEMORY_WORDS = "out of memory", "outofmemory", "cannot allocate memory", "can't allocate memory"
 _RAISED = re.compile(r"\w*(?:Error|Exception): \S.*")
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _MOST_ENDING_S = 6 * supervisor.GRACE_S
 _KILLED = -9, 137  # by SIGKILL; a shell adds 128
 _KEPT = 200  # characters of a reason
@@ -131,15 +131,6 @@ class Measuring:
         if found is None or not (isfinite(found[0]) and found[0] > 0):
             return Measured(NO_TIME, reason=f"no time of a step in {directory / _OUTPUT}")
         return Measured(OK, *found)
-
-
-def among_visible(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment whose cards are numbered among those that are visible here."""
-    here, chosen = os.environ.get(_VISIBLE, ""), environment.get(_VISIBLE, "")
-    cards = [card.strip() for card in here.split(",") if card.strip()]
-    numbers = [int(number) for number in chosen.split(",") if number]
-    is_known = bool(numbers) and max(numbers) < len(cards)
-    return {**environment, _VISIBLE: ",".join(cards[number] for number in numbers)} if is_known else {**environment}
 
 
 def _end(process: "subprocess.Popen[bytes]") -> bool:

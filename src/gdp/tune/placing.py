@@ -145,7 +145,7 @@ class Placing:
             ranks = ranks_of(export.step, target.name)
             environment[RANKS] = str(len(ranks.gpus[0]))
             if len(ranks.gpus) == 1:
-                environment["CUDA_VISIBLE_DEVICES"] = ranks.visible[0]
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ranks.gpus[0]))
         return export.simulation, {target.file_name: export.content}, environment
 
     def _with_slopes(

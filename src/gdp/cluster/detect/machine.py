@@ -1,6 +1,7 @@
 """This machine: its devices by the names that `gdp run` uses, and the cluster of them. Cards are those that PyTorch
 calls cuda0, cuda1, ...: it knows CUDA_VISIBLE_DEVICES, CUDA's order and AMD's cards."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -23,8 +24,19 @@ _IDLE_BYTES = GIB // 16  # an assumption: an idle card has a few MiB in use, one
 _DEVICES, _DRIVERS = Path("/dev"), ("nvidiactl", "nvhost-gpu", "dxg", "kfd")
 """The files of drivers of NVIDIA's cards, of those in Jetsons and behind WSL, and of AMD's."""
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
 Visible = tuple[dict[str, Gpu], list[str]]
 """The cards by their names in PyTorch, in that order, and notes on omitted ones."""
+
+
+def among_visible(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment whose cards are numbered among those that are visible here."""
+    here, chosen = os.environ.get(VISIBLE, ""), environment.get(VISIBLE, "")
+    cards = [card.strip() for card in here.split(",") if card.strip()]
+    numbers = [int(number) for number in chosen.split(",") if number]
+    is_known = bool(numbers) and max(numbers) < len(cards)
+    return {**environment, VISIBLE: ",".join(cards[number] for number in numbers)} if is_known else {**environment}
 
 
 def visible_cards(cards: Sequence[Gpu]) -> Visible:

@@ -15,7 +15,7 @@ from gdp.arrays import I64
 from gdp.errors import InputError
 from gdp.export import megatron
 from gdp.export.adapt import adapt_within, simulated
-from gdp.export.export_target import ExportUnits, cards_of, is_cpu, stage_members, stage_starts
+from gdp.export.export_target import ExportUnits, cards_of, is_cpu, stage_members, stage_starts, visible_numbers
 from gdp.export.layouts.precision import Held, precision_of
 from gdp.export.module_chains import find_layers
 from gdp.graph import Graph
@@ -223,6 +223,8 @@ class RankOrder:
     """The GPUs [H][] of each host, by their numbers there, in the order of ranks; H hosts."""
 
     gpus: tuple[tuple[int, ...], ...]
+    hosts: tuple[str, ...]  # [H] as the cluster calls them, in letters that end no comment
+    visible: tuple[str, ...]  # [H] the values of CUDA_VISIBLE_DEVICES
 
     @classmethod
     def of(cls, problem: Problem, devices: Sequence[int]) -> "RankOrder | None":
@@ -236,12 +238,8 @@ class RankOrder:
             last = host
         if len({len(run) for run in runs.values()}) > 1:
             return None
-        return cls(tuple(map(tuple, runs.values())))
-
-    @property
-    def visible(self) -> tuple[str, ...]:
-        """[H] the values of CUDA_VISIBLE_DEVICES."""
-        return tuple(",".join(map(str, gpus)) for gpus in self.gpus)
+        visible = (visible_numbers(problem, run) for run in runs.values())
+        return cls(tuple(map(tuple, runs.values())), tuple(map(_plain, runs)), tuple(visible))
 
     def torchrun(self, host: str = '"$NODE_RANK"', first: str = '"$MASTER_ADDR"') -> str:
         """Returns the command without a script; `host` is the number of the one it runs on, `first` host 0."""
@@ -249,6 +247,13 @@ class RankOrder:
         if len(self.gpus) == 1:
             return f"torchrun --standalone {each}"
         return f"torchrun --nnodes {len(self.gpus)} --node-rank {host} --master-addr {first} {each}"
+
+    def commands(self, program: str) -> list[str]:
+        """[H] Returns the command that starts `program` on each host."""
+        return [
+            f"CUDA_VISIBLE_DEVICES={gpus} {self.torchrun(str(number), 'HOST0')} {program}{host and f'  # on {host}'}"
+            for number, (gpus, host) in enumerate(zip(self.visible, self.hosts, strict=True))
+        ]
 
     def script(
         self, titles: Sequence[str], options: Sequence[str], program: str = "", environment: Sequence[str] = ()
@@ -258,7 +263,10 @@ class RankOrder:
         if len(self.gpus) == 1:
             visible = [f"export CUDA_VISIBLE_DEVICES={self.visible[0]}"]
         else:
-            cases = [f"  {host}) export CUDA_VISIBLE_DEVICES={gpus} ;;" for host, gpus in enumerate(self.visible)]
+            cases = [
+                f"  {number}) export CUDA_VISIBLE_DEVICES={gpus} ;;  # {host}"
+                for number, (gpus, host) in enumerate(zip(self.visible, self.hosts, strict=True))
+            ]
             visible = [
                 ': "${NODE_RANK:?is the number of this host}" "${MASTER_ADDR:?is the address of host 0}"',
                 'case "$NODE_RANK" in',
@@ -272,8 +280,13 @@ class RankOrder:
 
 
 def title_of(step: CutStep) -> str:
-    """Returns `gpt2 in the layout data=4`, of letters that end no comment: names of graphs are any text."""
-    return re.sub(r"[^\w ?=&:./,@+-]", "_", f"{step.problem.graph.name} in the layout {step.layout}", flags=re.ASCII)
+    """Returns `gpt2 in the layout data=4`."""
+    return _plain(f"{step.problem.graph.name} in the layout {step.layout}")
+
+
+def _plain(text: str) -> str:
+    """Returns text of letters that end no comment: names of graphs and hosts are any text."""
+    return re.sub(r"[^\w ?=&:./,@+-]", "_", text, flags=re.ASCII)
 
 
 def ranks_of(step: CutStep, target: str, *, by_replica: bool = False) -> RankOrder:

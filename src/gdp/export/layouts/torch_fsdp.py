@@ -60,16 +60,8 @@ def write(step: CutStep) -> str:
         assert found is not None, f"the template has {name}"
         text = text[: found.start("value")] + _written(value) + text[found.end("value") :]
     end = text.index("\n\n") + 1
-    return _USAGE.format(title=title_of(step), commands=_commands(step)) + text[end:]
-
-
-def _commands(step: CutStep) -> str:
-    """Returns a line for each host."""
-    ranks = ranks_of(step, NAME)
-    return "\n".join(
-        f"    CUDA_VISIBLE_DEVICES={gpus} {ranks.torchrun(str(host), 'HOST0')} TRAIN.py"
-        for host, gpus in enumerate(ranks.visible)
-    )
+    commands = "\n".join(f"    {command}" for command in ranks_of(step, NAME).commands("TRAIN.py"))
+    return _USAGE.format(title=title_of(step), commands=commands) + text[end:]
 
 
 def _written(value: object) -> str:
@@ -110,9 +102,9 @@ def notes(step: CutStep) -> list[str]:
     return sentences
 
 
-def held_by(graph: Graph, layout: Layout) -> list[Held]:
+def held_by(graph: Graph, layout: Layout, tool: str = NAME) -> list[Held]:
     """Returns what PyTorch holds: of a model in mixed precision what FSDP and autocast do, of others the same."""
-    held = as_fsdp(graph, layout, NAME)
+    held = as_fsdp(graph, layout, tool)
     computed = next((dtype for dtype in HALF if dtype in graph.dtypes), "")
     held = replace(held, keeps_rest=layout.zero == 3)
     return [replace(held, options=(computed,)) if held.sentence else held]

@@ -62,6 +62,8 @@ def options(step: CutStep) -> list[str]:
         options.append("--parallelism.no-enable_sequence_parallel")
     if is_cut:
         options += _pipeline(step)
+    if is_cut or layout.shards.expert > 1:
+        options.append("--training.disable_cuda_graphs")  # its parser asks for this
     recomputed = recomputed_layers(step, NAME)
     if recomputed and recomputed != set(step.layers):
         raise InputError(f"{NAME}: recomputes all layers or none; place with recompute=blocks, selective or none")
@@ -80,6 +82,12 @@ def _pipeline(step: CutStep) -> list[str]:
         raise InputError(
             f"{NAME}: 1F1B takes as many micro-batches as stages; place with microbatches={step.num_stages} or more"
         )
+    graph, placement = step.problem.graph, step.simulation.placement
+    makers, readers = graph.producers[graph.edge_tensors], graph.consumers
+    is_weight = (graph.is_of_kind("parameter") | graph.is_collective)[makers]  # itself, or gathered over replicas
+    is_read = is_weight & (graph.is_in_phase("forward") & ~graph.is_collective)[readers]
+    if (placement[makers] != placement[readers])[is_read].any():
+        raise InputError(f"{NAME}: ties no weights of two stages; place with stages=1, or export to megatron")
     number = {path: position for position, path in enumerate(step.layers)}
     names = {"E": ["tok_embeddings"], "L": ["norm", "lm_head"]}
     stages = [
@@ -91,7 +99,6 @@ def _pipeline(step: CutStep) -> list[str]:
         f"--parallelism.module_fqns_per_model_part {' '.join(stages)}",
         "--parallelism.pipeline_parallel_schedule 1F1B",
         f"--parallelism.pipeline_parallel_microbatch_size {step.samples}",
-        "--training.disable_cuda_graphs",  # its parser asks for this with pipelines
     ]
 
 

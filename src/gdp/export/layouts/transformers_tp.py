@@ -1,14 +1,16 @@
 """`transformers`: the layout as a `DistributedConfig` of Transformers, whose models know how their layers are cut.
 
 config = DistributedConfig(**json.load(open("distributed.json")))
-model = AutoModelForCausalLM.from_pretrained(MODEL, distributed_config=config)"""
+model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, distributed_config=config)"""
 
 import json
+from functools import partial
 
 from gdp.errors import InputError
+from gdp.export.layouts.precision import precision_of
 from gdp.export.layouts.target import CutStep, LayoutTarget, check_even, common_notes, ranks_of
 from gdp.export.layouts.torch_fsdp import held_by
-from gdp.models.model import HUGGING_FACE
+from gdp.models.model import HUGGING_FACE, PURE_BF16
 from gdp.parallel.layout import BLOCKS, NONE
 
 NAME = "transformers"
@@ -26,14 +28,18 @@ def write(step: CutStep) -> str:
     if source is None or not source.text.startswith(HUGGING_FACE) or not source.has_tensor_plan:
         raise InputError(f"{NAME}: takes models of hf: whose config has a base_model_tp_plan; export to torch-fsdp")
     degrees = {"fsdp_size": layout.data} if layout.zero else {"fsdp_size": 1, "dp_replicate_size": layout.data}
+    degrees |= {"fsdp_mixed_precision": True} if step.held.options else {}
     tensor = {"tp_size": layout.shards.tensor, "tp_plan": "auto"} if layout.shards.tensor > 1 else {}
     return json.dumps(tensor | (degrees if layout.data > 1 else {}), indent=2) + "\n"
 
 
 def notes(step: CutStep) -> list[str]:
     """Returns sentences on what Transformers does otherwise than the plan, and on options that it takes elsewhere."""
-    sentences, layout, ranks = common_notes(step), step.layout, ranks_of(step, NAME)
-    sentences.append(f"Start it with CUDA_VISIBLE_DEVICES={ranks.visible[0]} {ranks.torchrun()}.")
+    sentences, layout = common_notes(step), step.layout
+    sentences += [f"Start it with {command}." for command in ranks_of(step, NAME).commands("TRAIN.py")]
+    if precision := precision_of(step.problem.graph):  # by default the type of the checkpoint
+        cast = ", and give Trainer bf16=True" if step.held.options and layout.data == 1 else ""
+        sentences.append(f"Load MODEL with dtype=torch.{'bfloat16' if precision == PURE_BF16 else 'float32'}{cast}.")
     if layout.shards.tensor > 1:
         sentences.append(
             "Transformers sums the gradient of an input for each linear layer that reads it: five all-reduces a layer "
@@ -52,4 +58,4 @@ def notes(step: CutStep) -> list[str]:
     return sentences
 
 
-TARGET = LayoutTarget(NAME, "a device a replica", "distributed.json", False, write, notes, held_by)
+TARGET = LayoutTarget(NAME, "a device a replica", "distributed.json", False, write, notes, partial(held_by, tool=NAME))
