@@ -295,6 +295,15 @@ def test_a_prompt_is_what_the_encoder_reads(tmp_path: Path) -> None:
     assert [each.num_tokens for each in served] == [32, 1]
 
 
+def test_the_type_of_the_reading(tmp_path: Path) -> None:
+    """A served model is converted to the type that is asked for: its weights and cache are those of a typed text."""
+    text = tiny("llama", tmp_path, "&context=32")
+    for phase in ("prefill", "decode"):
+        reading = Reading(training=False, dtype="bfloat16", serving=Serving(phase))
+        typed, _ = captured(f"{text}&dtype=bfloat16", phase)
+        assert ModelSource(text, reading)._capture_served(1)[1].graph.fingerprint == typed.graph.fingerprint
+
+
 def test_a_cache_on_the_cpu(tmp_path: Path) -> None:
     """Offload is a plan: half of the cache, and the attention that reads it, on the second device."""
     capture, served = captured(tiny("llama", tmp_path, "&context=32"), "decode")
