@@ -304,6 +304,19 @@ def test_the_type_of_the_reading(tmp_path: Path) -> None:
         assert ModelSource(text, reading)._capture_served(1)[1].graph.fingerprint == typed.graph.fingerprint
 
 
+def test_the_type_of_a_text_config(tmp_path: Path) -> None:
+    """A model of text and images whose text_config alone has a type is served in it, as Qwen3-VL is published."""
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
+    config = {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "text_config": SIZES | GROUPED | {"dtype": "bfloat16", "rope_parameters": rope},
+        "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32},
+    }
+    _, served = captured(f"hf:{write(tmp_path, config)}?batch=2&context=32", "decode")
+    assert served.cache_bytes == 2 * 2 * 2 * 32 * 2 * 8 * 2  # keys and values of 2 layers, 2 sequences, 2 heads
+
+
 def test_a_cache_on_the_cpu(tmp_path: Path) -> None:
     """Offload is a plan: half of the cache, and the attention that reads it, on the second device."""
     capture, served = captured(tiny("llama", tmp_path, "&context=32"), "decode")
