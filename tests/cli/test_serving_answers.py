@@ -209,6 +209,24 @@ def test_share_of_vllm(place: Place, cache: Path, capsys: pytest.CaptureFixture[
     assert main(following.split()) == 0
 
 
+def test_hints_name_options_that_the_request_takes(
+    place: Place, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of more sequences and of groups in flight the answer names the options, but for a target, which refuses them."""
+    model = f"hf:{cache}/llama?batch=3&context=512"
+    asked = ["place", model, "--phase", "decode", *SEARCH, "--devices", "l4-24g+rtx4090-24g", *limits("15MiB", 2)]
+    hints = {}
+    for options in ((), ("--batch", "3"), ("--for", "vllm")):
+        assert main([*asked, *options]) == 0
+        hints[options] = capsys.readouterr().out
+        assert re.search(r"By their caches \d+ have room", hints[options])
+    listed = re.search(r"By their caches (\d+) have room: --sweep batch=(\S+) has their times", hints[()])
+    assert listed is not None
+    assert listed[2] == f"3,4,{listed[1]}"
+    assert ["--batches 2" in hint for hint in hints.values()] == [True, True, False]
+    assert ["--sweep" in hint for hint in hints.values()] == [True, False, False]
+
+
 def test_sweep_of_sequences(place: Place) -> None:
     """Each row has tokens per second, the time per token, that of the first, the cache, and whether it fits.
 
