@@ -151,6 +151,22 @@ def test_decoding_after_a_prefill(name: str, tmp_path: Path) -> None:
     assert torch.allclose(replay.outputs["logits"][:, -1], found, atol=1e-6)
 
 
+@pytest.mark.parametrize(("name", "fused"), [("llama", 0), ("mistral", 2), ("gemma2", 2), ("gpt_oss", 2)])
+def test_a_prefill_makes_no_scores_and_no_masks(name: str, fused: int, tmp_path: Path) -> None:
+    """Attention with windows, capped scores or sinks is one operator, without tensors of tokens x tokens."""
+    graph = captured(tiny(name, tmp_path, "&sequence=33"), "prefill")[0].graph
+    assert graph.kinds.count("served.fused_attention") == fused
+    assert not any("33,33]" in text for text in graph.shapes)
+
+
+def test_masks_of_chunks_stay(tmp_path: Path) -> None:
+    """Llama 4 attends in chunks, which kernels of windows do not know: its prefill keeps that mask."""
+    config = {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", **SIZES, **GROUPED}
+    more = {"attention_chunk_size": 5, "intermediate_size_mlp": 48, "num_local_experts": 2, "dtype": "bfloat16"}
+    text = f"hf:{write(tmp_path, config | more)}?batch=2&sequence=33"
+    assert any("bool[2,1,33,33]" in shapes for shapes in captured(text, "prefill")[0].graph.shapes)
+
+
 def _copy_caches(prefill: Any, decode: Any) -> None:
     """Fills the cache of a decode step: the tokens of the prefill are first, or a window's last without the oldest."""
     source, target = dict(prefill.named_buffers()), dict(decode.named_buffers())

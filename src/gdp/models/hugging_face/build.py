@@ -132,7 +132,7 @@ class ServedBuild:
                     self.notes.append(f"{self.text}: the prompt is text alone; images are not encoded in this step")
                 if self.shards != WHOLE:
                     self.notes += localise(model, (), inputs, self.shards, self.text, training=False)
-                served = kv_cache.serve(model, inputs, self.room, self.text)
+                served = kv_cache.serve(model, inputs, self.room, self.text, cuts_tokens=self.shards.context > 1)
                 self.share = kv_cache.share_of_rank(model)
                 if (copies := float(self.share * self.shards.num_ranks)) > 1:
                     why = "each card has all of it" if self.shards.tensor == 1 else "it has fewer heads than ranks"
