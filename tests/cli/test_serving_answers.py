@@ -183,7 +183,7 @@ def test_replicas_are_servers(place: Place, capsys: pytest.CaptureFixture[str]) 
     assert "has 2 replicas in flight, which hf-device-map does not take; export to vllm" in capsys.readouterr().err
 
 
-def test_share_of_vllm(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_share_of_vllm(place: Place, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """vLLM takes 0.92 of a card: what is beyond lacks bytes, unless --reserve says else; the file has the share."""
     command = ["llama?batch=4&context=512", "--devices", "l4-24g"]
     status, answer, _ = place(*command, "--for", "vllm")
@@ -203,6 +203,28 @@ def test_share_of_vllm(place: Place, capsys: pytest.CaptureFixture[str]) -> None
     assert place(command[0], "--devices", "card.yaml")[0] == 0  # nobody asked for vLLM
     assert main(["export", "plan.json", "--to", "vllm"]) == 3
     assert "lacks" in capsys.readouterr().err
+    assert main(["place", f"hf:{cache}/{command[0]}", "--phase", "decode", *SEARCH, "--devices", "card.yaml"]) == 0
+    following = capsys.readouterr().out.rpartition("Next: gdp ")[2]
+    assert following == "export plan.json --to vllm --reserve 4%\n"  # peak / 0.95 is rounded down: not 5% is left
+    assert main(following.split()) == 0
+
+
+def test_hints_name_options_that_the_request_takes(
+    place: Place, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of more sequences and of groups in flight the answer names the options, but for a target, which refuses them."""
+    model = f"hf:{cache}/llama?batch=3&context=512"
+    asked = ["place", model, "--phase", "decode", *SEARCH, "--devices", "l4-24g+rtx4090-24g", *limits("15MiB", 2)]
+    hints = {}
+    for options in ((), ("--batch", "3"), ("--for", "vllm")):
+        assert main([*asked, *options]) == 0
+        hints[options] = capsys.readouterr().out
+        assert re.search(r"By their caches \d+ have room", hints[options])
+    listed = re.search(r"By their caches (\d+) have room: --sweep batch=(\S+) has their times", hints[()])
+    assert listed is not None
+    assert listed[2] == f"3,4,{listed[1]}"
+    assert ["--batches 2" in hint for hint in hints.values()] == [True, True, False]
+    assert ["--sweep" in hint for hint in hints.values()] == [True, False, False]
 
 
 def test_sweep_of_sequences(place: Place) -> None:

@@ -217,6 +217,15 @@ def test_attention_of_packed_sequences():
     assert decoded == Kernel("attention", 64, 1000, (6, 2, 1, 40, 16, 1, 0))
 
 
+def test_attention_with_a_window():
+    """Of 8 causal queries with a window of 3 the first two see 1 and 2 keys, the others 3: 21 pairs, about 3 keys each.
+    A window of all keys hides none."""
+    array, cut = "bfloat16[2,4,8,16]", "bfloat16[2,2,8,16]"
+    for window, flops, keys, is_causal in ((3, 2400, 3, 0), (8, 3600, 8, 1), (0, 3600, 8, 1)):
+        (found,) = kernels(f"served.fused_attention {array} {cut} {cut} 1 {window} - ~ - > {array}", 6400)
+        assert found == Kernel("attention", flops, 1000, (4, 2, 8, keys, 16, is_causal, 0))
+
+
 def test_attention_time():
     """Blocks of queries take waves, and only the keys that they see; one token's are split among multiprocessors."""
     sizes = np.array([(3, 1, 256, 256, 64, 1, 0), (3, 1, 256, 256, 64, 0, 0), (2, 8, 1, 4096, 64, 0, 0)], np.float64)

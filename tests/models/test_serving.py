@@ -151,6 +151,22 @@ def test_decoding_after_a_prefill(name: str, tmp_path: Path) -> None:
     assert torch.allclose(replay.outputs["logits"][:, -1], found, atol=1e-6)
 
 
+@pytest.mark.parametrize(("name", "fused"), [("llama", 0), ("mistral", 2), ("gemma2", 2), ("gpt_oss", 2)])
+def test_a_prefill_makes_no_scores_and_no_masks(name: str, fused: int, tmp_path: Path) -> None:
+    """Attention with windows, capped scores or sinks is one operator, without tensors of tokens x tokens."""
+    graph = captured(tiny(name, tmp_path, "&sequence=33"), "prefill")[0].graph
+    assert graph.kinds.count("served.fused_attention") == fused
+    assert not any("33,33]" in text for text in graph.shapes)
+
+
+def test_masks_of_chunks_stay(tmp_path: Path) -> None:
+    """Llama 4 attends in chunks, which kernels of windows do not know: its prefill keeps that mask."""
+    config = {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", **SIZES, **GROUPED}
+    more = {"attention_chunk_size": 5, "intermediate_size_mlp": 48, "num_local_experts": 2, "dtype": "bfloat16"}
+    text = f"hf:{write(tmp_path, config | more)}?batch=2&sequence=33"
+    assert any("bool[2,1,33,33]" in shapes for shapes in captured(text, "prefill")[0].graph.shapes)
+
+
 def _copy_caches(prefill: Any, decode: Any) -> None:
     """Fills the cache of a decode step: the tokens of the prefill are first, or a window's last without the oldest."""
     source, target = dict(prefill.named_buffers()), dict(decode.named_buffers())
@@ -293,6 +309,28 @@ def test_a_prompt_is_what_the_encoder_reads(tmp_path: Path) -> None:
     """A prefill of encoder and decoder is told by the tokens of its prompt, and a decode step by one."""
     served = [captured(tiny("t5", tmp_path, "&sequence=32"), phase)[1] for phase in ("prefill", "decode")]
     assert [each.num_tokens for each in served] == [32, 1]
+
+
+def test_the_type_of_the_reading(tmp_path: Path) -> None:
+    """A served model is converted to the type that is asked for: its weights and cache are those of a typed text."""
+    text = tiny("llama", tmp_path, "&context=32")
+    for phase in ("prefill", "decode"):
+        reading = Reading(training=False, dtype="bfloat16", serving=Serving(phase))
+        typed, _ = captured(f"{text}&dtype=bfloat16", phase)
+        assert ModelSource(text, reading)._capture_served(1)[1].graph.fingerprint == typed.graph.fingerprint
+
+
+def test_the_type_of_a_text_config(tmp_path: Path) -> None:
+    """A model of text and images whose text_config alone has a type is served in it, as Qwen3-VL is published."""
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
+    config = {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "text_config": SIZES | GROUPED | {"dtype": "bfloat16", "rope_parameters": rope},
+        "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32},
+    }
+    _, served = captured(f"hf:{write(tmp_path, config)}?batch=2&context=32", "decode")
+    assert served.cache_bytes == 2 * 2 * 2 * 32 * 2 * 8 * 2  # keys and values of 2 layers, 2 sequences, 2 heads
 
 
 def test_a_cache_on_the_cpu(tmp_path: Path) -> None:

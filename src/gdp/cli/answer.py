@@ -260,7 +260,7 @@ def _report(opened: OpenRequest, answer: Answer) -> "Iterable[RenderableType]":
     serving = ""
     if served is not None and found.batches is None:
         serving = served.sentence(answer.plan.step_time_ns)
-        if more := sentences.of_more_sequences(answer.simulation, served):
+        if more := sentences.of_more_sequences(answer.simulation, served, opened.request.options_of_more_sequences):
             serving += f". {more}"
     prompt = prompt_of(opened.request, served)
     if answer.requests is not None and prompt is not None:

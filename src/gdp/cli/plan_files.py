@@ -19,6 +19,7 @@ from gdp.errors import InputError
 from gdp.export.export_target import is_cpu
 from gdp.export.exported_plan import exported_by_name
 from gdp.export.layouts import torch_fsdp, torchtitan
+from gdp.export.targets_by_name import find_target
 from gdp.graph import Graph
 from gdp.models.model import GGUF, HUGGING_FACE
 from gdp.models.model_text import is_onnx
@@ -178,9 +179,19 @@ class PlanFiles:
             options: tuple[str, ...] = ()
         else:
             tool, options = target.name, target.options
+        if tool is not None and plan.layout is None and "reserve" not in request.asked.options:
+            options += _own_reserve(tool, plan)
         return shlex.join(
             ["gdp", "simulate", plan_file] if tool is None else ["gdp", "export", plan_file, "--to", tool, *options]
         )
+
+
+def _own_reserve(tool: str, plan: Plan) -> tuple[str, ...]:
+    """Returns the option that gives a tool the memory of the plan, where the tool takes less by default."""
+    assert plan.problem is not None
+    memory = [device.memory_bytes for device in plan.problem.cluster.devices]
+    free = 1 - float((plan.peak_memory_bytes / memory).max())
+    return ("--reserve", f"{math.floor(100 * free)}%") if free < find_target(tool).reserve else ()
 
 
 def _takes(tool: str, request: PlaceRequest, plan: Plan) -> bool:

@@ -78,6 +78,16 @@ class PlaceRequest:
         """True if the model can be read anew with its batch split."""
         return not self.source.is_file
 
+    @property
+    def options_of_more_sequences(self) -> set[str]:
+        """The options for more sequences in a decode step that this request takes as well."""
+        is_for_target = self.target is not None and not self.is_for_servers
+        if is_for_target or self.options.placer != "auto" or self.options.checkpoint is not None:
+            return set()
+        takes_sweep = self.requests is None and self.times is None and self.reading.batch is None
+        takes = {"--sweep": takes_sweep, "--batches": self.parallel in (None, NONE)}
+        return {option for option, is_taken in takes.items() if is_taken}
+
     def check(self, sweep: str | None) -> None:
         """Raises InputError for options that say something else than --batches, --parallel or --requests."""
         if self.requests is not None:

@@ -36,7 +36,7 @@ _CORE_BLOCKS = (768, 256), (192, 64), (0, 32)  # on a processor core: from so ma
 # the order of memory, was read off a layer of `nn.MultiheadAttention` on a Xeon
 _CONFLICT_BYTES, _CONFLICTS = 4096, 6
 
-_PREFIX = "_scaled_dot_product_"
+_PREFIX, _SERVED = "_scaled_dot_product_", "served.fused_attention"
 _CAUSAL = {  # where calls say whether they are causal
     "flash_attention": 4,
     "flash_attention_for_cpu": 4,  # captures run where there is no card
@@ -49,6 +49,7 @@ _CAUSAL = {  # where calls say whether they are causal
     "torch_attn._varlen_attn": 7,  # behind the ends of sequences and the lengths of the longest
     "torch_attn._varlen_attn_out": 8,
     "torch_attn._varlen_attn_backward": 10,
+    _SERVED: 3,
     "context.attention": 4,
     "context.attention_backward": 7,
 }
@@ -74,7 +75,10 @@ def attention(op: PricedOp) -> list[Kernel]:
     is_biased = item_bytes(query.dtype) < 4 and any(size > 1 and stride for size, stride in by_head)
     is_causal = place < len(call.arguments) and call.arguments[place] == 1
     causal = int(is_causal) * (_ZIGZAG if call.kind.startswith("context.") else 1)
-    size = (batch * kv_heads, max(heads // max(kv_heads, 1), 1), queries, keys, width, causal, is_biased)
+    window, shown = next(iter(call.arguments[place + 1 :]), 0) if name == _SERVED else 0, keys
+    if causal and isinstance(window, int) and 0 < window < keys:  # as one that is not causal, of the keys that it sees
+        causal, shown = 0, round(window - window * (window - 1) / (2 * max(queries, 1)))
+    size = (batch * kv_heads, max(heads // max(kv_heads, 1), 1), queries, shown, width, causal, is_biased)
     seen = float(keys_seen(np.array([size], np.float64), 1)[0])
     flops = round(op.flops * seen / keys) if keys else 0
     kernels = [Kernel("attention_backward" if is_backward else "attention", flops, op.bytes, size)]

@@ -388,7 +388,7 @@ class ModelSource:
         from gdp.models.pytorch.capture_step import Built, StepOptions
 
         serving = self.reading.serving
-        build = ServedBuild(self.text, serving, num_parts, self.reading.shards)
+        build = ServedBuild(self._typed_text, serving, num_parts, self.reading.shards)
         with user_function.printing_to_stderr():
             captured = Built.by(build, self.text).capture(self.text, StepOptions(self.reading.training))
         assert build.room is not None, "the capture built the model"
@@ -466,14 +466,13 @@ class ModelSource:
 
     def _builder(self, num_parts: int = 1) -> Callable[[], Example | JaxFunction]:
         """Returns a function that builds the model: a workload with a part of its batch, others with all of it."""
-        text, dtype = self.text, self.reading.dtype
+        text = self.text
         if self.is_file:
             self.check_runnable("executed")
         if self._is_published:
             from gdp.models.hugging_face import build
 
-            sized = f"{text}{'&' if '?' in text else '?'}dtype={dtype}" if dtype else text
-            return build.builder(sized, training=self.reading.training, precision=self.reading.precision)
+            return build.builder(self._typed_text, training=self.reading.training, precision=self.reading.precision)
         make: Callable[[], Example | JaxFunction]
         if self._is_function:
             make = UserFunction(text, self._directory)
@@ -482,6 +481,12 @@ class ModelSource:
                 self._workload.build, even_part(self.reading.batch or self._workload.batch_size, num_parts, text)
             )
         return lambda: self._changed(make())
+
+    @property
+    def _typed_text(self) -> str:
+        """The text of a published model with the type of the reading among its sizes."""
+        text, dtype = self.text, self.reading.dtype
+        return f"{text}{'&' if '?' in text else '?'}dtype={dtype}" if dtype else text
 
     def _changed(self, answer: Any) -> Any:
         """Returns the answer of a workload or function with the batch and the type of the reading."""

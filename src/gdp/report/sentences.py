@@ -1,6 +1,6 @@
 """Describes a plan in sentences, for a terminal and for a page."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -178,8 +178,9 @@ def of_held_memory(graph: Graph) -> Iterator[str]:
         yield f"{each}."
 
 
-def of_more_sequences(simulation: Simulation, served: ServedStep) -> str:
-    """Returns sentences on what a decode step could serve besides: sequences, groups in flight; "" for none."""
+def of_more_sequences(simulation: Simulation, served: ServedStep, options: Collection[str]) -> str:
+    """Returns sentences on what a decode step could serve besides: sequences, groups in flight; "" for none. `options`
+    are those that the request takes."""
     graph, limits = simulation.problem.graph, simulation.problem.memory_limit_bytes
     cache = np.bincount(simulation.placement, graph.resident_bytes * is_cache(graph), len(limits))
     free, has_cache = limits - simulation.peak_memory_bytes, cache > 0
@@ -188,12 +189,13 @@ def of_more_sequences(simulation: Simulation, served: ServedStep) -> str:
     parts = []
     most = int(served.num_sequences * (1 + (free[has_cache] / cache[has_cache]).min()))
     if most > served.num_sequences:
-        parts.append(
-            f"By their caches {most:,} have room: --sweep batch={served.num_sequences}..{most} has their times."
-        )
+        powers = (2**power for power in range(served.num_sequences.bit_length(), most.bit_length()))
+        listed = ",".join(map(str, dict.fromkeys((served.num_sequences, *powers, most))))
+        times = f": --sweep batch={listed} has their times" if "--sweep" in options else ""
+        parts.append(f"By their caches {most:,} have room{times}.")
     kinds = [device.kind for device in simulation.problem.cluster.devices]
     num_stages = sum(kind in {kinds[holder] for holder in np.flatnonzero(has_cache)} for kind in kinds)
-    if num_stages > 1:
+    if num_stages > 1 and "--batches" in options:
         parts.append(f"A token is on one device at a time: --batches {num_stages} serves as many groups at once.")
     return " ".join(parts)
 

@@ -132,7 +132,7 @@ class ServedBuild:
                     self.notes.append(f"{self.text}: the prompt is text alone; images are not encoded in this step")
                 if self.shards != WHOLE:
                     self.notes += localise(model, (), inputs, self.shards, self.text, training=False)
-                served = kv_cache.serve(model, inputs, self.room, self.text)
+                served = kv_cache.serve(model, inputs, self.room, self.text, cuts_tokens=self.shards.context > 1)
                 self.share = kv_cache.share_of_rank(model)
                 if (copies := float(self.share * self.shards.num_ranks)) > 1:
                     why = "each card has all of it" if self.shards.tensor == 1 else "it has fewer heads than ranks"
@@ -214,7 +214,9 @@ def _transformers_maker(config: dict[str, Any], sizes: Sizes, text: str, precisi
     """Returns a function that makes the model of a config, in the dtype that `sizes` or the config says."""
     weights = weight_format(config, sizes.weights, text)
     default = "float32" if weights is None else "bfloat16"  # no kernel multiplies quantised weights in float32
-    dtype = _dtype(sizes.dtype or config.get("dtype") or config.get("torch_dtype") or default, text, precision)
+    parts = (config, config.get("text_config"))  # models of text and images may have their type in the latter
+    own = [part.get(name) for part in parts if isinstance(part, dict) for name in ("dtype", "torch_dtype")]
+    dtype = _dtype(sizes.dtype or next(filter(None, own), default), text, precision)
     try:
         import transformers
     except ImportError:

@@ -9,7 +9,8 @@ Transformers over the buffers:
 - prefill: a prompt meets an empty cache; its keys and values (of a window its last) are written there.
 
 Attention is as serving kernels have it, where the eager code of Transformers would copy the cache: grouped heads are
-not repeated, and latent attention (DeepSeek) decodes in the absorbed form, which reads the compressed latents once.
+not repeated, windows, caps of scores and sinks take no matrix of scores or masks (`fused_attention.py`), and latent
+attention (DeepSeek) decodes in the absorbed form, which reads the compressed latents once.
 
 Its layers are over memory of the modules that read them, in place of those of Transformers, which grow with each step:
 a step here can be repeated."""
@@ -33,6 +34,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 
 from gdp.errors import InputError
+from gdp.models.hugging_face.fused_attention import fused_attention
 from gdp.models.hugging_face.patches import run_inside
 from gdp.models.pytorch.running_module import RunningModule
 from gdp.models.pytorch.shards.cuts import cut_of, mark
@@ -42,6 +44,7 @@ Cache, DummyLayer = cache_utils.Cache, cache_utils.DummyLayer
 DynamicCache, EncoderDecoderCache = cache_utils.DynamicCache, cache_utils.EncoderDecoderCache
 
 _PROBE_TOKENS = 2
+_MASKED = ("sdpa", "eager")  # attention of Transformers that takes a mask as a tensor
 _KNOWN = (
     cache_utils.DynamicLayer,
     cache_utils.DynamicSlidingWindowLayer,
@@ -183,68 +186,62 @@ def _absorbed(module: Any, query: Tensor, latents: Tensor, scaling: float) -> Te
     return values.transpose(0, 1).reshape(batch, 1, heads, width)
 
 
-def _grouped(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Returns eager attention of one token for each sequence to keys of grouped heads, without repeating them. Scores
-    are capped by `softcap` and share their softmax with a sink for each head, where the model has these."""
-    batch, heads, _, width = query.shape
-    groups = key.shape[1]
-    packed = query.reshape(batch, groups, heads // groups, width)
-    scores = torch.matmul(packed, key.transpose(2, 3)) * (width**-0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    sink = s_aux if s_aux is not None else sinks
-    if sink is not None:
-        column = sink.reshape(1, groups, heads // groups, 1).expand(batch, -1, -1, -1).to(scores.dtype)
-        scores = torch.cat((scores, column), dim=-1)
-    shares = functional.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
-    if sink is not None:
-        shares = shares[..., :-1]
-    return torch.matmul(shares, value).reshape(batch, 1, heads, value.shape[-1])
+def attend_as_served(model: Any, cache: Any, room: CacheRoom, *, knows_windows: bool) -> None:
+    """Makes the forward pass of `model` run with attention of serving kernels and the cache as before a step.
+    `knows_windows`: whether layers tell their windows to the attention, so that a prefill needs no masks."""
+    original = AttentionInterface.get_interface
 
-
-def attend_as_served(model: Any, cache: Any, room: CacheRoom) -> None:
-    """Makes the forward pass of `model` run with attention of serving kernels and the cache as before a step."""
-    original = AttentionInterface._global_mapping["sdpa"]
-
-    def attend(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        scaling: Any = kwargs.get("scaling")
-        if room.is_decode and key is value and hasattr(module, "latent_cache"):
-            return _absorbed(module, query, key, scaling), None
-        width = value.shape[-1]
-        if width < key.shape[-1] and not room.is_decode and hasattr(module, "latent_cache"):
-            # kernels of one width: Transformers pads values for flash attention, too
-            padded = functional.pad(value, (0, key.shape[-1] - width))
-            result, weights = original(module, query, key, padded, attention_mask, *args, **kwargs)
-            return result[..., :width], weights
-        return original(module, query, key, value, attention_mask, *args, **kwargs)
-
-    def attend_eagerly(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        options = {name: kwargs.get(name) for name in ("scaling", "softcap", "s_aux", "sinks")}
-        if hasattr(module, "sinks") and options["s_aux"] is None:
-            options["sinks"] = module.sinks
-        return _grouped(module, query, key, value, **options), None
-
-    functions = {"sdpa": attend} | ({"eager": attend_eagerly} if room.is_decode else {})
+    def get_interface(self: Any, implementation: str, default: Any) -> Any:
+        attend = original(self, implementation, default)
+        if implementation not in _MASKED:
+            return attend
+        return partial(_attend, attend, room, knows_windows, implementation == "eager")
 
     @contextlib.contextmanager
     def serving() -> Iterator[None]:
         _begin(cache, room)
-        masks = _without_masks() if room.is_decode else contextlib.nullcontext()
-        with patch.dict(AttentionInterface._global_mapping, functions), masks:
+        masks = _without_masks(room) if room.is_decode or knows_windows else contextlib.nullcontext()
+        with patch.object(AttentionInterface, "get_interface", get_interface), masks:
             yield
 
     run_inside(model, serving)
+
+
+def _attend(
+    attend: Callable[..., Any],
+    room: CacheRoom,
+    knows_windows: bool,
+    is_eager: bool,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Returns what `attend` of Transformers does, as serving kernels compute it: with one operator in place of eager
+    attention, and of that which would need a mask for its window."""
+    scaling: Any = kwargs.get("scaling")
+    if room.is_decode and key is value and hasattr(module, "latent_cache"):
+        return _absorbed(module, query, key, scaling), None
+    window, is_fused = kwargs.get("sliding_window") or 0, is_eager
+    if not room.is_decode:
+        is_plain = attention_mask is None and kwargs.get("position_bias") is None
+        is_fused = knows_windows and is_plain and (is_eager or 0 < window < key.shape[-2])
+    if is_fused:
+        sinks = next((each for each in (kwargs.get("s_aux"), getattr(module, "sinks", None)) if each is not None), None)
+        by_head = None if sinks is None else sinks.reshape(1, -1, 1, 1)
+        is_causal = query.shape[-2] > 1 and getattr(module, "is_causal", True)
+        how = is_causal, window, by_head, scaling, kwargs.get("softcap")
+        return fused_attention(query, key, value, *how).transpose(1, 2), None
+    width = value.shape[-1]
+    if width < key.shape[-1] and not room.is_decode and hasattr(module, "latent_cache"):
+        # kernels of one width: Transformers pads values for flash attention, too
+        padded = functional.pad(value, (0, key.shape[-1] - width))
+        result, weights = attend(module, query, key, padded, attention_mask, *args, **kwargs)
+        return result[..., :width], weights
+    return attend(module, query, key, value, attention_mask, *args, **kwargs)
 
 
 def _begin(cache: Any, room: CacheRoom) -> None:
@@ -257,16 +254,20 @@ def _begin(cache: Any, room: CacheRoom) -> None:
             layer.begin()
 
 
-def _without_masks() -> contextlib.AbstractContextManager[Any]:
-    """Leaves out masks of a decode step: its one token sees every place of the cache. Layers that choose places to
-    attend to read their mask themselves, and must not be without one."""
+def _without_masks(room: CacheRoom) -> contextlib.AbstractContextManager[Any]:
+    """Leaves out masks that serving kernels do without: those of a decode step, whose one token sees every place of the
+    cache, and causal ones of a prefill, also with a window. Layers that choose places to attend to read their mask
+    themselves, and must not be without one."""
     mapping: dict[str, Any] = type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping
-    return patch.dict(mapping, {name: partial(_mask_if_read, mapping[name]) for name in ("sdpa", "eager")})
+    return patch.dict(mapping, {name: partial(_mask_if_read, mapping[name], room) for name in _MASKED})
 
 
-def _mask_if_read(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Returns the mask that a model asks for in any case, else None."""
-    return original(*args, **kwargs) if kwargs.get("allow_is_causal_skip") is False else None
+def _mask_if_read(original: Callable[..., Any], room: CacheRoom, *args: Any, **kwargs: Any) -> Any:
+    """Returns the mask that a model asks for in any case, in a prefill also one that is not causal or of chunks."""
+    is_left_out = kwargs.get("allow_is_causal_skip", room.is_decode)
+    if not room.is_decode and (window := kwargs.get("local_size")) is not None:
+        is_left_out = is_left_out and window == getattr(kwargs.get("config"), "sliding_window", None)
+    return None if is_left_out else original(*args, **kwargs)
 
 
 @dataclass(slots=True)
@@ -275,13 +276,26 @@ class _Probed:
 
     cache: Any
     owners: dict[int, str] = field(default_factory=dict)
+    windows: dict[str, int | None] = field(default_factory=dict)  # that modules tell the attention that they call
     output: Any = None
 
+    @property
+    def knows_windows(self) -> bool:
+        """True if all layers with keys call the attention of Transformers' interface, and tell it their windows."""
+        layers = [(path, self.cache.layers[index]) for index, path in self.owners.items()]
+        return all(
+            getattr(layer, "keys", None) is None or self.windows.get(path, 0) == getattr(layer, "sliding_window", None)
+            for path, layer in layers
+        )
 
-def serve(model: Any, inputs: Mapping[str, Any], room: CacheRoom, text: str) -> dict[str, Any]:
+
+def serve(
+    model: Any, inputs: Mapping[str, Any], room: CacheRoom, text: str, *, cuts_tokens: bool = False
+) -> dict[str, Any]:
     """Returns `inputs` with a cache of that room; its memory is registered as buffers of the model's modules. `inputs`
-    are those of the step, `room` is that of the decoder's own attention. The model's forward pass then runs with
-    attention as serving kernels have it. InputError, with the layer, for a kind of cache that is not modelled."""
+    are those of the step, `room` is that of the decoder's own attention; `cuts_tokens`: ranks have parts of a prompt,
+    whose masks stay. The model's forward pass then runs with attention as serving kernels have it. InputError, with the
+    layer, for a kind of cache that is not modelled."""
     is_encoder_decoder = bool(model.config.is_encoder_decoder)
     own, cross = _probe(model, inputs, is_encoder_decoder, text)
     layers = [_layer(model, own, index, room, text) for index in range(len(own.cache.layers))]
@@ -292,7 +306,7 @@ def serve(model: Any, inputs: Mapping[str, Any], room: CacheRoom, text: str) -> 
     for module in model.modules():
         if hasattr(module, "latent_cache") and room.is_decode:
             module.expand_kv = joined_latents(module.latent_cache)
-    attend_as_served(model, cache, room)
+    attend_as_served(model, cache, room, knows_windows=own.knows_windows and not cuts_tokens)
     served = dict(inputs)
     if cross is not None and room.is_decode:  # the encoder ran in the prefill
         encoded = torch.zeros_like(own.output.encoder_last_hidden_state)
@@ -319,14 +333,24 @@ def _probe(
     caches = [_Probed(DynamicCache(config=model.config)) for _ in range(1 + is_encoder_decoder)]
     whole: Any = EncoderDecoderCache(*(part.cache for part in caches)) if is_encoder_decoder else caches[0].cache
     running = RunningModule()
-    handles = running.watch(model)
+    handles, original = running.watch(model), AttentionInterface.get_interface
+
+    def get_interface(*args: Any) -> Any:
+        attend = original(*args)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            caches[0].windows[running.current] = kwargs.get("sliding_window")
+            return attend(*args, **kwargs)
+
+        return noted
+
     for probed in caches:
         _watch(probed, running)
     short = dict(inputs)  # an encoder's whole input: the keys of its outputs are cached
     if not is_encoder_decoder:
         short["input_ids"] = inputs["input_ids"].new_zeros(inputs["input_ids"].shape[0], _PROBE_TOKENS)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), patch.object(AttentionInterface, "get_interface", get_interface):
             caches[0].output = model(**short, **{_argument(model): whole}, use_cache=True)
     finally:
         for handle in handles:

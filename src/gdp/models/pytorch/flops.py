@@ -289,6 +289,7 @@ _FORMULAS |= linear_algebra.FORMULAS | by_name(
         "convolution_backward": _convolution_backward,
         "_scaled_dot_product_flash_attention_for_cpu context::attention": _attention,
         "_scaled_dot_product_flash_attention_for_cpu_backward context::attention_backward": _attention_backward,
+        "served::fused_attention": lambda args, kwargs, outputs: _attention(args[:3], kwargs, outputs),
         "torch_attn::_varlen_attn": _packed_attention,
         "torch_attn::_varlen_attn_out": lambda args, kwargs, outputs: _packed_attention(args[1:], kwargs, outputs),
         "torch_attn::_varlen_attn_backward": _packed_attention_backward,

@@ -207,7 +207,10 @@ class SampleRun(ContextRun):
 
     has_experts = True
     rules: Mapping[str, Rule] = MappingProxyType(
-        {**ContextRun.rules, "scaled_dot_product_attention": _attention_of_samples}
+        {
+            **ContextRun.rules,
+            **dict.fromkeys(("scaled_dot_product_attention", "fused_attention"), _attention_of_samples),
+        }
     )
 
     def begun(self, x: Tensor, dim: int) -> Tensor:

@@ -186,7 +186,7 @@ def read_loss(args: Any, kwargs: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
 
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(products.NAMES, _product),
-    "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("scaled_dot_product_attention", "fused_attention"), _attention),
     "embedding": _embedding,
     "cross_entropy_loss": _cross_entropy,
 }
