@@ -115,7 +115,8 @@ class _SweepTable:
                 raise
             row = SweepRow(value, note=str(error))
         amounts = request.source.amounts(served)
-        self.noun = "tokens" if "tokens" in amounts else "samples"
+        if row.plan is not None:
+            self.noun = "tokens" if "tokens" in amounts else "samples"
         row = replace(row, price=self.prices.of(request.cluster), work=amounts.get(self.noun, 0))
         if request.out is not None and row.is_ok:
             try:
