@@ -117,7 +117,8 @@ class _SweepTable:
         amounts = request.source.amounts(served)
         if row.plan is not None:
             self.noun = "tokens" if "tokens" in amounts else "samples"
-        row = replace(row, price=self.prices.of(request.cluster), work=amounts.get(self.noun, 0))
+        price, num_devices = self.prices.of(request.cluster), request.cluster.num_devices
+        row = replace(row, price=price, work=amounts.get(self.noun, 0), num_devices=num_devices)
         if request.out is not None and row.is_ok:
             try:
                 _save(request, self.sweep.what, row)

@@ -125,7 +125,7 @@ def place_row(
     plan = solution.plan
     assert plan is not None
     bound_ns, graph = plan.lower_bound_ns if question.parts is None else solution.bound_ns, question.graph.fingerprint
-    row = SweepRow(value, plan, bound_ns, graph=graph, num_devices=question.cluster.num_devices)
+    row = SweepRow(value, plan, bound_ns, graph=graph)
     for other in earlier:
         is_faster = other.is_ok and not (row.is_ok and (other.step_time_ns or 0) >= plan.step_time_ns)
         if other.plan is None or not is_faster or other.graph != graph:
