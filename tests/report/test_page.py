@@ -24,9 +24,9 @@ from gdp.parallel.layout import Layout
 from gdp.planning.advice import Advice, WhatIf
 from gdp.planning.layout_answer import LayoutAnswer, LayoutRow
 from gdp.report.page import embed, render, write_report
-from gdp.report.page_data import PageData, columns
+from gdp.report.page_data import PageData, columns, summary
 from gdp.search.candidate import OK
-from gdp.simulator.plan import Plan
+from gdp.simulator.plan import Baseline, Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
 from hand_cases import HAND_CASES, make_cluster
@@ -129,6 +129,27 @@ def test_says_the_plans_figures(driver: Any, made: PageData) -> None:
     assert sum(HOSTILE[0] in row for row in rows) == 3  # a kind of ops, an op, a transfer
     starts = _run(driver, "return Array.from(gdpReport.data.start)")
     assert starts == made.simulation.op_start_ns.tolist()
+
+
+@pytest.mark.parametrize(
+    ("status", "layout", "texts"),
+    [
+        ("ok", {}, ["the best single device", "plain data parallelism"]),
+        ("ok", {"tensor": 2}, ["the best single group of cards", "data parallelism of such groups"]),
+        ("infeasible", {}, ["plain data parallelism", "no single device can hold the whole batch"]),
+        ("failed", {}, ["plain data parallelism"]),  # pins are to several devices
+    ],
+)
+def test_terminal_and_page_name_baselines_alike(
+    made: PageData, status: str, layout: dict[str, int], texts: list[str]
+) -> None:
+    """Baselines of plans on groups are on groups, too; that no device holds the step is said only where it is so."""
+    baselines = {"single": Baseline(status, 10**9, 0.1), "data parallel": Baseline("ok", 10**9, 0.1)}
+    plan = replace(made.plan, layout=Layout().document() | layout)
+    assert plan.search is not None
+    document = summary(replace(made, plan=replace(plan, search=replace(plan.search, baselines=baselines))))
+    assert [text for _, text in document["against"]] == texts
+    assert all(text in document["headline"] for text in texts)
 
 
 @needs_browser

@@ -125,6 +125,9 @@ def summary(data: PageData) -> dict[str, Any]:
         "alike": copies.are_alike(),
         "exchanges": exchanges_document(simulation),
         "sentences": [writable(sentence) for sentence in told if sentence],
+        "against": [
+            (ratio, writable(text)) for ratio, text in sentences.against(plan, data.baselines, num_microbatches)
+        ],
         "step_ns": simulation.step_time_ns,
         "bound_ns": plan.lower_bound_ns,
         "seconds": seconds,

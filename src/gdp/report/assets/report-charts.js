@@ -3,16 +3,10 @@ const NOT_FITTING = "repeating-linear-gradient(45deg, var(--bad) 0 2px, var(--li
 const NOT_OK = { infeasible: "does not fit", failed: "no placement", skipped: "no time" };
 
 function cards() {
-  const timeOf = name => summary.placers.find(row => row.name === name && row.status === "ok" && !row.plan)?.ns;
-  const baselines = summary.placers.filter(row => !row.plan && row.status === "ok" && row.ns);
-  const best = baselines.reduce((a, b) => a && a.ns <= b.ns ? a : b, null);
-  const against = (ns, text) => ns ? [[`${digits(ns / Math.max(summary.step_ns, 1), 3)}×`, text]] : [];
-  const lacks = summary.placers.some(row => row.name === "single" && row.status !== "ok");
   const gap = summary.bound_ns ? percentAbove(Math.max(summary.step_ns / summary.bound_ns - 1, 0)) : "unknown";
   const items = [
-    [time(summary.step_ns), "step time"], ...against(timeOf("single"), "speed-up over the best single device"),
-    ...(lacks ? [["—", "no single device can hold it"]] : []),
-    ...against(timeOf("expert"), "speed-up over the paper's expert"), ...(best ? against(best.ns, `speed-up over the best baseline (${middle(best.name, 30)})`) : []),
+    [time(summary.step_ns), "step time"],
+    ...summary.against.map(([ratio, text]) => ratio === null ? ["—", text] : [`${digits(ratio, 3)}×`, `speed-up over ${middle(text, 80)}`]),
     [gap, summary.bound_ns ? `at most, above the lower bound of ${time(summary.bound_ns)} for this graph on these devices` : "lower bound 0: the distance to the optimum"],
   ];
   const bound = summary.layout?.bound_ns;
