@@ -119,6 +119,7 @@ def test_says_the_plans_figures(driver: Any, made: PageData) -> None:
     assert "no single device can hold it" in text
     assert "2.00×" in cards  # the expert, as made up
     assert "1.50×" in cards  # metis
+    assert f"step time, {digits(0.9 * step_ms, 3)} ms to {digits(1.25 * step_ms, 3)} ms" in text
     peaks = [np.float64(made.simulation.peak_memory_bytes[device] / 2**20) for device in range(2)]
     for peak in peaks:
         assert re.search(rf"{peak:.3g} MiB", text), peak

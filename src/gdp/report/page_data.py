@@ -96,7 +96,7 @@ def summary(data: PageData) -> dict[str, Any]:
             for name, each in data.baselines.items()
         ),
     ]
-    num_microbatches = sentences.num_microbatches(simulation)
+    num_microbatches, step_range = sentences.num_microbatches(simulation), simulation.step_range
     told = (
         *([] if data.served is None else [serving_sentence(data.served, simulation, plan.layout)]),
         *sentences.of_speed(simulation, data.amounts if data.served is None else {}),
@@ -117,7 +117,7 @@ def summary(data: PageData) -> dict[str, Any]:
         "placer": writable(plan.placer),
         "seed": plan.seed,
         "version": writable(plan.gdp_version),
-        "headline": sentences.headline(plan, data.baselines, num_microbatches, simulation.step_range),
+        "headline": sentences.headline(plan, data.baselines, num_microbatches, step_range),
         "reasons": [writable(short(reason)) for reason in simulation.reasons],
         "bound": sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns, num_microbatches, copies.num_replicas),
         "layout": layout_document(plan, data.layouts),
@@ -129,6 +129,7 @@ def summary(data: PageData) -> dict[str, Any]:
             (ratio, writable(text)) for ratio, text in sentences.against(plan, data.baselines, num_microbatches)
         ],
         "step_ns": simulation.step_time_ns,
+        "step_range_ns": step_range and step_range.of(simulation.step_time_ns),
         "bound_ns": plan.lower_bound_ns,
         "seconds": seconds,
         "simulations": None if search is None else search.simulations,
