@@ -4,7 +4,8 @@ const NOT_OK = { infeasible: "does not fit", failed: "no placement", skipped: "n
 
 function cards() {
   const gap = summary.bound_ns ? percentAbove(Math.max(summary.step_ns / summary.bound_ns - 1, 0)) : "unknown";
-  const items = [
+  const stream = summary.throughput;
+  const items = stream ? [[time(stream.time_per_batch_ns), `per batch, ${digits(stream.batches_per_second, 4)} batches per second; a batch takes up to ${time(stream.latency_ns)}`]] : [
     [time(summary.step_ns), ["step time", summary.step_range_ns?.map(ns => time(ns, 3)).join(" to ")].filter(Boolean).join(", ")],
     ...summary.against.map(([ratio, text]) => ratio === null ? ["—", text] : [`${digits(ratio, 3)}×`, `speed-up over ${middle(text, 80)}`]),
     [gap, summary.bound_ns ? `at most, above the lower bound of ${time(summary.bound_ns)} for this graph on these devices` : "lower bound 0: the distance to the optimum"],
