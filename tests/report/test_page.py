@@ -527,8 +527,11 @@ def test_pipelines_show_microbatches(shared: Any, tmp_path: Path) -> None:
 def test_what_if_comes_early(shared: Any, made: PageData, tmp_path: Path) -> None:
     """Changes of the machine stand before the timeline; where none were asked for, the page says how."""
     page = tmp_path / "advice.html"
-    advice = Advice((WhatIf("one device fewer", "without gpu0", made.plan.step_time_ns * 2),), (), False, made.plan)
-    for given, expected in ((advice, ["one device fewer", "without gpu0", "2.000"]), (None, ["--no-advice"])):
+    fewer = WhatIf("one device fewer", "without gpu0", made.plan.step_time_ns * 2)
+    more = WhatIf("one device more", "gpu2", 10**9, "data=3")
+    advice = Advice((fewer, more), (), False, made.plan)
+    shown = ["one device fewer", "without gpu0", "2.000", "gpu2: data=3", "~1,000 ms"]
+    for given, expected in ((advice, shown), (None, ["--no-advice"])):
         page.write_text(render(replace(made, advice=given)), encoding="utf-8", newline="")
         _show(shared, page)
         text = _find(shared, "main").text

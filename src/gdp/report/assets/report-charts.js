@@ -15,9 +15,9 @@ function cards() {
   $("cards").replaceChildren(...items.map(([value, text]) => element("div", { class: "card" }, element("b", {}, value), element("span", {}, text))));
 }
 
-// a step time, a bar with a line at `mark`, and the ratio to the plan's step time
-const timeCells = (ns, longest, colour, mark, none = "–") => ns === null ? [none, "", "–"]
-  : [time(ns), bar(ns / longest, colour, mark && mark / longest), (ns / Math.max(summary.step_ns, 1)).toFixed(3)];
+// a step time, with ~ where it is an estimate, a bar with a line at `mark`, and the ratio to the plan's step time
+const timeCells = (ns, longest, colour, mark, isEstimate = false, none = "–") => ns === null ? [none, "", "–"]
+  : [`${isEstimate ? "~" : ""}${time(ns)}`, bar(ns / longest, colour, mark && mark / longest), (ns / Math.max(summary.step_ns, 1)).toFixed(3)];
 
 function placers() {
   const rows = summary.placers;
@@ -61,8 +61,8 @@ function advice() {
   }
   const { what_ifs: whatIfs, sentences } = summary.advice;
   const longest = Math.max(summary.step_ns, ...whatIfs.map(item => item.step_time_ns ?? 0), 1);
-  const rows = whatIfs.map(item => ({ cells: [element("div", {}, item.change, element("div", { class: "quiet" }, middle(item.detail, 120))),
-    ...timeCells(item.step_time_ns, longest, "var(--bar)", summary.step_ns, "does not fit")] }));
+  const rows = whatIfs.map(item => ({ cells: [element("div", {}, item.change, element("div", { class: "quiet" }, middle([item.detail, item.layout].filter(Boolean).join(": "), 120))),
+    ...timeCells(item.step_time_ns, longest, "var(--bar)", summary.step_ns, item.is_estimate, "does not fit")] }));
   if (rows.length) place.append(table(["change", ">step time", "", ">of the plan's"], rows));
   place.append(...sentences.map(sentence => element("p", {}, sentence)));
   if (!rows.length && !sentences.length) place.append(element("p", { class: "quiet" }, "No change of the machine was tried."));
