@@ -25,7 +25,7 @@ from gdp.planning.advice import Advice, WhatIf
 from gdp.planning.layout_answer import LayoutAnswer, LayoutRow
 from gdp.report.page import embed, render, write_report
 from gdp.report.page_data import PageData, columns, summary
-from gdp.search.candidate import OK
+from gdp.search.candidate import ESTIMATED, OK
 from gdp.simulator.plan import Baseline, Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
@@ -538,6 +538,18 @@ def test_what_if_comes_early(shared: Any, made: PageData, tmp_path: Path) -> Non
         place = _find(shared, "#advice-part").text
         assert all(part in place for part in expected)
         assert text.index("What if") < text.index("Timeline")
+
+
+@needs_browser
+def test_layouts_left_out_may_be_faster(shared: Any, made: PageData, tmp_path: Path) -> None:
+    """Of a layout past the twelfth the page says only that it is there: it may be an estimate below the plan's time."""
+    rows = [LayoutRow(f"data={count}", Layout((1,) * count), 1, ESTIMATED, 5, 0, None, "") for count in range(2, 14)]
+    answer = LayoutAnswer((LayoutRow("data=1", Layout(), 1, OK, 14, 0, (0,), ""), *rows), 0, 0, ())
+    page = tmp_path / "layouts.html"
+    page.write_text(render(replace(made, layouts=answer)), encoding="utf-8", newline="")
+    _show(shared, page)
+    assert _find(shared, "#layouts summary").text == "1 more"
+    assert "~5 ns" in _find(shared, "#layouts").text
 
 
 @needs_browser

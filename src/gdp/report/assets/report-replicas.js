@@ -105,7 +105,7 @@ function layouts() {
     return { chosen: row.plan, cells: [middle(row.option, 60), count(row.devices, "device"),
       ...timeCells(row.ns, longest, colour, summary.layout.bound_ns || null, row.status === "estimated"), row.fullest === null ? "–" : bytes(row.fullest), middle(row.limit, 120)] };
   });
-  const rest = made.length > MOST_LAYOUTS ? [element("details", {}, element("summary", {}, `${made.length - MOST_LAYOUTS} more that are slower or do not fit`), table(headings, made.slice(MOST_LAYOUTS)))] : [];
+  const rest = made.length > MOST_LAYOUTS ? [element("details", {}, element("summary", {}, `${made.length - MOST_LAYOUTS} more`), table(headings, made.slice(MOST_LAYOUTS)))] : [];
   $("layouts").replaceChildren(table(headings, made.slice(0, MOST_LAYOUTS)), ...rest,
     ...summary.layout.notes.map(note => element("p", {}, `${note[0].toUpperCase()}${note.slice(1)}.`)), element("p", { class: "quiet" },
     `~ is an estimate, made from one replica.${summary.layout.bound_ns ? ` The line in each bar is the bound of any layout, ${time(summary.layout.bound_ns)}.` : ""}`));
