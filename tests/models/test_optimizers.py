@@ -236,9 +236,11 @@ def test_bad_options(capsys: pytest.CaptureFixture[str], options: list[str], mes
 
 @pytest.mark.usefixtures("_module")
 def test_a_graph_file_has_its_optimizer() -> None:
-    """A file is a step as captured, so another optimizer is refused."""
+    """A file is a step as captured, so another optimizer is refused, and so is inference of a training step."""
     assert main(["capture", "optimized_models:net", "--out", "graph.json", "--optimizer", "sgd"]) == 0
     from gdp.models.model import Reading
 
     with pytest.raises(InputError, match=r"--optimizer: graph\.json is a gdp-graph file, whose updates are in it"):
         ModelSource("graph.json", Reading(optimizer="adamw")).whole()
+    with pytest.raises(InputError, match=r"--inference: graph\.json is a training step; capture its model"):
+        ModelSource("graph.json", Reading(training=False)).whole()
