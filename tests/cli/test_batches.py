@@ -131,6 +131,7 @@ def test_files_and_functions_of_jax_are_served_too(capsys: pytest.CaptureFixture
         (["--inference", "--batches", "0"], "1 to 256"),
         (["--inference", "--batches", "2", "--parallel", "data=2"], "--parallel"),
         (["--inference", "--batches", "2", "--placer", "metis"], "--placer"),
+        (["--inference", "--batches", "2", "--robust", "2%"], "--robust"),
         (["--inference", "--batches", "2", "--sweep", "devices=1..2"], "--sweep"),
     ],
 )
