@@ -1,6 +1,7 @@
 """gdp place --batches: throughput and latency with their plan, derived anew; what makes no sense is refused."""
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,12 @@ def test_throughput_is_derived_anew_from_the_model_and_from_its_files(capsys: py
         for name in ("one device", "replicas")
     )
     assert answer["throughput"] == replicas
+    assert answer["baselines"] == {}  # they are per batch, the step is all batches
+    page = Path("out/report.html").read_text()
+    lead = re.search('class="lead">(.*)</p>', page)
+    assert lead is not None
+    assert lead[1] == "2 replicas of the model on one device each, 2 batches in flight."
+    assert f'"time_per_batch_ns":{replicas["time_per_batch_ns"]}' in page
     assert 2 * replicas["time_per_batch_ns"] == pytest.approx(alone["time_per_batch_ns"], rel=1e-6)
     assert answer["time_per_batch_bound_ns"] <= replicas["time_per_batch_ns"]
     for source in (command, ["out/graph.json.gz", "--devices", DEVICES]):
@@ -124,6 +131,7 @@ def test_files_and_functions_of_jax_are_served_too(capsys: pytest.CaptureFixture
         (["--inference", "--batches", "0"], "1 to 256"),
         (["--inference", "--batches", "2", "--parallel", "data=2"], "--parallel"),
         (["--inference", "--batches", "2", "--placer", "metis"], "--placer"),
+        (["--inference", "--batches", "2", "--robust", "2%"], "--robust"),
         (["--inference", "--batches", "2", "--sweep", "devices=1..2"], "--sweep"),
     ],
 )

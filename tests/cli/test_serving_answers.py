@@ -247,6 +247,8 @@ def test_sweep_of_sequences(place: Place) -> None:
     _, prefill, _ = place("llama?batch=1&sequence=512", "--devices", "l4-24g", phase="prefill")
     assert first == {prefill["step_time_ns"]}
     assert "time per token in ms" in Path("rows/sweep.svg").read_text()
+    _, answer, _ = place("llama?context=512", "--parallel", "tensor=2", "--sweep", "machines=2xl4-24g,l4-24g")
+    assert [row["tokens_per_second"] is None for row in answer["rows"]] == [False, True]
 
 
 def test_requests_by_arithmetic(place: Place) -> None:

@@ -264,13 +264,16 @@ def test_constraints(name: str, run: Run) -> None:
 
 
 def test_commands(run: Run) -> None:
-    """The commands print one figure and write the file."""
+    """The commands print one figure and write the file; a plan that was found before has its notes again."""
     graph_of("llama").save("model.json.gz")
     arguments = ["--devices", "2xp100-pcie-16g", "--budget", "300sims", "--out", "d", "--for", "device_map", "--json"]
     status, out, err = run("place", "model.json.gz", *arguments)
     assert status == 0
     assert "a plan of single ops takes" in err
     made = json.loads(out)
+    _, _, again = run("place", "model.json.gz", *arguments)
+    assert "found before" in again
+    assert "a plan of single ops takes" in again
     status, out, _ = run("export", "d/plan.json", "--to", "hf-device-map", "--json")
     document = json.loads(out)
     assert status == 0

@@ -194,6 +194,25 @@ def test_a_model_that_is_too_large_in_all(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.usefixtures("_module")
 @pytest.mark.parametrize(
+    ("options", "memory", "remedy"),
+    [
+        (["--precision", "mixed"], "0.5MiB", ", or take --optimizer adam-8bit --precision pure-bf16"),
+        (["--precision", "mixed", "--optimizer", "sgd"], "0.3MiB", ", or take --precision pure-bf16"),
+        (["--precision", "float32", "--optimizer", "adam-8bit"], "0.2MiB", ""),
+    ],
+)
+def test_only_updates_that_hold_less_are_told(
+    options: list[str], memory: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """65,792 parameters take 4 bytes with 8-bit Adam in pure bfloat16, 8 in mixed precision; 6 with SGD there, 2 in
+    pure bfloat16; 6 with 8-bit Adam in float32, of which SGD leaves 4: 0.25 MiB."""
+    place = ["place", "optimized_models:half", "--devices", "p100-pcie-16g", "--max-memory", f"gpu0={memory}", *options]
+    assert main([*place, "--budget", "9sims", "--threads", "1", "--no-advice"]) == 3
+    assert capsys.readouterr().err.endswith(f"; add devices or memory{remedy}\n")
+
+
+@pytest.mark.usefixtures("_module")
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--optimizer", "lion"], "one of adam, adamw, sgd, sgd-momentum, adafactor, adam-8bit is expected"),
@@ -217,9 +236,11 @@ def test_bad_options(capsys: pytest.CaptureFixture[str], options: list[str], mes
 
 @pytest.mark.usefixtures("_module")
 def test_a_graph_file_has_its_optimizer() -> None:
-    """A file is a step as captured, so another optimizer is refused."""
+    """A file is a step as captured, so another optimizer is refused, and so is inference of a training step."""
     assert main(["capture", "optimized_models:net", "--out", "graph.json", "--optimizer", "sgd"]) == 0
     from gdp.models.model import Reading
 
     with pytest.raises(InputError, match=r"--optimizer: graph\.json is a gdp-graph file, whose updates are in it"):
         ModelSource("graph.json", Reading(optimizer="adamw")).whole()
+    with pytest.raises(InputError, match=r"--inference: graph\.json is a training step; capture its model"):
+        ModelSource("graph.json", Reading(training=False)).whole()

@@ -1,5 +1,6 @@
 """Sweeps: tables of plans over machines, batches and micro-batches, and pictures of what is fastest at each cost."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +9,13 @@ import numpy as np
 import orjson
 import pytest
 
+from gdp.bounds.layout_bound import layout_bound
 from gdp.budget import Clock
 from gdp.cli import main
 from gdp.cluster import Cluster, changes
 from gdp.errors import InputError
+from gdp.models.model import Reading
+from gdp.models.source import ModelSource
 from gdp.parallel.layout import NONE, Layout
 from gdp.planning.sweep import Sweep, SweepRow, place_row
 from gdp.report.sweep_answer import _note
@@ -141,6 +145,9 @@ def test_the_command_has_costs_and_a_picture(
         assert orjson.loads(capsys.readouterr().out)["step_time_ns"] == row["step_time_ns"]
         assert main(["simulate", row["plan"]]) == 0
         capsys.readouterr()
+    groups = ["--inference", "--parallel", "tensor=2", "--devices", "3xp100-pcie-16g", "--sweep", "devices=2..3"]
+    assert main([*words[:-1], *groups]) == 0
+    assert re.findall("uses . of .", capsys.readouterr().out) == ["uses 2 of 3"]
 
 
 def test_cards_of_groups_are_counted() -> None:
@@ -149,7 +156,16 @@ def test_cards_of_groups_are_counted() -> None:
     assert row.plan is not None
     layout = {**Layout().document(), "tensor": 4}
     grouped = replace(row.plan, devices=("gpu0-3",), placement=np.zeros_like(row.plan.placement), layout=layout)
-    assert _note(replace(row, plan=grouped)) == "uses 4 of 5"
+    assert _note(replace(row, plan=grouped, num_devices=5)) == "uses 4 of 5"
+
+
+def test_bounds_of_forward_passes_hold_of_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a row may be on devices or on groups of them, its bound is that of any layout."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "sweeps.py").write_text(MODEL)
+    model, cluster = ModelSource("sweeps:net", Reading(training=False)), Cluster.parse("2xp100-pcie-16g")
+    (row,) = rows_of(model, {2: cluster})
+    assert row.bound_ns == layout_bound({1: model.whole().graph}, cluster)
 
 
 def test_a_plan_that_cannot_be_written_loses_no_row(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gdp.cluster import Cluster
+from gdp.costs.ranges import StepRange
 from gdp.graph import Graph, Op, Tensor
 from gdp.report.page_data import PageData
 from gdp.search.place import Progress, place
@@ -54,6 +55,7 @@ def page_data(graph: Graph, devices: str = "2xp100-pcie-16g", cluster: Cluster |
     cluster = cluster or Cluster.parse(devices)
     plan = place(graph, cluster, placer="heft", budget="50sims")
     simulation = replay(Problem.build(graph, cluster), plan)
+    vars(simulation)["step_range"] = StepRange(0.9, 1.25, "made-up steps")
     best_ns = plan.step_time_ns
     search = Search(
         seconds=2.0,

@@ -24,9 +24,9 @@ from gdp.parallel.layout import Layout
 from gdp.planning.advice import Advice, WhatIf
 from gdp.planning.layout_answer import LayoutAnswer, LayoutRow
 from gdp.report.page import embed, render, write_report
-from gdp.report.page_data import PageData, columns
-from gdp.search.candidate import OK
-from gdp.simulator.plan import Plan
+from gdp.report.page_data import PageData, columns, summary
+from gdp.search.candidate import ESTIMATED, OK
+from gdp.simulator.plan import Baseline, Plan
 from gdp.simulator.problem import Problem
 from gdp.simulator.simulate import Simulation, simulate
 from hand_cases import HAND_CASES, make_cluster
@@ -119,6 +119,7 @@ def test_says_the_plans_figures(driver: Any, made: PageData) -> None:
     assert "no single device can hold it" in text
     assert "2.00×" in cards  # the expert, as made up
     assert "1.50×" in cards  # metis
+    assert f"step time, {digits(0.9 * step_ms, 3)} ms to {digits(1.25 * step_ms, 3)} ms" in text
     peaks = [np.float64(made.simulation.peak_memory_bytes[device] / 2**20) for device in range(2)]
     for peak in peaks:
         assert re.search(rf"{peak:.3g} MiB", text), peak
@@ -129,6 +130,27 @@ def test_says_the_plans_figures(driver: Any, made: PageData) -> None:
     assert sum(HOSTILE[0] in row for row in rows) == 3  # a kind of ops, an op, a transfer
     starts = _run(driver, "return Array.from(gdpReport.data.start)")
     assert starts == made.simulation.op_start_ns.tolist()
+
+
+@pytest.mark.parametrize(
+    ("status", "layout", "texts"),
+    [
+        ("ok", {}, ["the best single device", "plain data parallelism"]),
+        ("ok", {"tensor": 2}, ["the best single group of cards", "data parallelism of such groups"]),
+        ("infeasible", {}, ["plain data parallelism", "no single device can hold the whole batch"]),
+        ("failed", {}, ["plain data parallelism"]),  # pins are to several devices
+    ],
+)
+def test_terminal_and_page_name_baselines_alike(
+    made: PageData, status: str, layout: dict[str, int], texts: list[str]
+) -> None:
+    """Baselines of plans on groups are on groups, too; that no device holds the step is said only where it is so."""
+    baselines = {"single": Baseline(status, 10**9, 0.1), "data parallel": Baseline("ok", 10**9, 0.1)}
+    plan = replace(made.plan, layout=Layout().document() | layout)
+    assert plan.search is not None
+    document = summary(replace(made, plan=replace(plan, search=replace(plan.search, baselines=baselines))))
+    assert [text for _, text in document["against"]] == texts
+    assert all(text in document["headline"] for text in texts)
 
 
 @needs_browser
@@ -505,14 +527,29 @@ def test_pipelines_show_microbatches(shared: Any, tmp_path: Path) -> None:
 def test_what_if_comes_early(shared: Any, made: PageData, tmp_path: Path) -> None:
     """Changes of the machine stand before the timeline; where none were asked for, the page says how."""
     page = tmp_path / "advice.html"
-    advice = Advice((WhatIf("one device fewer", "without gpu0", made.plan.step_time_ns * 2),), (), False, made.plan)
-    for given, expected in ((advice, ["one device fewer", "without gpu0", "2.000"]), (None, ["--no-advice"])):
+    fewer = WhatIf("one device fewer", "without gpu0", made.plan.step_time_ns * 2)
+    more = WhatIf("one device more", "gpu2", 10**9, "data=3")
+    advice = Advice((fewer, more), (), False, made.plan)
+    shown = ["one device fewer", "without gpu0", "2.000", "gpu2: data=3", "~1,000 ms"]
+    for given, expected in ((advice, shown), (None, ["--no-advice"])):
         page.write_text(render(replace(made, advice=given)), encoding="utf-8", newline="")
         _show(shared, page)
         text = _find(shared, "main").text
         place = _find(shared, "#advice-part").text
         assert all(part in place for part in expected)
         assert text.index("What if") < text.index("Timeline")
+
+
+@needs_browser
+def test_layouts_left_out_may_be_faster(shared: Any, made: PageData, tmp_path: Path) -> None:
+    """Of a layout past the twelfth the page says only that it is there: it may be an estimate below the plan's time."""
+    rows = [LayoutRow(f"data={count}", Layout((1,) * count), 1, ESTIMATED, 5, 0, None, "") for count in range(2, 14)]
+    answer = LayoutAnswer((LayoutRow("data=1", Layout(), 1, OK, 14, 0, (0,), ""), *rows), 0, 0, ())
+    page = tmp_path / "layouts.html"
+    page.write_text(render(replace(made, layouts=answer)), encoding="utf-8", newline="")
+    _show(shared, page)
+    assert _find(shared, "#layouts summary").text == "1 more"
+    assert "~5 ns" in _find(shared, "#layouts").text
 
 
 @needs_browser

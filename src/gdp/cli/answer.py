@@ -64,9 +64,7 @@ def find_plan(opened: OpenRequest, stop: Stop) -> KeptAnswer:
         advice, solution = find_advice(opened, solution, clock)
         plan = plan if solution.plan is None else solution.plan
     if question.parts is None:
-        for note in solution.notes:
-            log(f"gdp: note: {note}")
-        return KeptAnswer(plan, advice, tuple(progress.improvements(line.history)))
+        return KeptAnswer(plan, advice, tuple(progress.improvements(line.history)), notes=solution.notes)
     return KeptAnswer(plan, advice, layouts=LayoutAnswer.of(solution, question.parts))
 
 
@@ -88,14 +86,13 @@ def _plan_for(target: ExportTarget, opened: OpenRequest, stop: Stop) -> KeptAnsw
 
     with progress.live(line):
         placed = best_for(target, question, Clock(search_budget(request), stop=stop), on_progress=tell)
-    for note in _export_notes(placed, is_for_servers=request.is_for_servers):
-        log(f"gdp: note: {note}")
+    notes = tuple(_export_notes(placed, is_for_servers=request.is_for_servers))
     stop.has_answer = True
     plan, advice = placed.plan, None
     has_advice = request.with_advice and plan.num_ranks == 1 and not opened.is_offloaded(plan)
     if has_advice and plan.status == "ok" and not stop.is_set():
         plan, advice = advise_on_units(opened, placed, stop)
-    return KeptAnswer(plan, advice, tuple(progress.improvements(line.history)))
+    return KeptAnswer(plan, advice, tuple(progress.improvements(line.history)), notes=notes)
 
 
 def _export_notes(placed: ExportablePlan, *, is_for_servers: bool) -> Iterator[str]:
@@ -168,6 +165,8 @@ def respond(request: PlaceRequest) -> int:
         try:
             with request.named():
                 found = kept or find_plan(opened, stop)
+                for note in found.notes:
+                    log(f"gdp: note: {note}")
                 found = replace(found, plan=replace(found.plan, asked=request.asked))
         except InputError:
             if stop.is_set():  # before there was any plan

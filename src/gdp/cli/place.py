@@ -34,7 +34,7 @@ def place(
     robust: Annotated[
         str | None,
         typer.Option(
-            metavar="SHARE", help="Noise of op times in the comparison of plans. Default: as measured, or 2%."
+            metavar="SHARE", help="Noise of op times in the comparison of op placements. Default: as measured, or 2%."
         ),
     ] = None,
     model_options: options.ReadingOptions,

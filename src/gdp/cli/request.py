@@ -105,8 +105,8 @@ class PlaceRequest:
         if self.batches is not None:
             if self.reading.microbatches > 1:
                 raise InputError("--microbatches: accumulates gradients, and --batches serves; leave one of them out")
-            has_checkpoint = self.options.checkpoint is not None
-            more = {"--parallel": has_layout, "--checkpoint": has_checkpoint, "--sweep": sweep is not None}
+            own = {"--checkpoint": self.options.checkpoint, "--robust": self.options.robust, "--sweep": sweep}
+            more = {"--parallel": has_layout} | {name: value is not None for name, value in own.items()}
             refuse_beside("--batches", {**more, **others})
         elif has_layout and not (isinstance(self.parallel, Layout) and self.parallel.of_groups.is_whole):
             _check_reading_for_layouts(self.reading, is_file=self.source.is_file)

@@ -115,8 +115,10 @@ class _SweepTable:
                 raise
             row = SweepRow(value, note=str(error))
         amounts = request.source.amounts(served)
-        self.noun = "tokens" if "tokens" in amounts else "samples"
-        row = replace(row, price=self.prices.of(request.cluster), work=amounts.get(self.noun, 0))
+        if row.plan is not None:
+            self.noun = "tokens" if "tokens" in amounts else "samples"
+        price, num_devices = self.prices.of(request.cluster), request.cluster.num_devices
+        row = replace(row, price=price, work=amounts.get(self.noun, 0), num_devices=num_devices)
         if request.out is not None and row.is_ok:
             try:
                 _save(request, self.sweep.what, row)

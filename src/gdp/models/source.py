@@ -312,7 +312,10 @@ class ModelSource:
                 raise InputError(
                     f"--dtype: {text} is a graph, whose ops have their types; capture its model with --dtype"
                 )
-            return Model(Graph.load(text), {}, is_captured=False)
+            graph = Graph.load(text)
+            if not reading.training and not {"backward", "update"}.isdisjoint(graph.phases):
+                raise InputError(f"--inference: {text} is a training step; capture its model with --inference")
+            return Model(graph, {}, is_captured=False)
         if is_onnx(text):
             self._check_update(f"{text} is an ONNX file, which is inference")
             if reading.dtype:

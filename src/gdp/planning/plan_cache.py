@@ -37,6 +37,7 @@ class KeptAnswer:
     progress: tuple[Progress, ...] = ()  # the news of a search of ops that told of a better placement
     layouts: LayoutAnswer | None = None  # that were looked at; None: the ops of the step were placed
     batches: Solution | None = None  # for batches in flight, whose answers are not kept
+    notes: tuple[str, ...] = ()  # what was not looked at, and what the tool that runs it costs
 
 
 def entry(graph: Graph, cluster: Cluster, constraints: Constraints, options: Mapping[str, object]) -> Path | None:
@@ -63,7 +64,8 @@ def load(path: Path | None, problem_of: Callable[[Plan], Problem]) -> KeptAnswer
         advice, layouts = document["advice"], document["layouts"]
         progress = tuple(Progress(**news) for news in document["progress"])
         told = None if advice is None else _advice(advice, plan)
-        return KeptAnswer(plan, told, progress, None if layouts is None else _layouts(layouts))
+        rows, notes = None if layouts is None else _layouts(layouts), tuple(document["notes"])
+        return KeptAnswer(plan, told, progress, rows, notes=notes)
     return None
 
 
@@ -79,6 +81,7 @@ def store(path: Path | None, answer: KeptAnswer) -> None:
         "advice": None,
         "progress": [asdict(news) for news in answer.progress],
         "layouts": None,
+        "notes": answer.notes,
     }
     if advice is not None:
         what_ifs, not_asked = [asdict(item) for item in advice.what_ifs], list(advice.not_asked)

@@ -74,6 +74,26 @@ def held_bytes(question: PlaceQuestion) -> tuple[int, int]:
     return int(step.resident_bytes.sum()), int(limits_bytes.sum())
 
 
+def leaner_updates(question: PlaceQuestion) -> Iterator[tuple[str, dict[str, str], int]]:
+    """Yields options for optimizers and precisions with which all memory holds a captured step, by arithmetic, each
+    with the values that it changes and the bytes held with it."""
+    source, each = question.source, ParameterBytes.of(question.graph)
+    state = 0.0 if each is None else each.master_weights + each.optimizer_state
+    if source is None or each is None or not question.captured_s or not state:
+        return
+    elements = HeldMemory.of(question.graph).optimizer_state_bytes / state
+    held, limits = held_bytes(question)
+    for optimizer, precision in _UPDATES:
+        if (precision and not each.master_weights) or optimizer == source.reading.optimizer:
+            continue
+        kept = _STATE_BYTES.get(optimizer, each.optimizer_state / (2 if precision else 1))
+        saved = round(elements * (state - kept - (0 if precision else each.master_weights)))
+        if saved > 0 and held - saved <= limits:
+            others = {"optimizer": optimizer, "precision": precision}
+            others = {name: value for name, value in others.items() if value}
+            yield " ".join(f"--{name} {value}" for name, value in others.items()), others, held - saved
+
+
 def _can_hold(question: PlaceQuestion) -> bool:
     held, limits = held_bytes(question)
     return held <= limits
@@ -134,28 +154,15 @@ class RemedySearch:
 
     def _updated(self) -> Iterator[_Try | Remedy]:
         """Yields optimizers and precisions that hold less, first by arithmetic."""
-        asked, source, each = self.question, self.source, ParameterBytes.of(self.question.graph)
-        state = 0.0 if each is None else each.master_weights + each.optimizer_state
-        if source is None or each is None or self.model is None or not self.model.captured_s or not state:
+        source, captured_s = self.source, self.question.captured_s
+        if source is None:
             return
-        elements = HeldMemory.of(asked.graph).optimizer_state_bytes / state
-        held, limits = held_bytes(asked)
-        captured_s = self.model.captured_s
         is_quick = captured_s < _MOST_CAPTURED_S and self.clock.has(len(_UPDATES) * _CAPTURES * captured_s)
-        for optimizer, precision in _UPDATES:
-            if (precision and not each.master_weights) or optimizer == source.reading.optimizer:
-                continue
-            kept = _STATE_BYTES.get(optimizer, each.optimizer_state / (2 if precision else 1))
-            saved = round(elements * (state - kept - (0 if precision else each.master_weights)))
-            options = {"--optimizer": optimizer, "--precision": precision}
-            option = " ".join(f"{name} {value}" for name, value in options.items() if value)
-            if saved <= 0 or held - saved > limits:
-                continue
+        for option, others, held_after in leaner_updates(self.question):
             if is_quick:
-                was = source.reading
-                reading = replace(was, optimizer=optimizer or was.optimizer, precision=precision or was.precision)
+                reading = replace(source.reading, **others)  # type: ignore[arg-type]
                 yield _Try(option, option, partial(self._captured, ModelSource(source.text, reading)))
-            elif self._is_enough(held - saved):
+            elif self._is_enough(held_after):
                 yield Remedy(option, option)
 
     def _is_enough(self, held_after: int, limits_after: int | None = None) -> bool:

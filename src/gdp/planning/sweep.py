@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from gdp.bounds.layout_bound import layout_bound
 from gdp.budget import Clock
 from gdp.cluster import Cluster
 from gdp.cluster.prices import UNKNOWN, Price
@@ -125,7 +126,9 @@ def place_row(
     plan = solution.plan
     assert plan is not None
     bound_ns, graph = plan.lower_bound_ns if question.parts is None else solution.bound_ns, question.graph.fingerprint
-    row = SweepRow(value, plan, bound_ns, graph=graph, num_devices=question.cluster.num_devices)
+    if question.parts is None and question.degrees:  # plans of ops and of groups were looked at
+        bound_ns = layout_bound({1: question.graph}, question.cluster)
+    row = SweepRow(value, plan, bound_ns, graph=graph)
     for other in earlier:
         is_faster = other.is_ok and not (row.is_ok and (other.step_time_ns or 0) >= plan.step_time_ns)
         if other.plan is None or not is_faster or other.graph != graph:

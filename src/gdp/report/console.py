@@ -19,7 +19,7 @@ from gdp.parallel.layout import Layout
 from gdp.parallel.step import in_flight
 from gdp.planning.advice import Advice
 from gdp.planning.compare import Comparison
-from gdp.planning.remedies import Remedy, held_bytes
+from gdp.planning.remedies import Remedy, held_bytes, leaner_updates
 from gdp.report import sentences
 from gdp.report.advice_answer import advice_report
 from gdp.report.batches_answer import in_flight_of, of_throughput
@@ -200,8 +200,10 @@ def nothing_fits(
         remedy = f"it would fit with {', or with '.join(map(_remedy, remedies))}"
     else:
         remedy = "add devices or memory" + ("" if held > limit else ", or make the batch smaller")
-        if held > limit and each is not None:
-            remedy += f", or take {'--precision pure-bf16 or ' if each.master_weights else ''}--optimizer adam-8bit"
+        if held > limit:
+            least = int(missing.max()) * problem.num_devices
+            enough = (option for option, _, held_with in leaner_updates(question) if held - held_with >= least)
+            remedy += next((f", or take {option}" for option in enough), "")
     is_cut = plan.layout is not None and not in_flight(plan.layout)
     num_parts = Layout.of_document(plan.layout or {}).num_parts if is_cut else 1
     if held <= limit and each is not None and num_parts == num_samples:

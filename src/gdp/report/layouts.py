@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from gdp.arrays import unique
+from gdp.graph import Graph
 from gdp.models.shards import WHOLE
 from gdp.notebook import format_gib
 from gdp.parallel.layout import BLOCKS, NONE, SELECTIVE, Layout
@@ -127,20 +129,25 @@ def choice_document(answer: LayoutAnswer) -> dict[str, Any]:
     }
 
 
-def layout_document(plan: Plan, answer: LayoutAnswer | None) -> dict[str, Any] | None:
-    """Returns the layout of a plan for a page, in words and as `--parallel` takes it; None where it has none. An
-    `answer` adds the layouts that were looked at and the bound of all layouts."""
+def layout_document(plan: Plan, answer: LayoutAnswer | None, graph: Graph) -> dict[str, Any] | None:
+    """Returns the layout of a plan of `graph` for a page, in words and as `--parallel` takes it, "" for batches in
+    flight; None where it has none. An `answer` adds the layouts that were looked at and the bound of all layouts."""
     if plan.layout is None and answer is None:
         return None
-    layout = Layout()
-    if plan.layout is not None:
-        layout = layout_in_flight(plan.layout) if in_flight(plan.layout) else Layout.of_document(plan.layout)
-    places = None if plan.layout is None else plan.layout.get("places")
-    num_places = answer.best.num_places if answer else max(places) + 1 if places else 1
+    if plan.layout is not None and in_flight(plan.layout):
+        layout, option = layout_in_flight(plan.layout), ""
+        num_places = len(unique(plan.placement[graph.replicas == 0]))
+        words = f"{copies_in_words(layout.data, num_places, in_stages=False)}, {layout.num_parts} batches in flight"
+        words += f", a device being {plan.num_ranks} cards" if plan.num_ranks > 1 else ""
+    else:
+        layout = Layout() if plan.layout is None else Layout.of_document(plan.layout)
+        places = None if plan.layout is None else plan.layout.get("places")
+        words = in_words(layout, answer.best.num_places if answer else max(places) + 1 if places else 1)
+        option = str(layout) if answer is None else answer.best.option
     rows = [] if answer is None else answer.distinct
     return {
-        "words": in_words(layout, num_places),
-        "option": str(layout) if answer is None else answer.best.option,
+        "words": words,
+        "option": option,
         "zero": layout.zero,
         "replicas": layout.data,
         "bound_ns": 0 if answer is None else answer.bound_ns,

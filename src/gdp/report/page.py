@@ -113,4 +113,5 @@ def _about(document: dict[str, Any]) -> str:
 def _layout(layout: dict[str, Any] | None) -> str:
     if layout is None:
         return ""
-    return f"{layout['words'][0].upper()}{layout['words'][1:]} (--parallel {layout['option']})."
+    option = f" (--parallel {layout['option']})" if layout["option"] else ""
+    return f"{layout['words'][0].upper()}{layout['words'][1:]}{option}."

@@ -16,11 +16,12 @@ from gdp.arrays import I64
 from gdp.graph.fingerprint import numbered
 from gdp.graph.layers import LayerPaths
 from gdp.models.serving import ServedStep
+from gdp.parallel.step import in_flight, layout_in_flight
 from gdp.planning.advice import Advice
 from gdp.planning.layout_answer import LayoutAnswer
 from gdp.report import sentences
 from gdp.report.advice_answer import advice_document, advice_sentences
-from gdp.report.batches_answer import serving_sentence
+from gdp.report.batches_answer import of_throughput, serving_sentence
 from gdp.report.copies import Copies, exchanges_document
 from gdp.report.layouts import layout_document
 from gdp.report.limits import Limits, Waits
@@ -29,6 +30,7 @@ from gdp.report.tables import short, writable
 from gdp.search.place import Progress
 from gdp.simulator.plan import Baseline, Plan
 from gdp.simulator.simulate import NEVER, Allocations, Simulation
+from gdp.simulator.throughput import Throughput
 
 _POINTS = 4000  # of each memory curve: more than a screen has columns
 _MOST_FULL = 64  # devices with so many points
@@ -96,10 +98,14 @@ def summary(data: PageData) -> dict[str, Any]:
             for name, each in data.baselines.items()
         ),
     ]
-    num_microbatches = sentences.num_microbatches(simulation)
+    num_microbatches, step_range = sentences.num_microbatches(simulation), simulation.step_range
+    stream = plan.layout if in_flight(plan.layout) else None
+    figures = None if stream is None else Throughput.of(simulation, layout_in_flight(stream))
+    headline = sentences.headline(plan, data.baselines, num_microbatches, step_range)
+    headline = headline if figures is None else of_throughput(figures)
     told = (
         *([] if data.served is None else [serving_sentence(data.served, simulation, plan.layout)]),
-        *sentences.of_speed(simulation, data.amounts if data.served is None else {}),
+        *(() if stream else sentences.of_speed(simulation, data.amounts if data.served is None else {})),
         str(_shortened(Limits.of(simulation))),
         *sentences.of_groups(problem),
         *sentences.of_held_memory(problem.graph),
@@ -117,15 +123,20 @@ def summary(data: PageData) -> dict[str, Any]:
         "placer": writable(plan.placer),
         "seed": plan.seed,
         "version": writable(plan.gdp_version),
-        "headline": sentences.headline(plan, data.baselines, num_microbatches, simulation.step_range),
+        "headline": headline,
         "reasons": [writable(short(reason)) for reason in simulation.reasons],
         "bound": sentences.of_bound(plan.step_time_ns, plan.lower_bound_ns, num_microbatches, copies.num_replicas),
-        "layout": layout_document(plan, data.layouts),
+        "layout": layout_document(plan, data.layouts, problem.graph),
         "replicas": copies.num_replicas,
         "alike": copies.are_alike(),
         "exchanges": exchanges_document(simulation),
         "sentences": [writable(sentence) for sentence in told if sentence],
+        "against": [
+            (ratio, writable(text)) for ratio, text in sentences.against(plan, data.baselines, num_microbatches)
+        ],
+        "throughput": figures and figures.document(),
         "step_ns": simulation.step_time_ns,
+        "step_range_ns": step_range and step_range.of(simulation.step_time_ns),
         "bound_ns": plan.lower_bound_ns,
         "seconds": seconds,
         "simulations": None if search is None else search.simulations,

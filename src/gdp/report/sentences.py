@@ -29,34 +29,41 @@ _NEARLY_FULL = 0.95  # of a memory limit; a choice: allocators lose some per cen
 
 
 def headline(plan: Plan, baselines: Mapping[str, Baseline], count: int = 1, step_range: StepRange | None = None) -> str:
-    """Returns the step time and its ratios to one device, the expert of the GDP paper and the best baseline. `count` is
-    the number of micro-batches of the step. A layout is compared with the whole batch on one device; other plans with
-    the step that they are of. `step_range` is that of the step time."""
-    step_time_ns = plan.step_time_ns
+    """Returns the step time, with the range `step_range`, and its ratios to baselines. `count` is the number of
+    micro-batches of the step."""
+    parts = [text if ratio is None else f"{ratio:.2f} times {text}" for ratio, text in against(plan, baselines, count)]
+    if parts:
+        parts[0] = parts[0].replace(" times ", " times as fast as ", 1)
+    return f"Step time {format_range(plan.step_time_ns, step_range)}" + (": " + ", ".join(parts) if parts else "")
+
+
+def against(plan: Plan, baselines: Mapping[str, Baseline], count: int = 1) -> list[tuple[float | None, str]]:
+    """Returns how many times as fast as one device, the expert of the GDP paper and the best baseline a plan is, each
+    with its name; without a ratio that no device can hold the step. A layout is compared with the whole batch on one
+    device; other plans with the step that they are of, in `count` micro-batches."""
     times = {
         name: baseline.step_time_ns
         for name, baseline in baselines.items()
         if baseline.status == "ok" and baseline.step_time_ns is not None
     }
     best = min(times, key=times.__getitem__, default=None)
-    one = "group of cards" if plan.num_ranks > 1 else "device"
+    is_grouped = plan.num_ranks > 1
+    one = "group of cards" if is_grouped else "device"
     named = {
         "single": f"the best single {one}" + (" in as many micro-batches" if count > 1 and plan.layout is None else ""),
         "expert": "the paper's expert",
-        "op placement": "the best op placement",
-        "data parallel": "plain data parallelism",
+        "op placement": "the best op placement" + (" on such groups" if is_grouped else ""),
+        "data parallel": "data parallelism of such groups" if is_grouped else "plain data parallelism",
     }
     if best is not None and best not in named:
         skipped = any(baseline.status == "skipped" for baseline in baselines.values())
         named[best] = f"the best baseline {'that ran ' if skipped else ''}({best})"
-    against = []
-    if step_time_ns > 0:
-        against = [f"{times[name] / step_time_ns:.2f} times {text}" for name, text in named.items() if name in times]
-    if against:
-        against[0] = against[0].replace(" times ", " times as fast as ", 1)
-    if "single" in baselines and "single" not in times:
-        against.append(f"no single {one} can hold {'it' if plan.layout is None else 'the whole batch'}")
-    return f"Step time {format_range(step_time_ns, step_range)}" + (": " + ", ".join(against) if against else "")
+    ratios: list[tuple[float | None, str]] = []
+    if plan.step_time_ns > 0:
+        ratios += [(times[name] / plan.step_time_ns, text) for name, text in named.items() if name in times]
+    if "single" in baselines and baselines["single"].status == "infeasible":
+        ratios.append((None, f"no single {one} can hold {'it' if plan.layout is None else 'the whole batch'}"))
+    return ratios
 
 
 def of_speed(simulation: Simulation, amounts: Mapping[str, int] = MappingProxyType({})) -> Iterator[str]:

@@ -3,16 +3,11 @@ const NOT_FITTING = "repeating-linear-gradient(45deg, var(--bad) 0 2px, var(--li
 const NOT_OK = { infeasible: "does not fit", failed: "no placement", skipped: "no time" };
 
 function cards() {
-  const timeOf = name => summary.placers.find(row => row.name === name && row.status === "ok" && !row.plan)?.ns;
-  const baselines = summary.placers.filter(row => !row.plan && row.status === "ok" && row.ns);
-  const best = baselines.reduce((a, b) => a && a.ns <= b.ns ? a : b, null);
-  const against = (ns, text) => ns ? [[`${digits(ns / Math.max(summary.step_ns, 1), 3)}×`, text]] : [];
-  const lacks = summary.placers.some(row => row.name === "single" && row.status !== "ok");
   const gap = summary.bound_ns ? percentAbove(Math.max(summary.step_ns / summary.bound_ns - 1, 0)) : "unknown";
-  const items = [
-    [time(summary.step_ns), "step time"], ...against(timeOf("single"), "speed-up over the best single device"),
-    ...(lacks ? [["—", "no single device can hold it"]] : []),
-    ...against(timeOf("expert"), "speed-up over the paper's expert"), ...(best ? against(best.ns, `speed-up over the best baseline (${middle(best.name, 30)})`) : []),
+  const stream = summary.throughput;
+  const items = stream ? [[time(stream.time_per_batch_ns), `per batch, ${digits(stream.batches_per_second, 4)} batches per second; a batch takes up to ${time(stream.latency_ns)}`]] : [
+    [time(summary.step_ns), ["step time", summary.step_range_ns?.map(ns => time(ns, 3)).join(" to ")].filter(Boolean).join(", ")],
+    ...summary.against.map(([ratio, text]) => ratio === null ? ["—", text] : [`${digits(ratio, 3)}×`, `speed-up over ${middle(text, 80)}`]),
     [gap, summary.bound_ns ? `at most, above the lower bound of ${time(summary.bound_ns)} for this graph on these devices` : "lower bound 0: the distance to the optimum"],
   ];
   const bound = summary.layout?.bound_ns;
@@ -20,9 +15,9 @@ function cards() {
   $("cards").replaceChildren(...items.map(([value, text]) => element("div", { class: "card" }, element("b", {}, value), element("span", {}, text))));
 }
 
-// a step time, a bar with a line at `mark`, and the ratio to the plan's step time
-const timeCells = (ns, longest, colour, mark, none = "–") => ns === null ? [none, "", "–"]
-  : [time(ns), bar(ns / longest, colour, mark && mark / longest), (ns / Math.max(summary.step_ns, 1)).toFixed(3)];
+// a step time, with ~ where it is an estimate, a bar with a line at `mark`, and the ratio to the plan's step time
+const timeCells = (ns, longest, colour, mark, isEstimate = false, none = "–") => ns === null ? [none, "", "–"]
+  : [`${isEstimate ? "~" : ""}${time(ns)}`, bar(ns / longest, colour, mark && mark / longest), (ns / Math.max(summary.step_ns, 1)).toFixed(3)];
 
 function placers() {
   const rows = summary.placers;
@@ -66,8 +61,8 @@ function advice() {
   }
   const { what_ifs: whatIfs, sentences } = summary.advice;
   const longest = Math.max(summary.step_ns, ...whatIfs.map(item => item.step_time_ns ?? 0), 1);
-  const rows = whatIfs.map(item => ({ cells: [element("div", {}, item.change, element("div", { class: "quiet" }, middle(item.detail, 120))),
-    ...timeCells(item.step_time_ns, longest, "var(--bar)", summary.step_ns, "does not fit")] }));
+  const rows = whatIfs.map(item => ({ cells: [element("div", {}, item.change, element("div", { class: "quiet" }, middle([item.detail, item.layout].filter(Boolean).join(": "), 120))),
+    ...timeCells(item.step_time_ns, longest, "var(--bar)", summary.step_ns, item.is_estimate, "does not fit")] }));
   if (rows.length) place.append(table(["change", ">step time", "", ">of the plan's"], rows));
   place.append(...sentences.map(sentence => element("p", {}, sentence)));
   if (!rows.length && !sentences.length) place.append(element("p", { class: "quiet" }, "No change of the machine was tried."));

@@ -102,11 +102,10 @@ function layouts() {
   const headings = ["layout", ">replica on", ">step time", "", ">of the plan's", ">fullest device", "limit"];
   const made = rows.map(row => {
     const colour = row.status === "does not fit" ? NOT_FITTING : row.plan ? "var(--plan)" : "var(--bar)";
-    const [text, ...bars] = timeCells(row.ns, longest, colour, summary.layout.bound_ns || null);
-    return { chosen: row.plan, cells: [middle(row.option, 60), count(row.devices, "device"), `${row.status === "estimated" ? "~" : ""}${text}`,
-      ...bars, row.fullest === null ? "–" : bytes(row.fullest), middle(row.limit, 120)] };
+    return { chosen: row.plan, cells: [middle(row.option, 60), count(row.devices, "device"),
+      ...timeCells(row.ns, longest, colour, summary.layout.bound_ns || null, row.status === "estimated"), row.fullest === null ? "–" : bytes(row.fullest), middle(row.limit, 120)] };
   });
-  const rest = made.length > MOST_LAYOUTS ? [element("details", {}, element("summary", {}, `${made.length - MOST_LAYOUTS} more that are slower or do not fit`), table(headings, made.slice(MOST_LAYOUTS)))] : [];
+  const rest = made.length > MOST_LAYOUTS ? [element("details", {}, element("summary", {}, `${made.length - MOST_LAYOUTS} more`), table(headings, made.slice(MOST_LAYOUTS)))] : [];
   $("layouts").replaceChildren(table(headings, made.slice(0, MOST_LAYOUTS)), ...rest,
     ...summary.layout.notes.map(note => element("p", {}, `${note[0].toUpperCase()}${note.slice(1)}.`)), element("p", { class: "quiet" },
     `~ is an estimate, made from one replica.${summary.layout.bound_ns ? ` The line in each bar is the bound of any layout, ${time(summary.layout.bound_ns)}.` : ""}`));

@@ -276,7 +276,7 @@ def _is_in_order(search: _BatchSearch, places: I64) -> bool:
 def _answer(search: _BatchSearch) -> Solution:
     ranked, clock, asked = sorted(search.found), search.clock, search.question
     best, baselines = ranked[0], {each.name: each.baseline for each in ranked if each.name}
-    record = search_record(best.replay, clock, GPIPE, baselines)
+    record = search_record(best.replay, clock, GPIPE, {})  # its step is all batches, theirs is one
     plan = plan_of(best.replay, lower_bound(best.problem), "auto", asked.seed, record)
     plan = replace(plan, layout=best.step.document())
     distinct = {each.way: each for each in reversed(ranked)}
