@@ -61,12 +61,24 @@ def unique(values: npt.ArrayLike) -> Content:
     return ascending[is_first]
 
 
+def mask(indices: npt.ArrayLike, length: int) -> Bool:
+    """Returns [length] whether each number is in `indices`."""
+    result = np.zeros(length, np.bool_)
+    result[indices] = True
+    return result
+
+
+def position_in(order: I64, length: int) -> I64:
+    """Returns [length] the position of each number in `order`, -1 of those that are not in it."""
+    result = np.full(length, -1)
+    result[order] = np.arange(len(order))
+    return result
+
+
 def by_first(ids: I64) -> I64:
     """Returns numbers [N] that are equal where `ids` [N] are, from 0 in the order in which these first come."""
     _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
-    position = np.empty(len(first), np.int64)
-    position[np.argsort(first, kind="stable")] = np.arange(len(first))
-    return position[inverse]
+    return position_in(np.argsort(first, kind="stable"), len(first))[inverse]
 
 
 def connected(first: Content, second: Content, count: int) -> I64:

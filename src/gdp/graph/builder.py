@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64, Bool, unique
+from gdp.arrays import I64, Bool, position_in, unique
 from gdp.graph.columns import NUMBERS, OF_HOSTS, OF_TENSORS, TEXTS
 from gdp.graph.document import Tensor
 from gdp.graph.graph import Graph
@@ -126,8 +126,7 @@ class GraphBuilder:
         consumers = np.concatenate([consumers for _, consumers in self._edges])
         if position is not None:
             order = np.argsort(position, kind="stable")
-            number = np.empty(self.num_ops, np.int64)
-            number[order] = np.arange(self.num_ops)
+            number = position_in(order, self.num_ops)
             texts = {column: tuple(map(columns[column].__getitem__, order.tolist())) for column in _TEXTS}
             columns |= texts | {column: columns[column][order] for column in _FIGURES}
             origins = columns["origins"][order]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gdp.arrays import I64
+from gdp.arrays import I64, position_in
 from gdp.graph.builder import GraphBuilder
 from gdp.graph.copies import EXCHANGE_END, EXCHANGE_START, exchange_ends
 from gdp.graph.graph import Graph
@@ -24,8 +24,7 @@ class Excerpt:
     def of_microbatches(cls, graph: Graph, microbatch: I64, count: int) -> "Excerpt":
         """Takes the first `count` micro-batches, at least two; `microbatch` [ops] is the result of `microbatch_of`."""
         ops = np.flatnonzero(microbatch < count)
-        number = np.full(graph.num_ops, -1)
-        number[ops] = np.arange(len(ops))
+        number = position_in(ops, graph.num_ops)
         copies = _copies(graph, microbatch)
         row, column = np.nonzero(copies >= 0)
         row_of = np.full(graph.num_ops, -1)
@@ -60,8 +59,7 @@ class Excerpt:
         if len(sizes) < 2 or (sizes != sizes[0]).any():
             return None
         ops = np.flatnonzero(has_twin & (replica == 0))
-        number = np.full(graph.num_ops, -1)
-        number[ops] = np.arange(len(ops))
+        number = position_in(ops, graph.num_ops)
         copy = graph.first_copy * (int(graph.microbatches.max()) + 1) + graph.microbatches
         number_of = np.full(int(copy.max()) + 1, -1)
         number_of[copy[ops]] = number[ops]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gdp.arrays import I64, Bool, unique
+from gdp.arrays import I64, Bool, mask, unique
 from gdp.graph import Graph
 from gdp.graph.builder import GraphBuilder
 from gdp.graph.microbatches import reached, shared_ops
@@ -37,9 +37,8 @@ class HeldState:
         is_update = reached(graph.is_in_phase("update"), targets[late], sources[late])
         is_candidate = is_source & np.array([kind not in _NO_PARAMETERS for kind in graph.kinds], np.bool_)
         is_candidate &= graph.resident_bytes > 0
-        is_read, is_updated = np.zeros((2, graph.num_ops), np.bool_)
-        is_read[sources[~is_late[targets]]] = True
-        is_updated[sources[is_update[targets]]] = True
+        is_read = mask(sources[~is_late[targets]], graph.num_ops)
+        is_updated = mask(sources[is_update[targets]], graph.num_ops)
         is_parameter = is_candidate & (is_read | ~is_updated)
         own = np.zeros(graph.num_ops, np.int64)
         held = np.flatnonzero(graph.is_resident)
@@ -76,8 +75,7 @@ class HeldState:
 
     def followers(self, graph: Graph, updates: Sequence[int]) -> list[int]:
         """Returns the ops that are no updates and take what `updates` make."""
-        chosen = np.zeros(graph.num_ops, np.bool_)
-        chosen[list(updates)] = True
+        chosen = mask(list(updates), graph.num_ops)
         is_edge = chosen[graph.producers[graph.edge_tensors]] & ~self.is_update[graph.consumers]
         result: list[int] = unique(graph.consumers[is_edge]).tolist()
         return result

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gdp.arrays import I64, Bool, unique
+from gdp.arrays import I64, Bool, position_in, unique
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.builder import UniqueNames, write_after_read
@@ -66,8 +66,7 @@ def _offloaded(graph: Graph, modules: str | Sequence[str], least_bytes: int) -> 
     np.minimum.at(first, carrier[tensors[leaves]], consumers[leaves])
     place = np.concatenate((2 * np.arange(graph.num_ops) + 1, 2 * first[moved]))
     op_order = np.argsort(place, kind="stable")
-    number = np.empty(len(op_order), np.int64)
-    number[op_order] = np.arange(len(op_order))
+    number = position_in(op_order, len(op_order))
     copy_of = dict(zip(moved.tolist(), number[graph.num_ops :].tolist(), strict=True))
     rows, origin = _tensors(graph, leaves, carrier, copy_of, number)
     pairs = _releases(blocks, order, first_reader, moved, number)

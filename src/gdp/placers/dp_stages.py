@@ -17,7 +17,7 @@ from itertools import chain
 
 import numpy as np
 
-from gdp.arrays import F64, I64, running_sums
+from gdp.arrays import F64, I64, position_in, running_sums
 from gdp.budget import Clock, has_time
 from gdp.compiled import kernel
 from gdp.placers.base import best_of, columns_of, device_subsets
@@ -92,8 +92,7 @@ def _sums(values: F64) -> F64:
 def _cut_times(problem: Problem, units: Units, order: I64, devices: I64) -> F64:
     """[stages, U + 1] what the transfers over a cut that ends a stage occupy, in the direction that has more."""
     graph, cluster, num_units = problem.graph, problem.cluster, len(order)
-    position = np.empty(num_units, np.int64)
-    position[order] = np.arange(num_units)
+    position = position_in(order, num_units)
     op_position = position[units.index]
     start = op_position[graph.producers]
     last, first = start.copy(), start.copy()

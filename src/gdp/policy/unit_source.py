@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gdp.arrays import F32, I64
+from gdp.arrays import F32, I64, position_in
 from gdp.graph.fingerprint import numbered
 from gdp.policy.settings import GROUPING, SCORER
 from gdp.simulator.longest_paths import longest_paths
@@ -76,8 +76,7 @@ class UnitSource:
         groups = group_units(units, pairs, together, num_units, score, GROUPING.slack)
         first_ns = np.full(groups.num_units, np.iinfo(np.int64).max)
         np.minimum.at(first_ns, groups.index, self.head_ns)
-        number = np.empty(groups.num_units, np.int64)
-        number[np.argsort(first_ns, kind="stable")] = np.arange(groups.num_units)
+        number = position_in(np.argsort(first_ns, kind="stable"), groups.num_units)
         return Units(self.problem, number[groups.index])
 
 

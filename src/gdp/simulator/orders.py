@@ -27,7 +27,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, mask
 from gdp.compiled import kernel
 from gdp.graph import Graph
 from gdp.graph.copies import ACCUMULATE, RECOMPUTED
@@ -138,8 +138,8 @@ def only_for_updates(graph: Graph, is_backward: Bool, is_update: Bool) -> Bool:
     gradient that is summed over replicas counts as an update; what moves between replicas never waits."""
     is_collective = graph.is_collective
     sources, targets, tensors = graph.producers[graph.edge_tensors], graph.consumers, graph.edge_tensors
-    is_summed = np.zeros(graph.num_tensors, np.bool_)
-    is_summed[tensors[is_collective[targets] & ~is_collective[sources] & is_backward[sources]]] = True
+    summed = tensors[is_collective[targets] & ~is_collective[sources] & is_backward[sources]]
+    is_summed = mask(summed, graph.num_tensors)
     is_summed &= graph.tensor_bytes > 0  # others are waits
     is_end = is_update | is_collective
     reached = np.where(is_update, np.arange(graph.num_ops), _NOTHING)

@@ -16,7 +16,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64, narrow, unique
+from gdp.arrays import I64, narrow, position_in, unique
 from gdp.cluster import Cluster
 from gdp.costs.op_times import transfer_occupancy_ns
 from gdp.graph import Graph
@@ -209,8 +209,7 @@ def _one_column(table: I64) -> I64:
 def _flatten(graph: Graph, cluster: Cluster, numbers: I64, tail_ns: I64, host_time_ns: I64) -> Arrays:
     """`numbers` [T] sorts the graph's tensors by producer."""
     num_ops, num_tensors, num_devices = graph.num_ops, graph.num_tensors, cluster.num_devices
-    position = np.empty(num_tensors, np.int64)
-    position[numbers] = np.arange(num_tensors)
+    position = position_in(numbers, num_tensors)
     producers = graph.producers[numbers]
     counts = np.diff(graph.consumer_offsets)[numbers]
     edge_order = np.argsort(position[graph.edge_tensors], kind="stable")

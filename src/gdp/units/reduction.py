@@ -23,7 +23,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64, narrow, rows_of, wide
+from gdp.arrays import I64, narrow, position_in, rows_of, wide
 from gdp.graph import Graph
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.units import roots_of
@@ -143,8 +143,7 @@ def _merge(problem: Problem, reduced_op: I64, is_last: npt.NDArray[np.bool_]) ->
     np.add.at(inner_bytes, reduced_op[graph.producers[is_inner]], owned[is_inner])
     held_by = np.flatnonzero(inner_bytes)
     kept = np.flatnonzero(~is_inner)
-    tensor_number = np.full(graph.num_tensors, -1, np.int64)
-    tensor_number[kept] = np.arange(len(kept))
+    tensor_number = position_in(kept, graph.num_tensors)
     is_read = ~is_inner[graph.edge_tensors]
     tensors, consumers = tensor_number[graph.edge_tensors[is_read]], reduced_op[graph.consumers[is_read]]
     edges = np.sort(np.unique(tensors * num_ops + consumers, return_index=True)[1])  # the first of each pair

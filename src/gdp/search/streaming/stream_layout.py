@@ -17,7 +17,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from gdp.arrays import F64, I64, Bool, connected, running_sums
+from gdp.arrays import F64, I64, Bool, connected, mask, running_sums
 from gdp.search.settings import StreamingSettings
 from gdp.simulator.constraints import intersect_groups
 from gdp.simulator.problem import Placement, Problem
@@ -281,8 +281,7 @@ class StreamLayout:
         """Returns the order of each device: that of positions, and on the host the releases and gates among it."""
         window = np.searchsorted(ends, self.position)
         place = window * _PLACES + _COMPUTE
-        is_end = np.zeros(len(place), np.bool_)
-        is_end[self.order[ends]] = True
+        is_end = mask(self.order[ends], len(place))
         place[is_end] += _GATE - _COMPUTE
         place[self.is_source] = _FIRST
         place[sent] = (sent_for - len(turns.devices)) * _PLACES + _RELEASE
@@ -319,8 +318,7 @@ def _gate_costs(problem: Problem, host: int, may: Bool) -> F64:
     moved = np.zeros(graph.num_ops)
     np.add.at(moved, targets, graph.tensor_bytes[graph.edge_tensors].astype(np.float64))
     np.add.at(moved, graph.producers, graph.tensor_bytes.astype(np.float64))
-    reads_state = np.zeros(graph.num_ops, np.bool_)
-    reads_state[targets[graph.resident_bytes[sources] > 0]] = True
+    reads_state = mask(targets[graph.resident_bytes[sources] > 0], graph.num_ops)
     others = [device for device in range(problem.num_devices) if device != host]
     rate = max(problem.cluster.route(device, host).bytes_per_second for device in others)
     cost = moved * 1e9 / rate + problem.op_time_ns[:, host]
