@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,8 @@ from gdp.arrays import I64, Bool, position_in, unique
 from gdp.graph.columns import NUMBERS, OF_HOSTS, OF_TENSORS, TEXTS
 from gdp.graph.document import Tensor
 from gdp.graph.graph import Graph
+
+_Item = TypeVar("_Item")
 
 
 class GraphBuilder:
@@ -227,6 +229,13 @@ def write_after_read(num_ops: int, tensors: Sequence[Tensor], pairs: Iterable[tu
     return [
         Tensor(reader, tuple(writer for _, writer in own)) for reader, own in groupby(waiting, key=lambda pair: pair[0])
     ]
+
+
+def find(leader: dict[_Item, _Item], item: _Item) -> _Item:
+    """Returns the item that leads the set of `item`; `leader` has, for each item but leaders, one nearer to its own."""
+    while (above := leader.get(item, item)) != item:
+        leader[item] = item = leader.get(above, above)
+    return item
 
 
 def unordered(num_ops: int, sources: I64, targets: I64, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

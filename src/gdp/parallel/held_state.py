@@ -10,7 +10,7 @@ import numpy as np
 
 from gdp.arrays import I64, Bool, mask, unique
 from gdp.graph import Graph
-from gdp.graph.builder import GraphBuilder
+from gdp.graph.builder import GraphBuilder, find
 from gdp.graph.microbatches import reached, shared_ops
 
 _NO_PARAMETERS = ("buffer", "constant", "input")  # kinds of sources
@@ -101,25 +101,18 @@ def _cut_times(times: Any, count: int) -> Any:
 
 def joined_groups(graph: Graph, together: Sequence[Sequence[int]]) -> I64:
     """Returns the groups [N] of `graph`, where the groups of each list of ops are one, and each list has one."""
-    parent: dict[int, int] = {}
-
-    def root(group: int) -> int:
-        while parent.setdefault(group, group) != group:
-            parent[group] = parent[parent[group]]
-            group = parent[group]
-        return group
-
+    leader: dict[int, int] = {}
     groups = graph.groups.copy()
     following = int(groups.max(initial=-1)) + 1
     for ops in together:
         chosen = np.array(ops, np.int64)
         alone = chosen[groups[chosen] < 0]
         groups[alone] = following
-        first = root(int(groups[chosen[0]]))
+        first = find(leader, int(groups[chosen[0]]))
         for group in unique(groups[chosen]).tolist():
-            parent[root(group)] = first
+            leader[find(leader, group)] = first
         following += 1
     renamed = np.arange(following)
-    for group in parent:
-        renamed[group] = root(group)
+    for group in leader:
+        renamed[group] = find(leader, group)
     return np.where(groups >= 0, renamed[groups], -1)
