@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.workloads import workloads
+from benchmarks.workloads import with_relatives, workloads
 from gdp.errors import InputError
 from gdp.policy.checkpoint import read_manifest
 
@@ -64,7 +64,7 @@ def choose(checkpoints: list[HeldOut], workload: str, directory: Path) -> HeldOu
     Of several, the one with the most updates. InputError if there is none.
     """
     family = workloads.get(workload).family
-    wanted = workloads.with_relatives(family)
+    wanted = with_relatives(family)
     fitting = [checkpoint for checkpoint in checkpoints if wanted <= checkpoint.families]
     if not fitting:
         raise InputError(
