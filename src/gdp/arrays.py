@@ -75,6 +75,13 @@ def position_in(order: I64, length: int) -> I64:
     return result
 
 
+def combined(how: np.ufunc, indices: npt.ArrayLike, values: Content, length: int, start: int = 0) -> Content:
+    """Returns [length] `start` and the `values` at the index of each, combined: added up, the least or the largest."""
+    result = np.full((length, *values.shape[1:]), start, np.result_type(values, np.int64))
+    how.at(result, indices, values)
+    return result
+
+
 def by_first(ids: I64) -> I64:
     """Returns numbers [N] that are equal where `ids` [N] are, from 0 in the order in which these first come."""
     _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gdp.arrays import I64, Bool, mask, unique
+from gdp.arrays import I64, Bool, combined, mask, unique
 from gdp.errors import InputError, suggest
 from gdp.graph import Graph
 from gdp.graph.layers import LayerPaths, enclosing
@@ -263,8 +263,7 @@ def cheapest_blocks(graph: Graph, op_time_ns: I64) -> list[tuple[str, int]]:
     blocks = _layers(graph)
     if blocks is None:
         return []
-    time_ns = np.zeros(len(blocks.paths), np.int64)
-    np.add.at(time_ns, blocks.of_op[blocks.is_repeated], op_time_ns[blocks.is_repeated])
+    time_ns = combined(np.add, blocks.of_op[blocks.is_repeated], op_time_ns[blocks.is_repeated], len(blocks.paths))
     held = blocks.held_bytes(np.zeros(len(blocks.paths), np.bool_))
     saved = np.array([held - blocks.held_bytes(one) for one in np.eye(len(blocks.paths), dtype=np.bool_)], np.int64)
     order = np.lexsort((-blocks.first_reader, -saved / np.maximum(time_ns, 1)))

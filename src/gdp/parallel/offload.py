@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gdp.arrays import I64, Bool, position_in, unique
+from gdp.arrays import I64, Bool, combined, position_in, unique
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.builder import UniqueNames, write_after_read
@@ -62,8 +62,7 @@ def _offloaded(graph: Graph, modules: str | Sequence[str], least_bytes: int) -> 
     moved = moved[(graph.view_of[moved] < 0) | ~np.isin(graph.view_of[moved], moved)]  # a view comes with its base
     is_moved = np.isin(np.arange(graph.num_tensors), moved)
     carrier = np.where(is_moved, np.arange(graph.num_tensors), blocks.graph.base)
-    first = np.full(graph.num_tensors, graph.num_ops)
-    np.minimum.at(first, carrier[tensors[leaves]], consumers[leaves])
+    first = combined(np.minimum, carrier[tensors[leaves]], consumers[leaves], graph.num_tensors, graph.num_ops)
     place = np.concatenate((2 * np.arange(graph.num_ops) + 1, 2 * first[moved]))
     op_order = np.argsort(place, kind="stable")
     number = position_in(op_order, len(op_order))

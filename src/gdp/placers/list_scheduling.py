@@ -13,7 +13,7 @@ from itertools import product
 
 import numpy as np
 
-from gdp.arrays import F64, I64, Bool, filled, zeros
+from gdp.arrays import F64, I64, Bool, combined, filled, zeros
 from gdp.budget import Clock, has_time
 from gdp.placers.base import NoTimeError, TriedPlacements, best_of, device_subsets, unit_choices
 from gdp.placers.contiguous import topological_chain
@@ -195,12 +195,10 @@ def _empty_schedule(
     arrays = problem.simulator.arrays
     num_tensors, num_devices = problem.graph.num_tensors, problem.num_devices
     uses = np.diff(arrays.consumer_offsets.astype(np.int64))
-    owner_uses = np.zeros(num_tensors, np.int64)
-    np.add.at(owner_uses, arrays.memory.owner, uses)
+    owner_uses = combined(np.add, arrays.memory.owner, uses, num_tensors)
     only = allowed.sum(axis=1) == 1
     unit_device = np.where(only, np.argmax(allowed, axis=1), -1)
-    used_bytes = np.zeros(num_devices, np.int64)
-    np.add.at(used_bytes, unit_device[only], units.resident_bytes[only])
+    used_bytes = combined(np.add, unit_device[only], units.resident_bytes[only], num_devices)
     return PartialSchedule(
         op_time_ns=filled(problem.op_time_ns),
         unit=units.index,

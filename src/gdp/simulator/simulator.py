@@ -16,7 +16,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64, narrow, position_in, unique
+from gdp.arrays import I64, combined, mask, narrow, position_in, unique
 from gdp.cluster import Cluster
 from gdp.costs.op_times import transfer_occupancy_ns
 from gdp.graph import Graph
@@ -219,10 +219,8 @@ def _flatten(graph: Graph, cluster: Cluster, numbers: I64, tail_ns: I64, host_ti
     owner = np.where(view_of >= 0, position[np.maximum(view_of, 0)], np.arange(num_tensors)) if num_tensors else view_of
     sizes = graph.tensor_bytes[numbers]
     owned = np.where(graph.is_resident[numbers] | (view_of >= 0), 0, sizes)
-    pinned = np.zeros(num_tensors, np.bool_)
-    np.logical_or.at(pinned, owner, graph.is_kept[numbers])
-    alloc = np.zeros(num_ops, np.int64)
-    np.add.at(alloc, producers, owned)
+    pinned = mask(owner[graph.is_kept[numbers]], num_tensors)
+    alloc = combined(np.add, producers, owned, num_ops)
 
     rates = unique(cluster.bytes_per_second[~np.eye(num_devices, dtype=np.bool_)])
     occupancy = np.zeros((num_tensors, max(len(rates), 1)), np.int64)

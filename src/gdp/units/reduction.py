@@ -23,7 +23,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64, narrow, position_in, rows_of, wide
+from gdp.arrays import I64, combined, mask, narrow, position_in, rows_of, wide
 from gdp.graph import Graph
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.units import roots_of
@@ -69,8 +69,7 @@ def reduce(problem: Problem) -> Reduction:
     allowed, times_ns = narrow(problem.allowed), narrow(problem.op_time_ns)
     takes_time = np.where(allowed, times_ns, 1).min(axis=1) > 0
     no_time = np.where(allowed, times_ns, 0).max(axis=1) == 0
-    keeps = np.zeros(graph.num_ops, np.bool_)
-    np.logical_or.at(keeps, graph.producers, graph.is_kept)
+    keeps = mask(graph.producers[graph.is_kept], graph.num_ops)
     allocates = (
         problem.simulator.arrays.memory.alloc_bytes > 0
     )  # a source on an idle device starts, and allocates, at once
@@ -126,15 +125,12 @@ def _merge(problem: Problem, reduced_op: I64, is_last: npt.NDArray[np.bool_]) ->
     graph = problem.graph
     lasts = np.flatnonzero(is_last)
     num_ops = len(lasts)
-    resident = np.zeros(num_ops, np.int64)
-    np.add.at(resident, reduced_op, graph.resident_bytes)
+    resident = combined(np.add, reduced_op, graph.resident_bytes, num_ops)
     times_ns = narrow(problem.op_time_ns)
-    times = np.zeros((num_ops, times_ns.shape[1]), np.int64)
-    np.add.at(times, reduced_op, np.maximum(times_ns, 0))
+    times = combined(np.add, reduced_op, np.maximum(times_ns, 0), num_ops)
     times[times_ns[lasts] < 0] = -1
     host_ns = narrow(problem.host_time_ns)
-    hosts = np.zeros((num_ops, host_ns.shape[1]), np.int64)
-    np.add.at(hosts, reduced_op, host_ns)
+    hosts = combined(np.add, reduced_op, host_ns, num_ops)
 
     # a merged op holds what its members produce for each other until it ends: one tensor without consumers
     inner_bytes = np.zeros(num_ops, np.int64)
