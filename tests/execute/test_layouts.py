@@ -17,7 +17,7 @@ from gdp.execute.plan_executor import DeviceRecord
 from gdp.graph import Graph
 from gdp.models.papers.base import Example
 from gdp.models.pytorch import Capture, Replay, capture
-from gdp.parallel.offload import Offload, offloaded
+from gdp.parallel.offload import Offload
 from tiny_models import CONFIGS, REPEATED, tiny
 
 NORMALISED = ("resnet", "densenet", "deep_speech")  # by batch: two samples are in a part

@@ -165,9 +165,7 @@ class _Accumulation:
         is_own &= graph.groups[sources] == graph.groups[graph.consumers]
         reads = np.flatnonzero(is_own)[::-1]
         parameter = dict(zip(graph.consumers[reads].tolist(), sources[reads].tolist(), strict=True))
-        names = UniqueNames()
-        for name in graph.op_names:
-            names.of(name)
+        names = UniqueNames(graph.op_names)
         owners = [parameter.get(update, update) for update in self.first_update.tolist()]
         return [names.of(f"{graph.op_names[op]}.{ACCUMULATE}") for op in owners]
 

@@ -183,9 +183,9 @@ _FIGURES = tuple(name for name in (*NUMBERS, *OF_HOSTS) if name != "origins")
 class UniqueNames:
     """Gives each op a name of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, taken: Iterable[str] = ()) -> None:
         self._counts = Counter[str]()
-        self._taken: set[str] = set()
+        self._taken = set(taken)
 
     def of(self, name: str, stem: str = "") -> str:
         """Returns `name`, numbered (`name_0`, `name_1`, ...) if it is taken; `stem`, numbered, if `name` is empty."""
