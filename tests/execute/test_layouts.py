@@ -72,8 +72,7 @@ def offload_of_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def offload_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets tensors of any size wait on the host."""
-    for function in (Offload.of.__func__, offloaded):  # type: ignore[attr-defined]
-        monkeypatch.setitem(function.__kwdefaults__, "least_bytes", 64)
+    monkeypatch.setitem(Offload.of.__func__.__kwdefaults__, "least_bytes", 64)  # type: ignore[attr-defined]
 
 
 def example(name: str, num_parts: int) -> Example:

@@ -236,9 +236,7 @@ class Blocks:
         """[B] the bytes of all activations that are made again when a block is recomputed."""
         graph = self.graph
         is_copied = self.is_activation & self.is_repeated[graph.producers] & (graph.view_of < 0)
-        result = np.zeros(len(self.paths), np.int64)
-        np.add.at(result, self.of_op[graph.producers[is_copied]], graph.tensor_bytes[is_copied])
-        return result
+        return combined(np.add, self.of_op[graph.producers[is_copied]], graph.tensor_bytes[is_copied], len(self.paths))
 
     def first_of(self, is_read: Bool) -> I64:
         """[B] Returns the first op that reads tensors of each block on the edges `is_read` [E]; -1: none."""

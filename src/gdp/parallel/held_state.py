@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gdp.arrays import I64, Bool, mask, unique
+from gdp.arrays import I64, Bool, combined, mask, unique
 from gdp.graph import Graph
 from gdp.graph.builder import GraphBuilder, find
 from gdp.graph.microbatches import reached, shared_ops
@@ -40,9 +40,8 @@ class HeldState:
         is_read = mask(sources[~is_late[targets]], graph.num_ops)
         is_updated = mask(sources[is_update[targets]], graph.num_ops)
         is_parameter = is_candidate & (is_read | ~is_updated)
-        own = np.zeros(graph.num_ops, np.int64)
         held = np.flatnonzero(graph.is_resident)
-        np.add.at(own, graph.producers[held], graph.tensor_bytes[held])
+        own = combined(np.add, graph.producers[held], graph.tensor_bytes[held], graph.num_ops)
         own = np.where(own > 0, np.minimum(own, graph.resident_bytes), graph.resident_bytes)
         return cls(is_late, is_update, is_parameter, is_candidate & ~is_parameter, np.where(is_parameter, own, 0))
 

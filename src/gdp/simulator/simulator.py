@@ -48,9 +48,8 @@ def readers_of(
     copied = np.concatenate((copy_bytes, np.zeros(len(bases), np.int64)))
     begins = np.cumsum(lengths) - lengths
 
-    frees_bytes = np.zeros(num_ops, np.int64)
     unread = lengths == 0
-    np.add.at(frees_bytes, makers[unread], owned[unread])
+    frees_bytes = combined(np.add, makers[unread], owned[unread], num_ops)
     alike = (lengths == 1) & (owned == copied)
     np.add.at(frees_bytes, consumers[edges[begins[alike]]], owned[alike])
     is_lone = (lengths == 1) & (owned == 0) & (copied > 0)  # never the memory of a tensor with views

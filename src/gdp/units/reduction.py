@@ -114,10 +114,8 @@ def _keep_groups(groups: I64, into: I64) -> None:
 
 def _only_neighbour(num_ops: int, ops: I64, neighbours: I64) -> I64:
     """[N] the one distinct neighbour of each op: -1 if it has none, -2 if it has several."""
-    lowest = np.full(num_ops, np.iinfo(np.int64).max)
-    highest = np.full(num_ops, -1)
-    np.minimum.at(lowest, ops, neighbours)
-    np.maximum.at(highest, ops, neighbours)
+    lowest = combined(np.minimum, ops, neighbours, num_ops, np.iinfo(np.int64).max)
+    highest = combined(np.maximum, ops, neighbours, num_ops, -1)
     return np.where(highest == -1, -1, np.where(lowest == highest, highest, -2))
 
 
@@ -133,10 +131,9 @@ def _merge(problem: Problem, reduced_op: I64, is_last: npt.NDArray[np.bool_]) ->
     hosts = combined(np.add, reduced_op, host_ns, num_ops)
 
     # a merged op holds what its members produce for each other until it ends: one tensor without consumers
-    inner_bytes = np.zeros(num_ops, np.int64)
     is_inner = ~is_last[graph.producers]
     owned = np.where(graph.is_resident | (graph.view_of >= 0), 0, graph.tensor_bytes)
-    np.add.at(inner_bytes, reduced_op[graph.producers[is_inner]], owned[is_inner])
+    inner_bytes = combined(np.add, reduced_op[graph.producers[is_inner]], owned[is_inner], num_ops)
     held_by = np.flatnonzero(inner_bytes)
     kept = np.flatnonzero(~is_inner)
     tensor_number = position_in(kept, graph.num_tensors)

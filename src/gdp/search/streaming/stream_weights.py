@@ -178,9 +178,8 @@ def _with_help(layout: StreamLayout, wanted: Placement, busy: int, helper: int, 
     problem, graph, cluster = layout.problem, layout.problem.graph, layout.problem.cluster
     sources, targets, position = graph.producers[graph.edge_tensors], graph.consumers, layout.position
     is_made = ~layout.is_source[sources]
-    begin, end = np.full(graph.num_ops, -1), np.full(graph.num_ops, graph.num_ops)
-    np.maximum.at(begin, targets[is_made], position[sources[is_made]])
-    np.minimum.at(end, sources, position[targets])
+    begin = combined(np.maximum, targets[is_made], position[sources[is_made]], graph.num_ops, -1)
+    end = combined(np.minimum, sources, position[targets], graph.num_ops, graph.num_ops)
     held = combined(np.add, layout.homes, graph.resident_bytes, graph.num_ops)
     rate = min(cluster.route(busy, helper).bytes_per_second, cluster.route(helper, busy).bytes_per_second)
     latency_ns = cluster.route(busy, helper).latency_ns + cluster.route(helper, busy).latency_ns
