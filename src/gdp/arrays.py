@@ -61,18 +61,21 @@ def unique(values: npt.ArrayLike) -> Content:
     return ascending[is_first]
 
 
+def scattered(indices: npt.ArrayLike, values: npt.ArrayLike, length: int, rest: int = -1) -> Content:
+    """Returns [length] the `values` at `indices`, which may be one value, and `rest` elsewhere."""
+    result = np.full(length, rest)
+    result[indices] = values
+    return result
+
+
 def mask(indices: npt.ArrayLike, length: int) -> Bool:
     """Returns [length] whether each number is in `indices`."""
-    result = np.zeros(length, np.bool_)
-    result[indices] = True
-    return result
+    return scattered(indices, True, length, False)
 
 
 def position_in(order: I64, length: int) -> I64:
     """Returns [length] the position of each number in `order`, -1 of those that are not in it."""
-    result = np.full(length, -1)
-    result[order] = np.arange(len(order))
-    return result
+    return scattered(order, np.arange(len(order)), length)
 
 
 def combined(how: np.ufunc, indices: npt.ArrayLike, values: Content, length: int, start: int = 0) -> Content:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gdp.arrays import I64, Bool, mask, position_in, unique
+from gdp.arrays import I64, Bool, mask, position_in, scattered, unique
 from gdp.errors import InputError
 from gdp.graph.builder import GraphBuilder, UniqueNames
 from gdp.graph.copies import ACCUMULATE, label_end
@@ -146,8 +146,7 @@ class _Accumulation:
             builder.add_edges(sums, adder)
             builder.add_edges(made, adder)
             sums = builder.add_tensors(adder, graph.tensor_bytes[self.gradients])
-        total = np.full(graph.num_tensors, -1)
-        total[self.gradients] = sums
+        total = scattered(self.gradients, sums, graph.num_tensors)
         builder.add_edges(total[tensors[is_summed]], first[consumers[is_summed]])
 
     def _groups(self) -> I64:
@@ -194,11 +193,10 @@ def once_ops(graph: Graph) -> tuple[Bool, Bool]:
 
 def _sums_for_updates(graph: Graph, is_update: Bool) -> Bool:
     """Returns the sums [N] over ranks of a group that updates alone read: of gradients, which are added up before."""
-    is_sum = np.array([kind == RANK_SUM for kind in graph.kinds], np.bool_)
     sources = graph.producers[graph.edge_tensors]
     is_other = mask(sources[~is_update[graph.consumers]], graph.num_ops)
     is_read = mask(sources[is_update[graph.consumers]], graph.num_ops)
-    return is_sum & is_read & ~is_other
+    return graph.is_of_kind(RANK_SUM) & is_read & ~is_other
 
 
 def _ignores_buffers(kind: str) -> bool:

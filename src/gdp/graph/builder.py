@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64, Bool, position_in, unique
+from gdp.arrays import I64, Bool, position_in, scattered, unique
 from gdp.graph.columns import NUMBERS, OF_HOSTS, OF_TENSORS, TEXTS
 from gdp.graph.document import Tensor
 from gdp.graph.graph import Graph
@@ -93,8 +93,7 @@ class GraphBuilder:
         [N] are the ops' numbers, -1 for those that are not copied: their results and reads are left out. `tensor_bytes`
         [T] are other sizes; `is_edge` [E] tells the consumers that are copied, by default all."""
         chosen = np.flatnonzero(number[graph.producers] >= 0)
-        tensors = np.full(graph.num_tensors, -1)
-        tensors[chosen] = self.num_tensors + np.arange(len(chosen))
+        tensors = scattered(chosen, self.num_tensors + np.arange(len(chosen)), graph.num_tensors)
         bases = graph.view_of[chosen]
         columns = {name: getattr(graph, name)[chosen] for name in ("is_resident", "is_kept")}
         columns["producers"] = number[graph.producers[chosen]]

@@ -34,9 +34,8 @@ def count_microbatches(graph: Graph) -> int:
 def shared_ops(graph: Graph) -> tuple[Bool, Bool]:
     """Returns ([N] parameters and buffers, [N] updates and their successors)."""
     has_inputs = mask(graph.consumers, graph.num_ops)
-    is_kind = np.array([kind in _SOURCE_KINDS for kind in graph.kinds], np.bool_)
     is_idle = (graph.flops == 0) & (graph.bytes_accessed == 0) & np.array([not times for times in graph.times_ns])
-    is_source = ~has_inputs & (is_kind | ((graph.resident_bytes > 0) & is_idle))
+    is_source = ~has_inputs & (graph.is_of_kind(*_SOURCE_KINDS) | ((graph.resident_bytes > 0) & is_idle))
     is_update = reached(graph.is_in_phase("update"), graph.producers[graph.edge_tensors], graph.consumers)
     return is_source & ~is_update, is_update
 

@@ -74,7 +74,7 @@ class ParameterBytes:
 def gradients_of_updates(graph: Graph) -> I64:
     """Returns the tensors that updates read and that ops of other phases make."""
     is_late, makers = _is_update(graph), graph.producers[graph.edge_tensors]
-    is_source = np.array([kind in ("parameter", "buffer", "constant", "input") for kind in graph.kinds])
+    is_source = graph.is_of_kind("parameter", "buffer", "constant", "input")
     return unique(graph.edge_tensors[is_late[graph.consumers] & ~is_late[makers] & ~is_source[makers]])
 
 

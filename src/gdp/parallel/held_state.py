@@ -35,8 +35,7 @@ class HeldState:
         sources, targets = graph.producers[graph.edge_tensors], graph.consumers
         late = is_late[sources]
         is_update = reached(graph.is_in_phase("update"), targets[late], sources[late])
-        is_candidate = is_source & np.array([kind not in _NO_PARAMETERS for kind in graph.kinds], np.bool_)
-        is_candidate &= graph.resident_bytes > 0
+        is_candidate = is_source & ~graph.is_of_kind(*_NO_PARAMETERS) & (graph.resident_bytes > 0)
         is_read = mask(sources[~is_late[targets]], graph.num_ops)
         is_updated = mask(sources[is_update[targets]], graph.num_ops)
         is_parameter = is_candidate & (is_read | ~is_updated)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from gdp.arrays import I64, Bool, mask, position_in, unique
+from gdp.arrays import I64, Bool, mask, position_in, scattered, unique
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.builder import unordered
@@ -199,8 +199,7 @@ class _Rewrite:
         block, what is recomputed for them. Ops that may lie on other devices than the copy are left out."""
         blocks, number, places = self.blocks, self.number, self.places
         pairs: list[tuple[int, int]] = []
-        source_of = np.full(len(self.op_order), _NEW)
-        source_of[self.copy_number[self.copies]] = self.copies
+        source_of = scattered(self.copy_number[self.copies], self.copies, len(self.op_order), _NEW)
         roots = unique(waiting)
         for block, upstream in enumerate(blocks.upstream):
             own = roots[blocks.of_op[source_of[roots]] == block]

@@ -17,7 +17,7 @@ from itertools import chain
 
 import numpy as np
 
-from gdp.arrays import F64, I64, position_in, running_sums
+from gdp.arrays import F64, I64, position_in, running_sums, scattered
 from gdp.budget import Clock, has_time
 from gdp.compiled import kernel
 from gdp.placers.base import best_of, columns_of, device_subsets
@@ -80,9 +80,7 @@ def least_bottleneck(
             low = middle
         else:
             high, ends = middle, candidate
-    chosen = np.empty(len(order), np.int64)
-    chosen[order] = devices[np.searchsorted(ends, np.arange(len(order)), side="right")]
-    return chosen
+    return scattered(order, devices[np.searchsorted(ends, np.arange(len(order)), side="right")], len(order))
 
 
 def _sums(values: F64) -> F64:

@@ -16,7 +16,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64, combined, mask, narrow, position_in, unique
+from gdp.arrays import I64, combined, mask, narrow, position_in, scattered, unique
 from gdp.cluster import Cluster
 from gdp.costs.op_times import transfer_occupancy_ns
 from gdp.graph import Graph
@@ -60,8 +60,7 @@ def readers_of(
     kept = kept[np.argsort(lengths[kept], kind="stable")]
     sizes, num_lists = np.unique(lengths[kept], return_counts=True)
     starts = np.cumsum(lengths[kept]) - lengths[kept]
-    list_of = np.full(num_tensors + 1, len(kept))
-    list_of[owners[kept]] = np.arange(len(kept))
+    list_of = scattered(owners[kept], np.arange(len(kept)), num_tensors + 1, len(kept))
     within = np.arange(lengths[kept].sum()) - np.repeat(starts, lengths[kept])
     return Readers(
         frees_bytes=frees_bytes,

@@ -23,7 +23,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64, combined, mask, narrow, position_in, rows_of, wide
+from gdp.arrays import I64, combined, mask, narrow, position_in, rows_of, scattered, wide
 from gdp.graph import Graph
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.units import roots_of
@@ -85,8 +85,7 @@ def reduce(problem: Problem) -> Reduction:
     op, after = op[chosen], after[chosen]
     can_run = times_ns >= 0
     is_alike = (allowed[op] == allowed[after]) & (can_run[op] == can_run[after])
-    into = np.full(graph.num_ops, -1, np.int64)
-    into[op] = np.where(is_alike.all(axis=1), after, -1)
+    into = scattered(op, np.where(is_alike.all(axis=1), after, -1), graph.num_ops)
     _keep_groups(graph.groups, into)
     last = roots_of(into)
     order = np.argsort(last, kind="stable")
