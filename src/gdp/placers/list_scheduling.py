@@ -13,7 +13,7 @@ from itertools import product
 
 import numpy as np
 
-from gdp.arrays import F64, I64, Bool, combined, filled, zeros
+from gdp.arrays import F64, I64, Bool, combined, filled, scattered, zeros
 from gdp.budget import Clock, has_time
 from gdp.placers.base import NoTimeError, TriedPlacements, best_of, device_subsets, unit_choices
 from gdp.placers.contiguous import topological_chain
@@ -48,9 +48,8 @@ def _filled_in_turn(problem: Problem) -> Iterator[Placement]:
                 start = max(int(np.searchsorted(sums, sums[start] + cap, side="right")) - 1, start)
                 ends[position] = start
             ends[-1] = units.num_units
-            chosen = np.empty(units.num_units, np.int64)
-            chosen[order] = devices[np.searchsorted(ends, np.arange(units.num_units), side="right")]
-            yield units.place_allowed(chosen)
+            chosen = devices[np.searchsorted(ends, np.arange(units.num_units), side="right")]
+            yield units.place_allowed(scattered(order, chosen, units.num_units))
 
 
 def m_etf(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:

@@ -17,7 +17,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from gdp.arrays import F64, I64, Bool, combined, connected, mask, running_sums
+from gdp.arrays import F64, I64, Bool, combined, connected, mask, position_in, running_sums
 from gdp.search.settings import StreamingSettings
 from gdp.simulator.constraints import intersect_groups
 from gdp.simulator.problem import Placement, Problem
@@ -300,8 +300,7 @@ def _least_working(problem: Problem, started: I64, may: Bool) -> tuple[I64, I64]
     """Returns `started` [N], or the graph's own order where that needs less memory, and the position [N] of each op.
     Priorities start branches side by side, whose results then are all in memory; programs run one after the other."""
     own = np.arange(len(started))
-    position = np.empty_like(own)
-    position[started] = own
+    position = position_in(started, len(started))
     if working_bytes(problem, own, may).sum() < working_bytes(problem, position, may).sum():
         return own, own
     return started, position
