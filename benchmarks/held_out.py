@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.workloads import with_relatives, workloads
 from gdp.errors import InputError
-from gdp.policy.checkpoint import read_manifest
+from gdp.policy.checkpoint import read_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class HeldOut:
 
         InputError for a bad file, or one that was trained on a family held out.
         """
-        manifest = read_manifest(path)
+        manifest = read_checkpoint(path).manifest
         graphs = frozenset(graph["name"] for graph in manifest.get("graphs", ()))
         is_new_to_all = bool(graphs) and not any(workloads.find(name) for name in graphs)
         checkpoint = cls(
