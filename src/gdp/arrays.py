@@ -61,14 +61,14 @@ def unique(values: npt.ArrayLike) -> Content:
     return ascending[is_first]
 
 
-def scattered(indices: npt.ArrayLike, values: npt.ArrayLike, length: int, rest: int = -1) -> Content:
+def scattered(indices: Content | Sequence[int], values: npt.ArrayLike, length: int, rest: int = -1) -> Content:
     """Returns [length] the `values` at `indices`, which may be one value, and `rest` elsewhere."""
     result = np.full(length, rest)
     result[indices] = values
     return result
 
 
-def mask(indices: npt.ArrayLike, length: int) -> Bool:
+def mask(indices: Content | Sequence[int], length: int) -> Bool:
     """Returns [length] whether each number is in `indices`."""
     return scattered(indices, True, length, False)
 
@@ -78,7 +78,7 @@ def position_in(order: I64, length: int) -> I64:
     return scattered(order, np.arange(len(order)), length)
 
 
-def combined(how: np.ufunc, indices: npt.ArrayLike, values: Content, length: int, start: int = 0) -> Content:
+def combined(how: np.ufunc, indices: Content, values: Content, length: int, start: int = 0) -> Content:
     """Returns [length] `start` and the `values` at the index of each, combined: added up, the least or the largest."""
     result = np.full((length, *values.shape[1:]), start, np.result_type(values, np.int64))
     how.at(result, indices, values)
