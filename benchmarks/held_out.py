@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.workloads import workloads
+from benchmarks.workloads import with_relatives, workloads
 from gdp.errors import InputError
-from gdp.policy.checkpoint import read_manifest
+from gdp.policy.checkpoint import read_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class HeldOut:
 
         InputError for a bad file, or one that was trained on a family held out.
         """
-        manifest = read_manifest(path)
+        manifest = read_checkpoint(path).manifest
         graphs = frozenset(graph["name"] for graph in manifest.get("graphs", ()))
         is_new_to_all = bool(graphs) and not any(workloads.find(name) for name in graphs)
         checkpoint = cls(
@@ -64,7 +64,7 @@ def choose(checkpoints: list[HeldOut], workload: str, directory: Path) -> HeldOu
     Of several, the one with the most updates. InputError if there is none.
     """
     family = workloads.get(workload).family
-    wanted = workloads.with_relatives(family)
+    wanted = with_relatives(family)
     fitting = [checkpoint for checkpoint in checkpoints if wanted <= checkpoint.families]
     if not fitting:
         raise InputError(

@@ -22,7 +22,7 @@ from benchmarks.gdp_policy.training import train_published
 from benchmarks.page import geometric_mean
 from benchmarks.published import WORKLOADS, PatientClock, expert_ns
 from benchmarks.rows import Rows
-from benchmarks.workloads import workloads
+from benchmarks.workloads import with_relatives, workloads
 from gdp.budget import Budget
 from gdp.errors import InputError
 from gdp.policy.checkpoint import read_checkpoint, save_checkpoint
@@ -362,7 +362,7 @@ def _pairs(outcomes: _StepTimes, labels: Sequence[str], names: Sequence[str]) ->
 
 def _unrelated(name: str, names: Sequence[str]) -> list[str]:
     """Returns those of `names` that are of other families than the workload `name`, and not like it."""
-    relatives = workloads.with_relatives(workloads.get(name).family)
+    relatives = with_relatives(workloads.get(name).family)
     return [other for other in names if workloads.get(other).family not in relatives]
 
 

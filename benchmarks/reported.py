@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from benchmarks.benchmark import Benchmark, Say, pick
 from benchmarks.rows import Rows
 from gdp import files
 from gdp.cluster import Cluster
-from gdp.cluster.changes import at_sheets
 
 _REPORTS: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 LISTS = ("captures", "answers")
@@ -125,6 +124,12 @@ def ask(report: Report) -> str | float | None:
 def _run(words: list[str], directory: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "gdp", *words]
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=_LIMIT_S)
+
+
+def at_sheets(cluster: Cluster) -> Cluster:
+    """Returns the cluster at the rates of data sheets, with launches and without hosts: for figures by hand."""
+    sheets = [replace(device, issue_ns=0, achieved={}) for device in cluster.devices]
+    return replace(cluster, devices=tuple(sheets))
 
 
 def _words(command: str, directory: Path) -> list[str]:

@@ -28,7 +28,7 @@ from gdp import files
 from gdp.arrays import Bool
 from gdp.budget import Budget, Clock
 from gdp.errors import InputError
-from gdp.policy.checkpoint import load_checkpoint, read_manifest
+from gdp.policy.checkpoint import load_checkpoint, read_checkpoint
 from gdp.policy.construction import Constructor
 from gdp.policy.features import INITIAL_WEIGHTS
 from gdp.policy.scheduler import Policy, one_thread
@@ -88,7 +88,7 @@ class TrainedBenchmark(Benchmark):
         require_seconds(self.name, self.budget, "3s")
 
     def measure(self, rows: Rows, say: Say) -> dict[str, Any]:
-        manifests = {path: read_manifest(path) for path in self.checkpoint}
+        manifests = {path: read_checkpoint(path).manifest for path in self.checkpoint}
         problems = {WORKLOADS: self._workloads(manifests), **({DRAWN: self._drawn(manifests)} if self.drawn else {})}
         arms = _arms(self.checkpoint)
         methods.warm_up()

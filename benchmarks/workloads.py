@@ -31,7 +31,13 @@ FURTHER = (
     families.ELMO.workload("elmo", "6xv100-sxm-32g", 256),
     families.TREE_LSTM.workload("tree-lstm", "5xp100-sxm-16g", 2048),
 )
-workloads = Registry((*PAPERS.workloads, *FURTHER), (*PAPERS.variants, *VARIANTS), PAPERS.large, families.RELATIVES)
+workloads = Registry((*PAPERS.workloads, *FURTHER), (*PAPERS.variants, *VARIANTS), PAPERS.large)
+
+
+def with_relatives(family: str) -> frozenset[str]:
+    """Returns the names of `family` and of its relatives."""
+    groups = (names for group in families.RELATIVES if family in (names := {relative.name for relative in group}))
+    return frozenset(next(groups, {family}))
 
 
 def model_of(name: str) -> str:

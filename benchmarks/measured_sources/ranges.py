@@ -7,15 +7,17 @@ the 90th percentile, and has the prediction itself.
 """
 
 import hashlib
+import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 
 from benchmarks.measured_sources.source import PredictedRow
-from gdp.cluster.achieved import family_of, product_shares
+from gdp.cluster.achieved import family_of
 from gdp.costs.ranges import range_on
 
 MOST_ROWS, PRIOR_ROWS = 60, 10
@@ -45,7 +47,8 @@ def table_of(steps: Steps) -> Table:
         for kind in {row.step_kind for row in rows}:
             cells[kind].append(np.array([_log(row) for row in rows if row.step_kind == kind]))
             families[kind].add(family_of(card))
-    shares = np.log(list(product_shares().values()))
+    of_families = tomllib.loads((files("gdp.cluster") / "achieved.toml").read_text(encoding="utf-8"))["families"]
+    shares = np.log([figures["product"] for figures in of_families.values()])  # that of any GPU comes first
     unknown = float(_DEVIATIONS * np.sqrt(np.mean((shares - shares[0]) ** 2)))
     pairs = [abs(_log(a) - _log(b)) for rows in _choices(steps) for a, b in combinations(rows, 2)]
     return {

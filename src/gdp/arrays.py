@@ -61,12 +61,34 @@ def unique(values: npt.ArrayLike) -> Content:
     return ascending[is_first]
 
 
+def scattered(indices: Content | Sequence[int], values: npt.ArrayLike, length: int, rest: int = -1) -> Content:
+    """Returns [length] the `values` at `indices`, which may be one value, and `rest` elsewhere."""
+    result = np.full(length, rest)
+    result[indices] = values
+    return result
+
+
+def mask(indices: Content | Sequence[int], length: int) -> Bool:
+    """Returns [length] whether each number is in `indices`."""
+    return scattered(indices, True, length, False)
+
+
+def position_in(order: I64, length: int) -> I64:
+    """Returns [length] the position of each number in `order`, -1 of those that are not in it."""
+    return scattered(order, np.arange(len(order)), length)
+
+
+def combined(how: np.ufunc, indices: Content, values: Content, length: int, start: int = 0) -> Content:
+    """Returns [length] `start` and the `values` at the index of each, combined: added up, the least or the largest."""
+    result = np.full((length, *values.shape[1:]), start, np.result_type(values, np.int64))
+    how.at(result, indices, values)
+    return result
+
+
 def by_first(ids: I64) -> I64:
     """Returns numbers [N] that are equal where `ids` [N] are, from 0 in the order in which these first come."""
     _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
-    position = np.empty(len(first), np.int64)
-    position[np.argsort(first, kind="stable")] = np.arange(len(first))
-    return position[inverse]
+    return position_in(np.argsort(first, kind="stable"), len(first))[inverse]
 
 
 def connected(first: Content, second: Content, count: int) -> I64:

@@ -18,7 +18,7 @@ from benchmarks.architectures.train import main as train
 from benchmarks.workloads import model_of
 from gdp.errors import InputError
 from gdp.models.source import load
-from gdp.policy.checkpoint import read_manifest
+from gdp.policy.checkpoint import read_checkpoint
 from gdp.policy.training.tasks import TaskConfig
 
 SMALL = (60, 100)  # ops to aim at
@@ -194,7 +194,7 @@ def test_drawn_graphs_are_made_and_trained_on(
     args = ["drawn", "--styles", "8", "--groupings", "1", "--validation-family", "encoders", "--out", "own.safetensors"]
     assert train([*args, "--updates", "1"]) == 0
     assert train([*args, "--updates", "2", "--resume"]) == 0
-    manifest = read_manifest("own.safetensors")
+    manifest = read_checkpoint("own.safetensors").manifest
     assert ([graph["name"] for graph in manifest["graphs"]], manifest["clusters"]) == (["tables-4-0"], [])
     assert (manifest["updates"], manifest["num_trials"]) == (2, 16)
     assert -1 <= manifest["rank_correlation"] <= 1

@@ -18,7 +18,7 @@ from gdp.cli import main
 from gdp.graph import Graph
 from gdp.models import source
 from gdp.models.papers import PAPERS
-from gdp.policy.checkpoint import load_checkpoint, read_checkpoint, read_manifest
+from gdp.policy.checkpoint import load_checkpoint, read_checkpoint
 from policy.tiny_policy import mixed_chain, parameters, random_graph
 
 DEVICES = "2xp100-pcie-16g"
@@ -58,7 +58,7 @@ def test_the_answer_is_a_policy_that_can_be_loaded_and_trained_on(run: Run) -> N
     assert load_checkpoint(answer["checkpoint"]).num_parameters() == answer["num_parameters"]
     status, out, err = run(*train("--from", OUT, out="more.safetensors"), graphs=("random.json.gz",))
     assert (status, "Checkpoint written to more.safetensors" in out) == (0, True), err
-    manifest = read_manifest("more.safetensors")
+    manifest = read_checkpoint("more.safetensors").manifest
     assert [graph["name"] for graph in manifest["graphs"]] == ["random-12"]
     assert re.fullmatch("[0-9a-f]{64}", manifest["arguments"]["from"])
 
@@ -79,7 +79,7 @@ def test_an_interrupted_run_saves_and_resumes(run: Run, number: signal.Signals) 
     killer.join()
     assert (status, err.splitlines()[-1]) == (130, "gdp: interrupted")
     assert "Go on with the same command and --resume" in out
-    done = read_manifest(OUT)["updates"]
+    done = read_checkpoint(OUT).manifest["updates"]
     status, out, _ = run(*args, "--resume", "--budget", "300ms", "--json")
     assert status == 0
     assert json.loads(out)["updates"] > done
@@ -154,7 +154,7 @@ def test_the_training_set_goes_on_its_usual_devices_and_leaves_out_families(run:
     """`training-set` stands for its workloads on their own clusters, without those of a family held out."""
     status, _, err = run(*train("--hold-out", "amoebanet"), graphs=("training-set",), devices=None)
     assert status == 0, err
-    manifest = read_manifest(OUT)
+    manifest = read_checkpoint(OUT).manifest
     assert manifest["held_out"] == ["amoebanet"]
     sources_used = manifest["arguments"]["tasks"]["sources"]
     expected = PAPERS.training_set(["amoebanet"])
@@ -182,7 +182,7 @@ def test_what_is_held_out_is_neither_trained_on_nor_known_from_before(run: Run) 
     assert not Path("other.safetensors").exists()
     args = train("--hold-out", "wavenet", "--from", OUT, out="other.safetensors")
     assert run(*args, graphs=("rnnlm-2",), devices=None)[0] == 0
-    assert read_manifest("other.safetensors")["held_out"] == ["wavenet"]
+    assert read_checkpoint("other.safetensors").manifest["held_out"] == ["wavenet"]
 
 
 def test_a_built_in_graph_that_is_held_out_is_refused_before_any_graph_is_read(

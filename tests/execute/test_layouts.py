@@ -17,7 +17,7 @@ from gdp.execute.plan_executor import DeviceRecord
 from gdp.graph import Graph
 from gdp.models.papers.base import Example
 from gdp.models.pytorch import Capture, Replay, capture
-from gdp.parallel.offload import Offload, offloaded
+from gdp.parallel.offload import Offload
 from tiny_models import CONFIGS, REPEATED, tiny
 
 NORMALISED = ("resnet", "densenet", "deep_speech")  # by batch: two samples are in a part
@@ -72,8 +72,7 @@ def offload_of_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def offload_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets tensors of any size wait on the host."""
-    for function in (Offload.of.__func__, offloaded):  # type: ignore[attr-defined]
-        monkeypatch.setitem(function.__kwdefaults__, "least_bytes", 64)
+    monkeypatch.setitem(Offload.of.__func__.__kwdefaults__, "least_bytes", 64)  # type: ignore[attr-defined]
 
 
 def example(name: str, num_parts: int) -> Example:

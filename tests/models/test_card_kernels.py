@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.reported import at_sheets
 from gdp.cluster import Cluster
-from gdp.cluster.changes import at_sheets
 from gdp.costs.op_times import op_times
-from gdp.execute.equality import compare, eager_step
+from gdp.execute.equality import compare, eager_parts
 from gdp.models.pytorch import Capture, capture
 
 IDS = torch.zeros(4, 5, dtype=torch.long)
@@ -323,7 +323,7 @@ def test_cpus_compute_what_cards_do(case: str) -> None:
     model, x = EXECUTED[case](), torch.randn(4, 16)
     captured = capture(model, (x,), loss=weighted)
     replayed = captured.program.replay(model, (x,))
-    assert compare(replayed, eager_step(captured.program, model, (x,), {}, weighted)).is_exact
+    assert compare(replayed, eager_parts(captured.program, model, [((x,), {})], weighted)).is_exact
     loss = weighted(model(x))
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     torch.testing.assert_close(replayed.loss, loss.detach())
@@ -522,4 +522,4 @@ def test_gradients_of_rows_are_written_to_zeros(case: str) -> None:
     is_backward = [graph.phases[op] == "backward" for op in graph.producers.tolist()]
     assert (graph.tensor_bytes[is_backward] == 32000).sum() == 1
     replayed = captured.program.replay(model)
-    assert compare(replayed, eager_step(captured.program, model, (), {})).is_exact
+    assert compare(replayed, eager_parts(captured.program, model, [((), {})])).is_exact

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import gdp
+from benchmarks.reported import at_sheets
 from gdp.bounds.lower_bound import lower_bound
 from gdp.cluster import Cluster
-from gdp.cluster.changes import at_sheets
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.models.experts import share_hit

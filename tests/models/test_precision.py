@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.reported import at_sheets
 from gdp.cluster import Cluster
-from gdp.cluster.changes import at_sheets
 from gdp.costs.op_times import op_times
 from gdp.errors import InputError
-from gdp.execute.equality import compare, eager_step
+from gdp.execute.equality import compare, eager_parts
 from gdp.graph import Graph
 from gdp.models.model import Reading
 from gdp.models.pytorch import Capture, autocast, capture, capture_fn
@@ -402,12 +402,12 @@ def test_results_as_on_a_card(model: nn.Module, x: Tensor) -> None:
     """`gdp run` executes it on the CPU, and compares it with the model's own step: bit for bit."""
     captured = capture(model, (x,), name="step")
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as `eager_step` does: more threads add in another order
+    torch.set_num_threads(1)  # as `eager_parts` does: more threads add in another order
     try:
         replayed = captured.program.replay(model, (x,))
     finally:
         torch.set_num_threads(num_threads)
-    equality = compare(replayed, eager_step(captured.program, model, (x,), {}))
+    equality = compare(replayed, eager_parts(captured.program, model, [((x,), {})]))
     assert equality.is_exact, equality
 
 

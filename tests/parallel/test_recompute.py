@@ -16,7 +16,7 @@ from gdp.graph.copies import RECOMPUTED
 from gdp.models.pytorch import capture
 from gdp.parallel.blocks import Blocks, cheapest_blocks
 from gdp.parallel.layout import Layout
-from gdp.parallel.offload import offloaded
+from gdp.parallel.offload import Offload
 from gdp.parallel.recompute import Recomputation, recomputed
 from gdp.parallel.step import Step
 from gdp.simulator.problem import Problem
@@ -352,7 +352,7 @@ def test_activations_wait_on_the_host_and_are_back_in_time() -> None:
     # f1 is sent at 5 and comes back at 10, with the gradient that block 2 needs; f0 at 16, with that of block 1
     # gpu while f2' runs: x, g0, g1, f2, f1, two gradients = 30 + 200 + 20 = 250 bytes; host: f0 and f1
     graph = blocks_of_two(3)
-    away = offloaded(graph, "blocks", least_bytes=50)
+    away = Offload.of(graph, "blocks", least_bytes=50).graph
     assert [name for name in away.op_names if name.endswith(".host")] == ["f1.host", "f0.host"]
     problem = Problem.build(away, host_and_gpu())
     is_host = np.array([kind == "host.copy" for kind in away.kinds])
@@ -378,7 +378,7 @@ def host_and_gpu() -> Cluster:
 def test_offloaded_steps_read_the_same_tensors(graph: Graph) -> None:
     """Only what is read changes its way; every block but one of the backward pass may leave."""
     paths = list(dict.fromkeys(module for module in graph.modules if module.startswith("blocks")))
-    away = offloaded(graph, paths, least_bytes=1)
+    away = Offload.of(graph, paths, least_bytes=1).graph
     copies = [op for op, kind in enumerate(away.kinds) if kind == "host.copy"]
     kept = [op for op in range(away.num_ops) if op not in copies]
     assert [away.op_names[op] for op in kept] == list(graph.op_names)

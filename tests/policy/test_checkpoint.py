@@ -11,7 +11,7 @@ from safetensors.torch import load, load_file, save_file
 
 from gdp.errors import InputError
 from gdp.policy import checkpoint
-from gdp.policy.checkpoint import load_checkpoint, new_policy, read_checkpoint, read_manifest, save_checkpoint
+from gdp.policy.checkpoint import load_checkpoint, new_policy, read_checkpoint, save_checkpoint
 from policy.tiny_policy import TINY, TinyConfig, TinyPolicy, tiny_policy
 
 MANIFEST = {"graphs": [{"name": "a", "num_ops": 3}], "cpu_hours": 0.5}
@@ -45,7 +45,7 @@ def test_contents_come_back(tmp_path: Path) -> None:
     loaded = load_checkpoint(tmp_path / "a.safetensors")
     assert isinstance(loaded, TinyPolicy)
     assert loaded.config == policy.config
-    assert read_manifest(tmp_path / "a.safetensors") == MANIFEST
+    assert read_checkpoint(tmp_path / "a.safetensors").manifest == MANIFEST
     for name, tensor in policy.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[name])
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from gdp.cluster import Cluster
 from gdp.errors import InputError
-from gdp.policy.checkpoint import load_checkpoint, read_manifest, save_checkpoint
+from gdp.policy.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from gdp.policy.features import NUM_FEATURES
 from gdp.policy.pretrained import read_policy, shipped
 from gdp.policy.scheduler import SchedulerPolicy
@@ -102,7 +102,7 @@ assert all(len(types) <= 1 for types in signatures.values()), signatures
 
 def test_shipped_policy_holds_out_no_family() -> None:
     """The manifest of the policy that comes with gdp names its training, with no family held out."""
-    manifest = read_manifest(shipped())
+    manifest = read_checkpoint(shipped()).manifest
     assert manifest["held_out"] == []
     assert manifest["updates"] > 0
     assert "gdp train" in manifest["command"]

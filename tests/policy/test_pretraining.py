@@ -14,7 +14,7 @@ import torch
 
 from gdp.cluster import Cluster
 from gdp.errors import InputError
-from gdp.policy.checkpoint import read_checkpoint, read_manifest
+from gdp.policy.checkpoint import read_checkpoint
 from gdp.policy.training.ppo import PPOConfig
 from gdp.policy.training.pretrain import TrainingConfig, TrainingProgress, TrainingRun, train
 from gdp.policy.training.tasks import TaskConfig, Tasks, TaskSource
@@ -112,7 +112,7 @@ def test_stop_saves_the_last_whole_update(tmp_path: Path) -> None:
             stop.set()
 
     progress = train_tiny(out, 6, save_every=100, stop=stop, on_update=interrupt)
-    assert (progress.update, read_manifest(out)["updates"]) == (3, 3)
+    assert (progress.update, read_checkpoint(out).manifest["updates"]) == (3, 3)
     train_tiny(out, 6, save_every=100)
     train_tiny(whole, 6)
     assert_equal(out, whole)

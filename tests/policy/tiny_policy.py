@@ -176,7 +176,7 @@ def kill_again_and_again(out: Path, whole: Path, num_updates: int, num_kills: in
         time.sleep(moments.uniform(0, 0.05))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        deaths.append(checkpoint.read_manifest(out)["updates"])
+        deaths.append(checkpoint.read_checkpoint(out).manifest["updates"])
         if deaths[-1] == num_updates:
             break
     train_tiny(out, num_updates)

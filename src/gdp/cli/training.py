@@ -111,7 +111,7 @@ def _policy(options: TrainOptions, held_out: Sequence[str]) -> tuple[SchedulerPo
     if options.start is None:
         return checkpoint.new_policy("default", seed=options.seed), ""
     policy = checkpoint.load_checkpoint(options.start)
-    held_out_before = checkpoint.read_manifest(options.start).get("held_out", ())
+    held_out_before = checkpoint.read_checkpoint(options.start).manifest.get("held_out", ())
     for family in held_out:
         if family not in held_out_before:
             raise InputError(

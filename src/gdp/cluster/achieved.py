@@ -110,11 +110,6 @@ def family_of(kind: str) -> str:
     return str(_TABLES["kinds"].get(kind, {}).get("family", GPU))
 
 
-def product_shares() -> Mapping[str, float]:
-    """Returns the shares of the peak rate that products reach, by family; that of any GPU comes first."""
-    return {family: figures["product"] for family, figures in _TABLES["families"].items()}
-
-
 _TABLES = tomllib.loads((files("gdp.cluster") / "achieved.toml").read_text(encoding="utf-8"))
 
 

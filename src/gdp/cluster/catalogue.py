@@ -132,7 +132,6 @@ class DeviceKind:
     launch_ns: int
     port: str
     nvlink: str = ""
-    nominal_gib: int = 0  # as it is sold
     driver: str = ""  # its name there, without NVIDIA in front
     watts: float | None = None  # at most; None: not known
     dollars_per_hour: float | None = None  # of a cloud, on demand, with its share of the host; None: not known
@@ -183,7 +182,7 @@ def _kind(name: str, row: Mapping[str, Any]) -> DeviceKind:
         usable_bytes = int((memory.get("total_gib", gib * TOTAL_SHARE) - CONTEXT_GIB) * 1024) * MIB
     flops = MappingProxyType({dtype: round(value * TERA) for dtype, value in _tera_rates(row["tera"]).items()})
     launch_ns, own = CPU_LAUNCH_NS if is_cpu else GPU_LAUNCH_NS, () if is_cpu else figures_of_kind(name)
-    links = card["port"], card.get("nvlink", ""), gib, card.get("driver", "")
+    links = card["port"], card.get("nvlink", ""), card.get("driver", "")
     costs = card.get("watts"), card.get("dollars_per_hour")
     return DeviceKind(usable_bytes, flops, round(memory["gb_per_s"] * GB), launch_ns, *links, *costs, *own)
 

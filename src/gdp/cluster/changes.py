@@ -98,9 +98,3 @@ def _renamed(route: Route, names: Mapping[str, str]) -> Route:
     pattern = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, names))})(?!\w)")
     channels = (pattern.sub(lambda match: names[match[1]], channel) for channel in route.channels)
     return replace(route, channels=tuple(channels))
-
-
-def at_sheets(cluster: Cluster) -> Cluster:
-    """Returns the cluster at the rates of data sheets, with launches and without hosts: for figures by hand."""
-    sheets = [replace(device, issue_ns=0, achieved={}) for device in cluster.devices]
-    return replace(cluster, devices=tuple(sheets))

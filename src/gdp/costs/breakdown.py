@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gdp.arrays import F64, I64, Bool
+from gdp.arrays import F64, I64, Bool, scattered
 from gdp.cluster import Cluster, Device
 from gdp.costs.hosts import host_times
 from gdp.costs.kernels import CLASSES, Kernels
@@ -106,8 +106,7 @@ class Breakdown:
         """Returns a row for each of the `most` sets of equal ops that take longest."""
         first = np.zeros(len(self.num_ops), np.int64)
         first[self.kernels.ops[::-1]] = np.arange(self.graph.num_ops)[::-1]
-        rule = np.full(len(self.num_ops), -1)
-        rule[self._row] = self.kernels.rule_codes
+        rule = scattered(self._row, self.kernels.rule_codes, len(self.num_ops))
         names = [
             (self.graph.shapes[op] or self.graph.kinds[op], self.kernels.rules[code] if code >= 0 else "")
             for op, code in zip(first.tolist(), rule.tolist(), strict=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gdp.arrays import F64, I64, Bool, connected, unique
+from gdp.arrays import F64, I64, Bool, combined, connected, unique
 from gdp.cluster.achieved import OF_FLOPS
 from gdp.cluster.device import COMPILE, CUDA_GRAPHS
 from gdp.costs.collectives import COLLECTIVE
@@ -112,8 +112,7 @@ def _loops(graph: Graph) -> I64:
     texts, code = numbered(graph.shapes)
     arrays = [[array for call in parsed_calls(text) for array in (*call.arrays, *call.results)] for text in texts]
     known = np.array([max((array.num_elements for array in each), default=-1) for each in arrays], np.int64)[code]
-    made = np.zeros(graph.num_ops, np.int64)
-    np.maximum.at(made, graph.producers, graph.tensor_bytes)
+    made = combined(np.maximum, graph.producers, graph.tensor_bytes, graph.num_ops)
     return np.where(known < 0, -1 - made, known)
 
 
@@ -165,7 +164,6 @@ def _crossing(graph: Graph, region: I64) -> I64:
     leaves = graph.is_kept | (np.diff(graph.consumer_offsets) == 0)
     leaves[tensors[enters]] = True
     leaves = unique(graph.base[leaves])  # a part is written with its whole
-    num_bytes = np.zeros(graph.num_ops, np.int64)
-    np.add.at(num_bytes, readers[first], graph.tensor_bytes[tensors[first]])
+    num_bytes = combined(np.add, readers[first], graph.tensor_bytes[tensors[first]], graph.num_ops)
     np.add.at(num_bytes, graph.producers[leaves], graph.tensor_bytes[leaves])
     return np.minimum(num_bytes, graph.bytes_accessed)

@@ -5,7 +5,7 @@ N ops, D devices."""
 
 import numpy as np
 
-from gdp.arrays import F64, I64, Bool, narrow, wide
+from gdp.arrays import F64, I64, Bool, mask, narrow, wide
 from gdp.cluster import Cluster
 from gdp.cluster.changes import only
 from gdp.cluster.device import CUDA_GRAPHS, EAGER
@@ -86,8 +86,7 @@ def _checkpoint_kernels(graph: Graph) -> F64:
     found = np.zeros(graph.num_ops)
     if is_copy.any():
         launches = (graph.flops > 0) | (graph.bytes_accessed > 0)
-        is_repeated = np.zeros(graph.num_ops, np.bool_)
-        is_repeated[graph.root[is_copy]] = True
+        is_repeated = mask(graph.root[is_copy], graph.num_ops)
         runs = np.flatnonzero(is_repeated[graph.root] & launches)
         layer = LayerPaths.of(graph).of_module
         layers = np.array([layer.get(graph.modules[op], -1) for op in runs.tolist()])

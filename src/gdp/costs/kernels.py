@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from gdp.arrays import F64, I64
+from gdp.arrays import F64, I64, scattered
 from gdp.cluster.achieved import OF_BYTES, OF_FLOPS
 from gdp.costs.collectives import COLLECTIVE
 from gdp.errors import InputError
@@ -145,6 +145,5 @@ def _distinct(key: I64) -> tuple[I64, I64]:
     order = np.lexsort(key)
     is_new = np.ones(key.shape[1], np.bool_)
     is_new[1:] = (key[:, order[1:]] != key[:, order[:-1]]).any(axis=0)
-    places = np.empty(key.shape[1], np.int64)
-    places[order] = np.cumsum(is_new) - 1
+    places = scattered(order, np.cumsum(is_new) - 1, key.shape[1])
     return order[is_new], places

@@ -88,7 +88,8 @@ def _times_on_card(kernels: Kernels, device: Device) -> F64:
         times_ns[cut] = together_ns(cut_ns * kernels.launches[cut], bytes_ns[cut])
         times_ns[fused] = together_ns(fused_ns, bytes_ns[fused])
     floors_ns = [figures.get(f"{name}_floor_ns", 0) for name in ("product", "decode", "prefill")]
-    passes_ns = [figures.get(f"{'sum' if name in _SUMS else 'pass'}_floor_ns", 0) * _is_pass(name) for name in CLASSES]
+    passes = OF_BYTES.keys() - {"product_bytes"}  # classes that move memory alone
+    passes_ns = [figures.get(f"{'sum' if x in _SUMS else 'pass'}_floor_ns", 0) * (x in passes) for x in CLASSES]
     times_ns += np.array(passes_ns)[kernels.kinds] * np.minimum(kernels.launches, 1)
     times_ns[cut] += floors_ns[0] * kernels.launches[cut]
     times_ns[fused] += np.where(sizes[fused, 2] == 1, *floors_ns[1:])
@@ -100,11 +101,6 @@ def _block_times(kernels: Kernels, device: Device) -> F64:
     at_once = _BLOCKS_AT_ONCE * device.achieved.get("multiprocessors", 0)
     blocks, ns = kernels.sizes[:, 0] * (kernels.kinds >= len(OF_FLOPS)) * ~is_collective(kernels), kernels.sizes[:, 1]
     return np.asarray(np.maximum(blocks / at_once, np.minimum(blocks, 1)) * ns if at_once else np.zeros(len(blocks)))
-
-
-def _is_pass(name: str) -> bool:
-    """Returns whether kernels of a class move memory alone."""
-    return name in OF_BYTES and name != "product_bytes"
 
 
 def is_collective(kernels: Kernels) -> Bool:

@@ -53,13 +53,6 @@ def compare(
     return Equality(len(differences), num_equal, largest, where if largest else "")
 
 
-def eager_step(
-    program: Program, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Loss | None = None
-) -> Replay:
-    """Returns the results of a step in plain PyTorch; see `eager_parts`."""
-    return eager_parts(program, model, [(args, kwargs)], loss)
-
-
 def eager_parts(
     program: Program,
     model: nn.Module,

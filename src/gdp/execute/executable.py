@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gdp.arrays import I64
+from gdp.arrays import I64, position_in
 from gdp.errors import InputError
 from gdp.execute.layouts.batch import Sizes, first_part, part_sizes
 from gdp.execute.layouts.sharded_program import ShardedProgram, is_among_ranks, ranks_of
@@ -233,8 +233,7 @@ def order_of(program: Program, plan: Plan) -> Order:
 def _in_turn(graph: Graph, turn: I64, chains: Order = ()) -> I64:
     """Returns all ops, each after what it consumes and after those before it in `chains`, else by `turn` [N]."""
     by_turn = np.argsort(turn, kind="stable")
-    number = np.empty(graph.num_ops, np.int64)
-    number[by_turn] = np.arange(graph.num_ops)
+    number = position_in(by_turn, graph.num_ops)
     rows = [np.asarray(chain, np.int64) for chain in chains]
     sources = np.concatenate([graph.producers[graph.edge_tensors], *(row[:-1] for row in rows)])
     targets = np.concatenate([graph.consumers, *(row[1:] for row in rows)])

@@ -25,7 +25,6 @@ from gdp.execute.equality import (
     Equality,
     compare,
     eager_parts,
-    eager_step,
     full_precision,
     noisy_inputs,
     on_cpu,
@@ -309,9 +308,8 @@ def _result(
     result = replace(result, layout=str(Layout.of_document(how.layout)), sums_alike=executed.adds_in_order)
     if cut.num_draws or results.loss is None:
         return result
-    expected = eager_step(
-        executable.capture.program, executable.model, executable.args, executable.kwargs, executable.loss
-    )
+    batch = executable.args, executable.kwargs
+    expected = eager_parts(executable.capture.program, executable.model, [batch], executable.loss)
     whole = compare(replace(results, outputs={}, state={}), replace(expected, outputs={}, state={}))
     return replace(result, whole_batch=whole)
 

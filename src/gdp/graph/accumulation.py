@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gdp.arrays import I64, Bool, unique
+from gdp.arrays import I64, Bool, mask, position_in, scattered, unique
 from gdp.errors import InputError
 from gdp.graph.builder import GraphBuilder, UniqueNames
 from gdp.graph.copies import ACCUMULATE, label_end
@@ -68,8 +68,7 @@ class _Accumulation:
         self.is_repeated = ~(self.is_source | self.is_update)
         self.writers = _buffer_writers(graph, self.is_repeated)
         self.by_update = self.is_update[graph.consumers]  # [E]
-        is_read = np.zeros(graph.num_tensors, np.bool_)
-        is_read[graph.edge_tensors[self.by_update]] = True
+        is_read = mask(graph.edge_tensors[self.by_update], graph.num_tensors)
         added = np.flatnonzero(is_read & self.is_repeated[graph.producers] & (graph.tensor_bytes > 0))
         self.gradients = added[np.argsort(graph.producers[added], kind="stable")]  # [G]
         tensors, updates = graph.edge_tensors[self.by_update], graph.consumers[self.by_update]
@@ -132,8 +131,7 @@ class _Accumulation:
         """Adds the tensors of each micro-batch, then the sums; all micro-batches consume a shared tensor."""
         graph, builder, first = self.graph, self.builder, self.number[0]
         tensors, consumers = graph.edge_tensors, graph.consumers
-        is_gradient = np.zeros(graph.num_tensors, np.bool_)
-        is_gradient[self.gradients] = True
+        is_gradient = mask(self.gradients, graph.num_tensors)
         is_summed = self.by_update & is_gradient[tensors]
         is_shared = ~self.is_repeated[graph.producers[tensors]] & ~self.by_update
         is_late = self.by_update & ~is_summed & self.is_repeated[graph.producers[tensors]]
@@ -148,8 +146,7 @@ class _Accumulation:
             builder.add_edges(sums, adder)
             builder.add_edges(made, adder)
             sums = builder.add_tensors(adder, graph.tensor_bytes[self.gradients])
-        total = np.full(graph.num_tensors, -1)
-        total[self.gradients] = sums
+        total = scattered(self.gradients, sums, graph.num_tensors)
         builder.add_edges(total[tensors[is_summed]], first[consumers[is_summed]])
 
     def _groups(self) -> I64:
@@ -167,9 +164,7 @@ class _Accumulation:
         is_own &= graph.groups[sources] == graph.groups[graph.consumers]
         reads = np.flatnonzero(is_own)[::-1]
         parameter = dict(zip(graph.consumers[reads].tolist(), sources[reads].tolist(), strict=True))
-        names = UniqueNames()
-        for name in graph.op_names:
-            names.of(name)
+        names = UniqueNames(graph.op_names)
         owners = [parameter.get(update, update) for update in self.first_update.tolist()]
         return [names.of(f"{graph.op_names[op]}.{ACCUMULATE}") for op in owners]
 
@@ -198,13 +193,10 @@ def once_ops(graph: Graph) -> tuple[Bool, Bool]:
 
 def _sums_for_updates(graph: Graph, is_update: Bool) -> Bool:
     """Returns the sums [N] over ranks of a group that updates alone read: of gradients, which are added up before."""
-    is_sum = np.array([kind == RANK_SUM for kind in graph.kinds], np.bool_)
     sources = graph.producers[graph.edge_tensors]
-    is_other = np.zeros(graph.num_ops, np.bool_)
-    is_other[sources[~is_update[graph.consumers]]] = True
-    is_read = np.zeros(graph.num_ops, np.bool_)
-    is_read[sources[is_update[graph.consumers]]] = True
-    return is_sum & is_read & ~is_other
+    is_other = mask(sources[~is_update[graph.consumers]], graph.num_ops)
+    is_read = mask(sources[is_update[graph.consumers]], graph.num_ops)
+    return graph.is_of_kind(RANK_SUM) & is_read & ~is_other
 
 
 def _ignores_buffers(kind: str) -> bool:
@@ -234,8 +226,7 @@ def one_microbatch(graph: Graph) -> Graph:
             "micro-batch, say how many there are with --microbatches"
         )
     kept = np.flatnonzero((microbatch == SHARED) | (microbatch == 0))
-    number = np.full(graph.num_ops, -1)
-    number[kept] = np.arange(len(kept))
+    number = position_in(kept, graph.num_ops)
     readers = _readers_of_sums(graph, count)
     tensors: list[Tensor] = []
     position: dict[int, int] = {}

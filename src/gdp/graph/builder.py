@@ -6,15 +6,17 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64, Bool, unique
+from gdp.arrays import I64, Bool, position_in, scattered, unique
 from gdp.graph.columns import NUMBERS, OF_HOSTS, OF_TENSORS, TEXTS
 from gdp.graph.document import Tensor
 from gdp.graph.graph import Graph
+
+_Item = TypeVar("_Item")
 
 
 class GraphBuilder:
@@ -91,8 +93,7 @@ class GraphBuilder:
         [N] are the ops' numbers, -1 for those that are not copied: their results and reads are left out. `tensor_bytes`
         [T] are other sizes; `is_edge` [E] tells the consumers that are copied, by default all."""
         chosen = np.flatnonzero(number[graph.producers] >= 0)
-        tensors = np.full(graph.num_tensors, -1)
-        tensors[chosen] = self.num_tensors + np.arange(len(chosen))
+        tensors = scattered(chosen, self.num_tensors + np.arange(len(chosen)), graph.num_tensors)
         bases = graph.view_of[chosen]
         columns = {name: getattr(graph, name)[chosen] for name in ("is_resident", "is_kept")}
         columns["producers"] = number[graph.producers[chosen]]
@@ -126,8 +127,7 @@ class GraphBuilder:
         consumers = np.concatenate([consumers for _, consumers in self._edges])
         if position is not None:
             order = np.argsort(position, kind="stable")
-            number = np.empty(self.num_ops, np.int64)
-            number[order] = np.arange(self.num_ops)
+            number = position_in(order, self.num_ops)
             texts = {column: tuple(map(columns[column].__getitem__, order.tolist())) for column in _TEXTS}
             columns |= texts | {column: columns[column][order] for column in _FIGURES}
             origins = columns["origins"][order]
@@ -182,9 +182,9 @@ _FIGURES = tuple(name for name in (*NUMBERS, *OF_HOSTS) if name != "origins")
 class UniqueNames:
     """Gives each op a name of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, taken: Iterable[str] = ()) -> None:
         self._counts = Counter[str]()
-        self._taken: set[str] = set()
+        self._taken = set(taken)
 
     def of(self, name: str, stem: str = "") -> str:
         """Returns `name`, numbered (`name_0`, `name_1`, ...) if it is taken; `stem`, numbered, if `name` is empty."""
@@ -228,6 +228,13 @@ def write_after_read(num_ops: int, tensors: Sequence[Tensor], pairs: Iterable[tu
     return [
         Tensor(reader, tuple(writer for _, writer in own)) for reader, own in groupby(waiting, key=lambda pair: pair[0])
     ]
+
+
+def find(leader: dict[_Item, _Item], item: _Item) -> _Item:
+    """Returns the item that leads the set of `item`; `leader` has, for each item but leaders, one nearer to its own."""
+    while (above := leader.get(item, item)) != item:
+        leader[item] = item = leader.get(above, above)
+    return item
 
 
 def unordered(num_ops: int, sources: I64, targets: I64, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

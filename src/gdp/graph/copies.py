@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, mask
 
 if TYPE_CHECKING:
     from gdp.graph.graph import Graph
@@ -56,9 +56,7 @@ def role_codes(roles: Sequence[str]) -> I64:
 
 def have_role(codes: I64, roles: Iterable[str]) -> Bool:
     """Returns [N] the ops with one of `roles`; `codes` are the results of `role_codes`."""
-    is_chosen = np.zeros(len(_CODES) + 1, np.bool_)
-    is_chosen[[_CODES[role] for role in roles]] = True
-    return is_chosen[codes]
+    return mask([_CODES[role] for role in roles], len(_CODES) + 1)[codes]
 
 
 def first_copies(origins: I64, codes: I64) -> I64:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gdp.arrays import I64
+from gdp.arrays import I64, position_in, scattered
 from gdp.graph.builder import GraphBuilder
 from gdp.graph.copies import EXCHANGE_END, EXCHANGE_START, exchange_ends
 from gdp.graph.graph import Graph
@@ -24,12 +24,10 @@ class Excerpt:
     def of_microbatches(cls, graph: Graph, microbatch: I64, count: int) -> "Excerpt":
         """Takes the first `count` micro-batches, at least two; `microbatch` [ops] is the result of `microbatch_of`."""
         ops = np.flatnonzero(microbatch < count)
-        number = np.full(graph.num_ops, -1)
-        number[ops] = np.arange(len(ops))
+        number = position_in(ops, graph.num_ops)
         copies = _copies(graph, microbatch)
         row, column = np.nonzero(copies >= 0)
-        row_of = np.full(graph.num_ops, -1)
-        row_of[copies[row, column]] = row
+        row_of = scattered(copies[row, column], row, graph.num_ops)
         left_out = np.flatnonzero(number < 0)
         rows = row_of[left_out]
         nearest = copies[rows, microbatch[left_out] % count]
@@ -43,8 +41,7 @@ class Excerpt:
         final[last] = copies[row_of[last], np.where(copies >= 0, numbers, -1).max(axis=1)[row_of[last]]]
         tensors, stand_ins = _twin_tensors(graph, number, final)
         is_shared = microbatch < 0
-        stands_for = np.full(graph.num_tensors, -1)
-        stands_for[stand_ins] = tensors
+        stands_for = scattered(stand_ins, tensors, graph.num_tensors)
         of_edges = stands_for[graph.edge_tensors]
         is_final = (of_edges >= 0) & is_shared[graph.consumers]
         return cls(_excerpt(graph, ops, number, of_edges[is_final], graph.consumers[is_final]), ops, twin)
@@ -60,11 +57,9 @@ class Excerpt:
         if len(sizes) < 2 or (sizes != sizes[0]).any():
             return None
         ops = np.flatnonzero(has_twin & (replica == 0))
-        number = np.full(graph.num_ops, -1)
-        number[ops] = np.arange(len(ops))
+        number = position_in(ops, graph.num_ops)
         copy = graph.first_copy * (int(graph.microbatches.max()) + 1) + graph.microbatches
-        number_of = np.full(int(copy.max()) + 1, -1)
-        number_of[copy[ops]] = number[ops]
+        number_of = scattered(copy[ops], number[ops], int(copy.max()) + 1)
         excerpt = _excerpt(graph, ops, number, *_exchanges(graph))
         return cls(excerpt, ops, np.where(has_twin, number_of[copy], -1))
 

@@ -8,7 +8,6 @@ import numpy as np
 from gdp.arrays import I64, Bool
 from gdp.graph.graph import Graph
 
-_PARAMETER = "parameter"
 _CACHE = re.compile(r"(?:^|[._])(?:key|value|latent|state)_cache(?:_\d+)?$")  # as a capture names them
 
 
@@ -35,7 +34,7 @@ class HeldMemory:
     def by_op(graph: Graph) -> tuple[I64, I64, I64]:
         """Returns the bytes [N] of parameters, of optimizer state and of others that each op holds. A parameter has
         more than its own tensor if it has optimizer state."""
-        is_parameter = np.array([kind == _PARAMETER for kind in graph.kinds], np.bool_)
+        is_parameter = graph.is_of_kind("parameter")
         own = np.zeros(graph.num_ops, np.int64)  # bytes of the first resident tensor of each op: the parameter itself
         tensors = np.flatnonzero(graph.is_resident)[::-1]
         own[graph.producers[tensors]] = graph.tensor_bytes[tensors]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, mask
 from gdp.graph.fingerprint import numbered
 from gdp.graph.graph import Graph
 
@@ -117,8 +117,7 @@ def calls_of(graph: Graph) -> I64 | None:
     op belongs to the latest call whose results it uses, or else to that of the op that it follows."""
     is_late = graph.is_in_phase("backward") | graph.is_in_phase("update")
     sources, targets = graph.producers[graph.edge_tensors], graph.consumers
-    has_input = np.zeros(graph.num_ops, np.bool_)
-    has_input[targets] = True
+    has_input = mask(targets, graph.num_ops)
     ops = np.flatnonzero(has_input & ~is_late)
     if not any(graph.modules) or not len(ops):
         return None
@@ -126,8 +125,7 @@ def calls_of(graph: Graph) -> I64 | None:
     call[ops] = _in_turn(numbered(graph.modules)[1][ops], numbered(graph.kinds)[1][ops])
     if (call[ops] != NO_CALL).mean() < _CALLED_SHARE:
         return None
-    is_forward = np.zeros(graph.num_ops, np.bool_)
-    is_forward[ops] = True
+    is_forward = mask(ops, graph.num_ops)
     for _ in range(_SWEEPS):
         _take_over(call, sources, targets, is_forward[sources] & is_forward[targets])
     is_backward = graph.is_in_phase("backward")

@@ -3,7 +3,7 @@ graph determines the samples of a micro-batch: models are captured with an even 
 
 import numpy as np
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, mask
 from gdp.errors import InputError
 from gdp.graph.graph import Graph
 
@@ -22,8 +22,7 @@ def check_count(num_microbatches: int, where: str) -> None:
 def microbatch_of(graph: Graph) -> I64:
     """[ops] the micro-batch of each op, SHARED for ops that all share; all SHARED in a graph without micro-batches.
     Where one replica has several, the others have the first one of each op that these repeat."""
-    is_repeated = np.zeros(graph.num_ops, np.bool_)
-    is_repeated[graph.first_copy[graph.microbatches > 0]] = True
+    is_repeated = mask(graph.first_copy[graph.microbatches > 0], graph.num_ops)
     return np.where(is_repeated[graph.first_copy], graph.microbatches, SHARED)
 
 
@@ -34,11 +33,9 @@ def count_microbatches(graph: Graph) -> int:
 
 def shared_ops(graph: Graph) -> tuple[Bool, Bool]:
     """Returns ([N] parameters and buffers, [N] updates and their successors)."""
-    has_inputs = np.zeros(graph.num_ops, np.bool_)
-    has_inputs[graph.consumers] = True
-    is_kind = np.array([kind in _SOURCE_KINDS for kind in graph.kinds], np.bool_)
+    has_inputs = mask(graph.consumers, graph.num_ops)
     is_idle = (graph.flops == 0) & (graph.bytes_accessed == 0) & np.array([not times for times in graph.times_ns])
-    is_source = ~has_inputs & (is_kind | ((graph.resident_bytes > 0) & is_idle))
+    is_source = ~has_inputs & (graph.is_of_kind(*_SOURCE_KINDS) | ((graph.resident_bytes > 0) & is_idle))
     is_update = reached(graph.is_in_phase("update"), graph.producers[graph.edge_tensors], graph.consumers)
     return is_source & ~is_update, is_update
 

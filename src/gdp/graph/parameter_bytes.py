@@ -7,7 +7,7 @@ from itertools import groupby
 
 import numpy as np
 
-from gdp.arrays import I64, Bool, unique
+from gdp.arrays import I64, Bool, mask, unique
 from gdp.graph.accumulation import ELEMENT_BYTES
 from gdp.graph.copies import ACCUMULATE, EXCHANGE_START
 from gdp.graph.graph import Graph
@@ -74,7 +74,7 @@ class ParameterBytes:
 def gradients_of_updates(graph: Graph) -> I64:
     """Returns the tensors that updates read and that ops of other phases make."""
     is_late, makers = _is_update(graph), graph.producers[graph.edge_tensors]
-    is_source = np.array([kind in ("parameter", "buffer", "constant", "input") for kind in graph.kinds])
+    is_source = graph.is_of_kind("parameter", "buffer", "constant", "input")
     return unique(graph.edge_tensors[is_late[graph.consumers] & ~is_late[makers] & ~is_source[makers]])
 
 
@@ -87,9 +87,7 @@ def _trained(graph: Graph) -> tuple[I64, I64, I64, set[str]]:
     What updates alone read is state, as steps of JAX have it."""
     own, state, _ = HeldMemory.by_op(graph)
     sources, is_late = graph.producers[graph.edge_tensors], _is_update(graph)[graph.consumers]
-    is_updated, is_read = np.zeros((2, graph.num_ops), np.bool_)
-    is_updated[sources[is_late]] = True
-    is_read[sources[~is_late]] = True
+    is_updated, is_read = mask(sources[is_late], graph.num_ops), mask(sources[~is_late], graph.num_ops)
     has_type = np.array([dtype in ELEMENT_BYTES for dtype in graph.dtypes])
     is_held = has_type & (own > 0) & is_updated & (graph.replicas == 0)
     is_trained = is_held & is_read

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gdp.arrays import Bool
+from gdp.arrays import Bool, combined
 from gdp.graph import Graph
 from gdp.graph.interpolation import have_same_ops
 
@@ -79,8 +79,7 @@ def _longest_chain(graph: Graph, only_with_weights: bool) -> int:
     inputs: list[list[int]] = [[] for _ in range(graph.num_ops)]
     for producer, consumer in zip(producers, consumers, strict=True):
         inputs[consumer].append(producer)
-    largest_bytes = np.zeros(graph.num_ops, np.int64)
-    np.maximum.at(largest_bytes, graph.producers, graph.tensor_bytes)
+    largest_bytes = combined(np.maximum, graph.producers, graph.tensor_bytes, graph.num_ops)
     makes_tensor = (largest_bytes > _NUMBER_BYTES).tolist()
     is_weight, length = [kind == "parameter" for kind in graph.kinds], [0] * graph.num_ops
     for op, phase in enumerate(graph.phases):

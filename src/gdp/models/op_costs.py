@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from gdp import files
-from gdp.arrays import I64
+from gdp.arrays import I64, combined
 from gdp.cluster.cluster_file import read_document
 from gdp.cluster.quantities import parse_number, parse_time
 from gdp.errors import InputError, prefixed, suggest
@@ -133,9 +133,8 @@ def without_costs(graph: Graph) -> Graph:
 
 def _output_elements(graph: Graph, ops: list[int]) -> list[int]:
     """Returns the number of elements of the tensors that each op makes, views left out."""
-    num_bytes = np.zeros(graph.num_ops, np.int64)
     is_whole = graph.view_of < 0
-    np.add.at(num_bytes, graph.producers[is_whole], graph.tensor_bytes[is_whole])
+    num_bytes = combined(np.add, graph.producers[is_whole], graph.tensor_bytes[is_whole], graph.num_ops)
     for op in ops:
         if element_bits(graph.dtypes[op]) is None:
             raise InputError(

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gdp.arrays import I64, Bool, unique
+from gdp.arrays import I64, Bool, combined, mask, unique
 from gdp.errors import InputError, suggest
 from gdp.graph import Graph
 from gdp.graph.layers import LayerPaths, enclosing
@@ -87,8 +87,7 @@ class Blocks:
         """Returns (tensors, ops): what is kept of each block though nothing late reads it, and its last backward op. A
         selective checkpoint of PyTorch frees what its copies did not ask for at the end of its backward pass."""
         graph, tensors, readers = self.graph, self.graph.edge_tensors, self.graph.consumers
-        read = np.zeros(graph.num_tensors, np.bool_)
-        read[graph.base[tensors[self.is_backward[readers] | self.is_repeated[readers]]]] = True
+        read = mask(graph.base[tensors[self.is_backward[readers] | self.is_repeated[readers]]], graph.num_tensors)
         kept = self.is_saved[graph.producers] & self.is_activation & (graph.view_of < 0) & ~read
         last = np.full(len(self.paths) + 1, -1)
         np.maximum.at(last, self.of_op[self.is_backward], np.flatnonzero(self.is_backward))
@@ -104,8 +103,7 @@ class Blocks:
     def is_activation(self) -> Bool:
         """[T] results of a block's forward ops which the step need not hold: neither resident nor kept to its end."""
         graph = self.graph
-        is_held = np.zeros(graph.num_tensors, np.bool_)
-        is_held[graph.base[graph.is_kept]] = True
+        is_held = mask(graph.base[graph.is_kept], graph.num_tensors)
         is_held |= graph.is_resident | (graph.tensor_bytes == 0)
         return self.is_forward[graph.producers] & ~is_held[graph.base] & ~is_held
 
@@ -116,10 +114,9 @@ class Blocks:
         graph = self.graph
         block = self.of_op[graph.producers[graph.edge_tensors]]
         by_forward = ~self.is_backward[graph.consumers]
-        is_output = np.zeros(graph.num_tensors, np.bool_)
-        is_output[graph.base[graph.edge_tensors[by_forward & (self.of_op[graph.consumers] != block)]]] = True
-        has_gradient = np.zeros(graph.num_ops, np.bool_)
-        has_gradient[graph.consumers[self.is_backward[graph.producers[graph.edge_tensors]]]] = True
+        crossing = graph.edge_tensors[by_forward & (self.of_op[graph.consumers] != block)]
+        is_output = mask(graph.base[crossing], graph.num_tensors)
+        has_gradient = mask(graph.consumers[self.is_backward[graph.producers[graph.edge_tensors]]], graph.num_ops)
         is_inner = has_gradient[graph.consumers] & ~is_output[graph.base[graph.edge_tensors]]
         is_own = (self.of_op[graph.consumers] == block) | is_inner
         return np.asarray(self.is_activation[graph.edge_tensors] & self.is_backward[graph.consumers] & is_own, np.bool_)
@@ -128,8 +125,8 @@ class Blocks:
     def writes_buffer(self) -> Bool:
         """[N] the forward ops that overwrite memory of other ops, such as running statistics."""
         graph = self.graph
-        writes = np.zeros(graph.num_ops, np.bool_)
-        writes[graph.producers[graph.is_resident[graph.base] & (graph.resident_bytes[graph.producers] == 0)]] = True
+        is_written = graph.is_resident[graph.base] & (graph.resident_bytes[graph.producers] == 0)
+        writes = mask(graph.producers[is_written], graph.num_ops)
         return np.asarray(writes & graph.is_in_phase("forward") & ~self.is_source, np.bool_)
 
     @cached_property
@@ -143,14 +140,13 @@ class Blocks:
         is_forward_pass = graph.is_in_phase("forward")
         writes = self.writes_buffer
         written = graph.groups[writes & (graph.groups >= 0)]
-        reads_written = np.zeros(graph.num_ops, np.bool_)
-        reads_written[readers[is_resident[tensors] & np.isin(graph.groups[makers], written)]] = True
+        reads_written = mask(readers[is_resident[tensors] & np.isin(graph.groups[makers], written)], graph.num_ops)
         normalises = np.array([_IGNORES_OLD_CONTENT in kind for kind in graph.kinds], np.bool_)
         may_run = (graph.resident_bytes == 0) & (normalises | ~(writes | reads_written))
         repeatable: Bool = np.asarray(self.is_forward & may_run & ~self.is_saved, np.bool_)
         in_place = np.array([kind.endswith("_") for kind in graph.kinds], np.bool_) & is_forward_pass
-        is_overwritten = np.zeros(graph.num_tensors, np.bool_)
-        is_overwritten[self.graph.base[tensors[in_place[readers] & (graph.tensor_bytes[tensors] > 0)]]] = True
+        overwritten = tensors[in_place[readers] & (graph.tensor_bytes[tensors] > 0)]
+        is_overwritten = mask(graph.base[overwritten], graph.num_tensors)
         needs_copy = is_overwritten[self.graph.base[tensors]] & ~is_resident[tensors]
         needs_copy &= self.is_forward[readers]
         while True:  # as deep as chains of such operators are
@@ -166,8 +162,7 @@ class Blocks:
         graph, tensors = self.graph, self.graph.edge_tensors
         makers = graph.producers[tensors]
         can_pull = self.is_activation[tensors] & self.is_repeatable[makers]
-        repeated = np.zeros(graph.num_ops, np.bool_)
-        repeated[makers[self.is_read & can_pull]] = True
+        repeated = mask(makers[self.is_read & can_pull], graph.num_ops)
         inside = can_pull & (self.of_op[makers] == self.of_op[graph.consumers]) & self.is_repeatable[graph.consumers]
         sources, targets = makers[inside], graph.consumers[inside]
         order = np.argsort(-targets, kind="stable")  # ops are numbered topologically: consumers come before producers
@@ -241,9 +236,7 @@ class Blocks:
         """[B] the bytes of all activations that are made again when a block is recomputed."""
         graph = self.graph
         is_copied = self.is_activation & self.is_repeated[graph.producers] & (graph.view_of < 0)
-        result = np.zeros(len(self.paths), np.int64)
-        np.add.at(result, self.of_op[graph.producers[is_copied]], graph.tensor_bytes[is_copied])
-        return result
+        return combined(np.add, self.of_op[graph.producers[is_copied]], graph.tensor_bytes[is_copied], len(self.paths))
 
     def first_of(self, is_read: Bool) -> I64:
         """[B] Returns the first op that reads tensors of each block on the edges `is_read` [E]; -1: none."""
@@ -268,8 +261,7 @@ def cheapest_blocks(graph: Graph, op_time_ns: I64) -> list[tuple[str, int]]:
     blocks = _layers(graph)
     if blocks is None:
         return []
-    time_ns = np.zeros(len(blocks.paths), np.int64)
-    np.add.at(time_ns, blocks.of_op[blocks.is_repeated], op_time_ns[blocks.is_repeated])
+    time_ns = combined(np.add, blocks.of_op[blocks.is_repeated], op_time_ns[blocks.is_repeated], len(blocks.paths))
     held = blocks.held_bytes(np.zeros(len(blocks.paths), np.bool_))
     saved = np.array([held - blocks.held_bytes(one) for one in np.eye(len(blocks.paths), dtype=np.bool_)], np.int64)
     order = np.lexsort((-blocks.first_reader, -saved / np.maximum(time_ns, 1)))

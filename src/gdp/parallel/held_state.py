@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from gdp.arrays import I64, Bool, unique
+from gdp.arrays import I64, Bool, combined, mask, unique
 from gdp.graph import Graph
-from gdp.graph.builder import GraphBuilder
+from gdp.graph.builder import GraphBuilder, find
 from gdp.graph.microbatches import reached, shared_ops
 
 _NO_PARAMETERS = ("buffer", "constant", "input")  # kinds of sources
@@ -35,15 +35,12 @@ class HeldState:
         sources, targets = graph.producers[graph.edge_tensors], graph.consumers
         late = is_late[sources]
         is_update = reached(graph.is_in_phase("update"), targets[late], sources[late])
-        is_candidate = is_source & np.array([kind not in _NO_PARAMETERS for kind in graph.kinds], np.bool_)
-        is_candidate &= graph.resident_bytes > 0
-        is_read, is_updated = np.zeros((2, graph.num_ops), np.bool_)
-        is_read[sources[~is_late[targets]]] = True
-        is_updated[sources[is_update[targets]]] = True
+        is_candidate = is_source & ~graph.is_of_kind(*_NO_PARAMETERS) & (graph.resident_bytes > 0)
+        is_read = mask(sources[~is_late[targets]], graph.num_ops)
+        is_updated = mask(sources[is_update[targets]], graph.num_ops)
         is_parameter = is_candidate & (is_read | ~is_updated)
-        own = np.zeros(graph.num_ops, np.int64)
         held = np.flatnonzero(graph.is_resident)
-        np.add.at(own, graph.producers[held], graph.tensor_bytes[held])
+        own = combined(np.add, graph.producers[held], graph.tensor_bytes[held], graph.num_ops)
         own = np.where(own > 0, np.minimum(own, graph.resident_bytes), graph.resident_bytes)
         return cls(is_late, is_update, is_parameter, is_candidate & ~is_parameter, np.where(is_parameter, own, 0))
 
@@ -76,8 +73,7 @@ class HeldState:
 
     def followers(self, graph: Graph, updates: Sequence[int]) -> list[int]:
         """Returns the ops that are no updates and take what `updates` make."""
-        chosen = np.zeros(graph.num_ops, np.bool_)
-        chosen[list(updates)] = True
+        chosen = mask(list(updates), graph.num_ops)
         is_edge = chosen[graph.producers[graph.edge_tensors]] & ~self.is_update[graph.consumers]
         result: list[int] = unique(graph.consumers[is_edge]).tolist()
         return result
@@ -103,25 +99,18 @@ def _cut_times(times: Any, count: int) -> Any:
 
 def joined_groups(graph: Graph, together: Sequence[Sequence[int]]) -> I64:
     """Returns the groups [N] of `graph`, where the groups of each list of ops are one, and each list has one."""
-    parent: dict[int, int] = {}
-
-    def root(group: int) -> int:
-        while parent.setdefault(group, group) != group:
-            parent[group] = parent[parent[group]]
-            group = parent[group]
-        return group
-
+    leader: dict[int, int] = {}
     groups = graph.groups.copy()
     following = int(groups.max(initial=-1)) + 1
     for ops in together:
         chosen = np.array(ops, np.int64)
         alone = chosen[groups[chosen] < 0]
         groups[alone] = following
-        first = root(int(groups[chosen[0]]))
+        first = find(leader, int(groups[chosen[0]]))
         for group in unique(groups[chosen]).tolist():
-            parent[root(group)] = first
+            leader[find(leader, group)] = first
         following += 1
     renamed = np.arange(following)
-    for group in parent:
-        renamed[group] = root(group)
+    for group in leader:
+        renamed[group] = find(leader, group)
     return np.where(groups >= 0, renamed[groups], -1)

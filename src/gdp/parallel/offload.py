@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gdp.arrays import I64, Bool, unique
+from gdp.arrays import I64, Bool, combined, position_in, unique
 from gdp.errors import InputError
 from gdp.graph import Graph, Op, Tensor
 from gdp.graph.builder import UniqueNames, write_after_read
@@ -36,51 +36,38 @@ class Offload:
 
     @classmethod
     def of(cls, graph: Graph, modules: str | Sequence[str], *, least_bytes: int = LEAST_BYTES) -> "Offload":
-        """Returns the training step `graph` in which activations of blocks wait on the host; see `offloaded`."""
+        """Returns the training step `graph` in which activations of blocks wait on the host: NONE, BLOCKS or paths.
+        Tensors below `least_bytes` stay, and of the blocks the one that comes first in the backward pass, since no
+        other tells when it is wanted. InputError for a path that is no module's."""
         if modules == NONE or not len(modules):
             return cls(graph, np.arange(graph.num_tensors))
         if modules == AUTO:
             raise InputError("offload=auto depends on devices, as a search knows them; name modules, or take blocks")
-        return _offloaded(graph, modules, least_bytes)
-
-
-def offloaded(graph: Graph, modules: str | Sequence[str], *, least_bytes: int = LEAST_BYTES) -> Graph:
-    """Returns the training step `graph` in which activations of blocks wait on the host: NONE, BLOCKS or paths. Tensors
-    below `least_bytes` stay, and of the blocks the one that comes first in the backward pass, since no other tells when
-    it is wanted. InputError for a path that is no module's."""
-    return Offload.of(graph, modules, least_bytes=least_bytes).graph
-
-
-def _offloaded(graph: Graph, modules: str | Sequence[str], least_bytes: int) -> Offload:
-    blocks = Blocks.of(graph, modules)
-    tensors, consumers = graph.edge_tensors, graph.consumers
-    first_reader = blocks.first_of(blocks.is_read)
-    order = [block for block in np.argsort(first_reader).tolist() if first_reader[block] >= 0]
-    leaves = blocks.is_read & (graph.tensor_bytes >= least_bytes)[blocks.graph.base[tensors]]
-    leaves &= np.isin(blocks.of_op[graph.producers[tensors]], order[1:])
-    moved = unique(tensors[leaves])
-    moved = moved[(graph.view_of[moved] < 0) | ~np.isin(graph.view_of[moved], moved)]  # a view comes with its base
-    is_moved = np.isin(np.arange(graph.num_tensors), moved)
-    carrier = np.where(is_moved, np.arange(graph.num_tensors), blocks.graph.base)
-    first = np.full(graph.num_tensors, graph.num_ops)
-    np.minimum.at(first, carrier[tensors[leaves]], consumers[leaves])
-    place = np.concatenate((2 * np.arange(graph.num_ops) + 1, 2 * first[moved]))
-    op_order = np.argsort(place, kind="stable")
-    number = np.empty(len(op_order), np.int64)
-    number[op_order] = np.arange(len(op_order))
-    copy_of = dict(zip(moved.tolist(), number[graph.num_ops :].tolist(), strict=True))
-    rows, origin = _tensors(graph, leaves, carrier, copy_of, number)
-    pairs = _releases(blocks, order, first_reader, moved, number)
-    rows += write_after_read(len(op_order), rows, pairs)
-    names, ops = UniqueNames(), list(graph.ops)
-    for name in graph.op_names:
-        names.of(name)
-    ops = [replace(op, origin=int(number[op.origin])) if op.origin >= 0 else op for op in ops]
-    for op in graph.producers[moved].tolist():
-        name, module = names.of(f"{graph.op_names[op]}.host"), graph.modules[op]
-        ops.append(Op(name, KIND, phase="backward", module=module, origin=int(number[op]), role=HOST_COPY))
-    step = Graph.build(graph.name, [ops[op] for op in op_order.tolist()], rows)
-    return Offload(step, np.array([*origin, *[-1] * (len(rows) - len(origin))], np.int64))
+        blocks = Blocks.of(graph, modules)
+        tensors, consumers = graph.edge_tensors, graph.consumers
+        first_reader = blocks.first_of(blocks.is_read)
+        order = [block for block in np.argsort(first_reader).tolist() if first_reader[block] >= 0]
+        leaves = blocks.is_read & (graph.tensor_bytes >= least_bytes)[blocks.graph.base[tensors]]
+        leaves &= np.isin(blocks.of_op[graph.producers[tensors]], order[1:])
+        moved = unique(tensors[leaves])
+        moved = moved[(graph.view_of[moved] < 0) | ~np.isin(graph.view_of[moved], moved)]  # a view comes with its base
+        is_moved = np.isin(np.arange(graph.num_tensors), moved)
+        carrier = np.where(is_moved, np.arange(graph.num_tensors), blocks.graph.base)
+        first = combined(np.minimum, carrier[tensors[leaves]], consumers[leaves], graph.num_tensors, graph.num_ops)
+        place = np.concatenate((2 * np.arange(graph.num_ops) + 1, 2 * first[moved]))
+        op_order = np.argsort(place, kind="stable")
+        number = position_in(op_order, len(op_order))
+        copy_of = dict(zip(moved.tolist(), number[graph.num_ops :].tolist(), strict=True))
+        rows, origin = _tensors(graph, leaves, carrier, copy_of, number)
+        pairs = _releases(blocks, order, first_reader, moved, number)
+        rows += write_after_read(len(op_order), rows, pairs)
+        names = UniqueNames(graph.op_names)
+        ops = [replace(op, origin=int(number[op.origin])) if op.origin >= 0 else op for op in graph.ops]
+        for op in graph.producers[moved].tolist():
+            name, module = names.of(f"{graph.op_names[op]}.host"), graph.modules[op]
+            ops.append(Op(name, KIND, phase="backward", module=module, origin=int(number[op]), role=HOST_COPY))
+        step = Graph.build(graph.name, [ops[op] for op in op_order.tolist()], rows)
+        return cls(step, np.array([*origin, *[-1] * (len(rows) - len(origin))], np.int64))
 
 
 def _tensors(

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from gdp.arrays import I64, Bool, unique
+from gdp.arrays import I64, Bool, mask, position_in, scattered, unique
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.builder import unordered
@@ -98,8 +98,7 @@ class _Rewrite:
         # in front of the first reader, and behind what they are copies of; both copies and readers keep their order
         place = np.concatenate((2 * np.arange(num_ops) + 1, np.maximum(2 * reader, 2 * copies + 2)))
         self.op_order = np.lexsort((np.concatenate((np.arange(num_ops), copies)), place))
-        number = np.empty(len(self.op_order), np.int64)
-        number[self.op_order] = np.arange(len(number))
+        number = position_in(self.op_order, len(self.op_order))
         self.number = number[:num_ops]  # [N] in the new graph
         self.copy_number = np.full(num_ops, _NEW)  # [N] of each op's copy
         self.copy_number[copies] = number[num_ops:]
@@ -184,8 +183,7 @@ class _Rewrite:
     def _releases(self, tensors: I64, consumers: I64) -> tuple[I64, I64]:
         """Returns (ops, copies that wait for them): the copies are those that read no other copy."""
         blocks, num_tensors = self.blocks, self.graph.num_tensors
-        can_start = np.zeros(len(self.op_order), np.bool_)
-        can_start[self.copy_number[self.copies]] = True
+        can_start = mask(self.copy_number[self.copies], len(self.op_order))
         can_start[consumers[tensors >= num_tensors]] = False
         makers, waiters = [], []
         for block, before in enumerate(blocks.releases(blocks.first_reader)):
@@ -201,8 +199,7 @@ class _Rewrite:
         block, what is recomputed for them. Ops that may lie on other devices than the copy are left out."""
         blocks, number, places = self.blocks, self.number, self.places
         pairs: list[tuple[int, int]] = []
-        source_of = np.full(len(self.op_order), _NEW)
-        source_of[self.copy_number[self.copies]] = self.copies
+        source_of = scattered(self.copy_number[self.copies], self.copies, len(self.op_order), _NEW)
         roots = unique(waiting)
         for block, upstream in enumerate(blocks.upstream):
             own = roots[blocks.of_op[source_of[roots]] == block]

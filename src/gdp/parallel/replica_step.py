@@ -22,7 +22,7 @@ from operator import add
 
 import numpy as np
 
-from gdp.arrays import I64, Bool, unique
+from gdp.arrays import I64, Bool, mask, position_in, unique
 from gdp.errors import InputError
 from gdp.graph import Graph
 from gdp.graph.accumulation import Accumulation
@@ -99,8 +99,7 @@ class ReplicaStep:
             positions.append(np.full(2, 4 * last + 2))
         position = np.concatenate(positions)
         order = np.argsort(position, kind="stable")
-        place = np.empty(len(order), np.int64)
-        place[order] = np.arange(len(order))
+        place = position_in(order, len(order))
         in_order = np.argsort(place[[start for start, _ in replica.starts]]).tolist()
         after = [
             (int(place[replica.number[gathers[before].users[-1]]]), int(place[starts[index]]))
@@ -171,8 +170,7 @@ class _ReplicaBuilder:
         if with_parameters:
             sizes = np.where(state.is_parameter[graph.producers], -(-sizes // self.count), sizes)
         if self.zero >= 2:
-            is_summed = np.zeros(graph.num_tensors, np.bool_)
-            is_summed[[gradient.tensor for gradient in self.gradients.values()]] = True
+            is_summed = mask([gradient.tensor for gradient in self.gradients.values()], graph.num_tensors)
             is_edge = is_edge & ~(is_summed[graph.edge_tensors] & state.is_late[graph.consumers])
         self.builder.copy_origins(graph, self.number)
         self.builder.copy_tensors(graph, self.number, tensor_bytes=sizes, is_edge=is_edge)

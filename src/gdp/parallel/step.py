@@ -31,7 +31,7 @@ from gdp.graph.copies import BATCH_END, HOST_COPY, MODEL, RECOMPUTED, numbers_in
 from gdp.graph.held_memory import is_cache
 from gdp.graph.microbatches import MAX_MICROBATCHES, shared_ops
 from gdp.parallel.layout import Layout
-from gdp.parallel.offload import offloaded
+from gdp.parallel.offload import Offload
 from gdp.parallel.recompute import recomputed
 from gdp.parallel.replica_step import ReplicaStep
 from gdp.parallel.replicas import joined, replicated
@@ -102,7 +102,7 @@ class Step(CutGraph):
         times = times if layout.is_even else None
         rings = Rings.of(layout.data, ring, hosts, times)
         if part is None:
-            part = offloaded(recomputed(graph, layout.recompute, places=places), layout.offload)
+            part = Offload.of(recomputed(graph, layout.recompute, places=places), layout.offload).graph
         of_part = None if places is None else places[_origins(graph, part)]
         if layout.zero == 3:
             whole = _fully_sharded(part, layout, of_part, rings)

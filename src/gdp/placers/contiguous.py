@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64
+from gdp.arrays import I64, scattered
 from gdp.budget import Clock
 from gdp.placers.base import TriedPlacements, columns_of, device_subsets, inherit, unit_choices
 from gdp.placers.settings import CONTIGUOUS, STAGES
@@ -90,9 +90,8 @@ def stages(problem: Problem, units: Units, chain: Chain, devices: I64, memory_sh
             high, ends = middle, found
         else:
             low = middle
-    chosen = np.full(units.num_units, devices[0], np.int64)
-    chosen[order] = devices[np.searchsorted(cuts[ends], np.arange(len(order)), side="right")]
-    return chosen
+    chosen = devices[np.searchsorted(cuts[ends], np.arange(len(order)), side="right")]
+    return scattered(order, chosen, units.num_units, int(devices[0]))
 
 
 def _cut(sums: npt.NDArray[np.float64], column_of: I64, bottleneck: float) -> I64:

@@ -17,7 +17,7 @@ from itertools import chain
 
 import numpy as np
 
-from gdp.arrays import F64, I64, running_sums
+from gdp.arrays import F64, I64, position_in, running_sums, scattered
 from gdp.budget import Clock, has_time
 from gdp.compiled import kernel
 from gdp.placers.base import best_of, columns_of, device_subsets
@@ -80,9 +80,7 @@ def least_bottleneck(
             low = middle
         else:
             high, ends = middle, candidate
-    chosen = np.empty(len(order), np.int64)
-    chosen[order] = devices[np.searchsorted(ends, np.arange(len(order)), side="right")]
-    return chosen
+    return scattered(order, devices[np.searchsorted(ends, np.arange(len(order)), side="right")], len(order))
 
 
 def _sums(values: F64) -> F64:
@@ -92,8 +90,7 @@ def _sums(values: F64) -> F64:
 def _cut_times(problem: Problem, units: Units, order: I64, devices: I64) -> F64:
     """[stages, U + 1] what the transfers over a cut that ends a stage occupy, in the direction that has more."""
     graph, cluster, num_units = problem.graph, problem.cluster, len(order)
-    position = np.empty(num_units, np.int64)
-    position[order] = np.arange(num_units)
+    position = position_in(order, num_units)
     op_position = position[units.index]
     start = op_position[graph.producers]
     last, first = start.copy(), start.copy()

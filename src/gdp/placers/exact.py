@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64, zeros
+from gdp.arrays import I64, combined, zeros
 from gdp.bounds.lower_bound import (
     Edges,
     HeadScratch,
@@ -136,8 +136,7 @@ class _Search(NamedTuple):
     def of(cls, problem: Problem) -> "_Search":
         num_ops, num_devices = problem.num_ops, problem.num_devices
         memory = problem.simulator.arrays.memory
-        freed_bytes = np.zeros(num_ops, np.int64)
-        np.add.at(freed_bytes, memory.producers, memory.owned_bytes)
+        freed_bytes = combined(np.add, memory.producers, memory.owned_bytes, num_ops)
         op_time_ns = np.where(problem.allowed, problem.op_time_ns, -1)
         op_time_ns.setflags(write=False)  # as those of a problem, for which `run` is compiled
         forward, backward = edges(problem, np.arange(num_devices), num_devices)

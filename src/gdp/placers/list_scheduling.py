@@ -13,7 +13,7 @@ from itertools import product
 
 import numpy as np
 
-from gdp.arrays import F64, I64, Bool, filled, zeros
+from gdp.arrays import F64, I64, Bool, combined, filled, scattered, zeros
 from gdp.budget import Clock, has_time
 from gdp.placers.base import NoTimeError, TriedPlacements, best_of, device_subsets, unit_choices
 from gdp.placers.contiguous import topological_chain
@@ -48,9 +48,8 @@ def _filled_in_turn(problem: Problem) -> Iterator[Placement]:
                 start = max(int(np.searchsorted(sums, sums[start] + cap, side="right")) - 1, start)
                 ends[position] = start
             ends[-1] = units.num_units
-            chosen = np.empty(units.num_units, np.int64)
-            chosen[order] = devices[np.searchsorted(ends, np.arange(units.num_units), side="right")]
-            yield units.place_allowed(chosen)
+            chosen = devices[np.searchsorted(ends, np.arange(units.num_units), side="right")]
+            yield units.place_allowed(scattered(order, chosen, units.num_units))
 
 
 def m_etf(problem: Problem, seed: int = 0, clock: Clock | None = None) -> Placement | None:
@@ -195,12 +194,10 @@ def _empty_schedule(
     arrays = problem.simulator.arrays
     num_tensors, num_devices = problem.graph.num_tensors, problem.num_devices
     uses = np.diff(arrays.consumer_offsets.astype(np.int64))
-    owner_uses = np.zeros(num_tensors, np.int64)
-    np.add.at(owner_uses, arrays.memory.owner, uses)
+    owner_uses = combined(np.add, arrays.memory.owner, uses, num_tensors)
     only = allowed.sum(axis=1) == 1
     unit_device = np.where(only, np.argmax(allowed, axis=1), -1)
-    used_bytes = np.zeros(num_devices, np.int64)
-    np.add.at(used_bytes, unit_device[only], units.resident_bytes[only])
+    used_bytes = combined(np.add, unit_device[only], units.resident_bytes[only], num_devices)
     return PartialSchedule(
         op_time_ns=filled(problem.op_time_ns),
         unit=units.index,

@@ -29,7 +29,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gdp.arrays import F64, I64
+from gdp.arrays import F64, I64, combined
 from gdp.graph.layers import NO_CALL
 from gdp.placers.base import allowed_work, device_subsets, inherit
 from gdp.placers.contiguous import Chain, folded_chain, module_chain, stages
@@ -72,8 +72,7 @@ class _Layers:
         self.share = speed / speed.sum()  # [D]
         self.order = module_chain(problem, units, whole_layers=False).order
         self.work = units.work_ns.astype(np.float64)
-        known = np.full(units.num_units, -1)
-        np.maximum.at(known, units.index, call)
+        known = combined(np.maximum, units.index, call, units.num_units, -1)
         self.is_spread = (known < 0) & (units.resident_bytes > 0)  # parameters, which all calls use
         self.call = np.where(known >= 0, known, inherit(problem, call)[units.first_op])
 

@@ -84,11 +84,6 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     )
 
 
-def read_manifest(path: str | Path) -> Mapping[str, Any]:
-    """Reads the record of how the policy in the file was trained."""
-    return read_checkpoint(path).manifest
-
-
 def load_checkpoint(path: str | Path) -> SchedulerPolicy:
     """Reads the policy in the file, on the CPU."""
     checkpoint = read_checkpoint(path)

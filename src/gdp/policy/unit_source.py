@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gdp.arrays import F32, I64
+from gdp.arrays import F32, I64, combined, position_in
 from gdp.graph.fingerprint import numbered
 from gdp.policy.settings import GROUPING, SCORER
 from gdp.simulator.longest_paths import longest_paths
@@ -74,10 +74,8 @@ class UnitSource:
         score = np.exp(rng.normal(0.0, GROUPING.spread, len(pairs.first))) * pairs.transfer_ns.astype(np.float64)
         together = [self.freedom] if incumbent is None else [self.freedom, incumbent]
         groups = group_units(units, pairs, together, num_units, score, GROUPING.slack)
-        first_ns = np.full(groups.num_units, np.iinfo(np.int64).max)
-        np.minimum.at(first_ns, groups.index, self.head_ns)
-        number = np.empty(groups.num_units, np.int64)
-        number[np.argsort(first_ns, kind="stable")] = np.arange(groups.num_units)
+        first_ns = combined(np.minimum, groups.index, self.head_ns, groups.num_units, np.iinfo(np.int64).max)
+        number = position_in(np.argsort(first_ns, kind="stable"), groups.num_units)
         return Units(self.problem, number[groups.index])
 
 

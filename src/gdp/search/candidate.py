@@ -6,7 +6,7 @@ from itertools import chain
 
 import numpy as np
 
-from gdp.arrays import I64, unique
+from gdp.arrays import I64, position_in, unique
 from gdp.cluster import Device
 from gdp.costs.ranges import tie_share
 from gdp.models.shards import WHOLE, Shards
@@ -98,8 +98,7 @@ class Candidate:
         position = np.empty(len(simulation.placement), np.int64)
         for ops in simulation.order:
             position[ops] = np.arange(len(ops))
-        priority = np.empty(len(position), np.int64)
-        priority[np.lexsort((position, simulation.op_start_ns))[::-1]] = np.arange(len(position))
+        priority = position_in(np.lexsort((position, simulation.op_start_ns))[::-1], len(position))
         return cls(simulation.placement, priority=priority)
 
     @classmethod

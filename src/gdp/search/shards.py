@@ -11,9 +11,11 @@ comes on top of the budget, before it where they come first; those of others are
 of the model do not use all cards well: in a forward pass, where samples are fewer than cards or some cards wait, and
 where a copy and its optimizer state are too large for a card and take long to gather. They come after the step as it is
 where a copy is too large but is gathered beside the work, where sums of gradients take longer than the work, if what
-was found is far from their bounds, and where nothing else fits. Tokens are cut (`context`) where `token_exchanges`
-promises less to exchange."""
+was found is far from their bounds, and where nothing else fits. Tokens are cut (`context`) where arithmetic
+promises less to exchange: activations go among fewer ranks each, but gradients are of more weights, and keys and values
+go, too."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,15 +26,22 @@ from types import MappingProxyType
 
 from gdp.bounds.layout_bound import layout_bound
 from gdp.budget import Clock
+from gdp.cluster.cluster import Cluster
 from gdp.cluster.groups import divisors
+from gdp.costs.attention import ATTENTION
+from gdp.costs.collectives import ALL_GATHER, ALL_REDUCE, COLLECTIVE, AlikeCards
+from gdp.costs.table import class_of
 from gdp.errors import InputError
+from gdp.graph import Graph
+from gdp.graph.accumulation import ELEMENT_BYTES
+from gdp.graph.parameter_bytes import gradients_of_updates
+from gdp.graph.shapes import parsed_calls
 from gdp.models.shards import WHOLE, Shards
 from gdp.notebook import milliseconds
 from gdp.parallel.layout import Layout
 from gdp.parallel.step import in_flight
 from gdp.search.place_question import PlaceQuestion, waiting_share
 from gdp.search.question import Solution
-from gdp.search.token_exchanges import time_with_tokens_cut_ns
 from gdp.simulator.constraints import memory_limits
 from gdp.stop import skip_on_interrupt
 
@@ -258,7 +267,7 @@ class _Contest:
         if held > memory_limits(cluster, question.constraints.on_groups(cluster, question.cluster))[is_group].max():
             return inf
         graph, num_samples = self.opened[base].graph, self.source.batch_size or 1
-        return time_with_tokens_cut_ns(graph, plan.step_time_ns, base, shards, cluster, num_samples)
+        return _with_tokens_cut_ns(graph, plan.step_time_ns, base, shards, cluster, num_samples)
 
     def _answer(self, chosen: Shards) -> Solution:
         found = {shards: stamped(solution, self.opened[shards].shards) for shards, solution in self.found.items()}
@@ -310,3 +319,45 @@ def _rank(solution: Solution) -> tuple[float, float]:
     lacks = 0 if plan.status == "ok" else 1 if plan.search is None else max(int(plan.search.missing_bytes.max()), 1)
     is_in_flight = best is not None and in_flight(plan.layout)
     return lacks, best.step_time_ns if is_in_flight and best is not None else plan.step_time_ns
+
+
+def _with_tokens_cut_ns(
+    graph: Graph, step_time_ns: int, base: Shards, shards: Shards, cluster: Cluster, num_samples: int
+) -> float:
+    """Returns about what a step of `shards` takes on the groups of `cluster`, where the local program `graph` of `base`
+    takes `step_time_ns`: the same but for exchanges if `base` has as many ranks, else a part. All of it is
+    known in bytes of that program."""
+    group = next(device for device in cluster.devices if device.group)
+    num_groups = sum(bool(device.group) for device in cluster.devices) * shards.num_ranks // base.tensor
+    num_used, scale = min(num_samples, num_groups), base.tensor / shards.tensor
+    gradients = graph.tensor_bytes[gradients_of_updates(graph)].tolist()
+    sums = [(ALL_REDUCE, int(each * scale)) for each in gradients]
+    keys = [(ALL_GATHER, int(each * scale)) for each in _key_bytes(graph)] * 3  # and again, and their gradients
+    among = AlikeCards.of_group(group, shards.context)
+    added_ns = _total_ns(among, sums) + _total_ns(among, keys) / num_used
+    if base.num_ranks < shards.num_ranks:  # on more cards, where ops have no more parts
+        return step_time_ns / min(shards.context, num_groups / num_used) + added_ns
+    calls = [
+        (kind.removeprefix(f"{COLLECTIVE}."), num_bytes)
+        for kind, num_bytes in zip(graph.kinds, graph.bytes_accessed.tolist(), strict=True)
+        if class_of(kind) == COLLECTIVE
+    ]
+    spared_ns = _total_ns(AlikeCards.of_group(group), calls)
+    if shards.tensor > 1:
+        fewer = AlikeCards.of_group(group, shards.tensor)
+        spared_ns -= _total_ns(fewer, [(kind, num_bytes // shards.context) for kind, num_bytes in calls])
+    return step_time_ns - spared_ns / num_used + added_ns
+
+
+def _key_bytes(graph: Graph) -> list[int]:
+    """Returns the bytes of keys, and those of values, of each attention of a forward pass."""
+    return [
+        ELEMENT_BYTES.get(array.dtype, 4) * array.num_elements
+        for kind, phase, shapes in zip(graph.kinds, graph.phases, graph.shapes, strict=True)
+        if kind in ATTENTION and phase == "forward" and shapes
+        for array in parsed_calls(shapes)[0].arrays[1:3]
+    ]
+
+
+def _total_ns(cards: AlikeCards, exchanges: Iterable[tuple[str, int]]) -> int:
+    return sum(count * cards.time_ns(*each) for each, count in Counter(exchanges).items())

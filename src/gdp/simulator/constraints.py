@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from gdp.arrays import I64, Bool, narrow, wide
+from gdp.arrays import I64, Bool, mask, narrow, wide
 from gdp.cluster import Cluster
 from gdp.cluster.quantities import parse_fraction, parse_size
 from gdp.errors import InputError, prefixed, suggest
@@ -311,9 +311,7 @@ def _check_pins_fit(graph: Graph, cluster: Cluster, pins: Sequence[_Rule], limit
         here = [rule for rule in pins if rule.devices[device]]
         if not here:
             continue
-        pinned = np.zeros(graph.num_ops, np.bool_)
-        for rule in here:
-            pinned[rule.ops] = True
+        pinned = mask(np.concatenate([rule.ops for rule in here]), graph.num_ops)
         groups = graph.groups[pinned & (graph.groups >= 0)]
         pinned |= np.isin(graph.groups, groups)
         needed = int(graph.resident_bytes[pinned].sum())

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from gdp.arrays import I64
+from gdp.arrays import I64, position_in
 from gdp.simulator.longest_paths import longest_paths
 from gdp.simulator.problem import Placement, Problem
 
@@ -34,8 +34,7 @@ def longest_chain(problem: Problem, placement: Placement) -> list[int]:
 def _transfer_times(problem: Problem, placement: Placement) -> I64:
     """Returns the time [E] that each edge of the graph takes between the devices of its ops; 0 on one device."""
     graph, arrays = problem.graph, problem.simulator.arrays
-    position = np.empty(graph.num_tensors, np.int64)
-    position[problem.simulator.tensor_numbers] = np.arange(graph.num_tensors)
+    position = position_in(problem.simulator.tensor_numbers, graph.num_tensors)
     here, there = placement[graph.producers[graph.edge_tensors]], placement[graph.consumers]
     occupancy_ns = arrays.occupancy_ns[position[graph.edge_tensors], arrays.route_rate[here, there]]
     return np.where(here == there, 0, occupancy_ns + arrays.latency_ns[here, there])

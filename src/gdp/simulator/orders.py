@@ -27,7 +27,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, combined, mask
 from gdp.compiled import kernel
 from gdp.graph import Graph
 from gdp.graph.copies import ACCUMULATE, RECOMPUTED
@@ -123,8 +123,7 @@ def program_levels(graph: Graph) -> I64:
     Sums of gradients over micro-batches follow what they add, and moves between replicas come first."""
     original = graph.first_copy
     original = np.where(graph.is_in_role(RECOMPUTED), graph.origins[original], original)
-    first = np.full(graph.num_ops, graph.num_ops)
-    np.minimum.at(first, graph.first_copy, np.arange(graph.num_ops))
+    first = combined(np.minimum, graph.first_copy, np.arange(graph.num_ops), graph.num_ops, graph.num_ops)
     is_sum = graph.is_in_role(ACCUMULATE)
     position = np.where(is_sum, -1, first[original])
     sources, targets = graph.producers[graph.edge_tensors], graph.consumers
@@ -138,8 +137,8 @@ def only_for_updates(graph: Graph, is_backward: Bool, is_update: Bool) -> Bool:
     gradient that is summed over replicas counts as an update; what moves between replicas never waits."""
     is_collective = graph.is_collective
     sources, targets, tensors = graph.producers[graph.edge_tensors], graph.consumers, graph.edge_tensors
-    is_summed = np.zeros(graph.num_tensors, np.bool_)
-    is_summed[tensors[is_collective[targets] & ~is_collective[sources] & is_backward[sources]]] = True
+    summed = tensors[is_collective[targets] & ~is_collective[sources] & is_backward[sources]]
+    is_summed = mask(summed, graph.num_tensors)
     is_summed &= graph.tensor_bytes > 0  # others are waits
     is_end = is_update | is_collective
     reached = np.where(is_update, np.arange(graph.num_ops), _NOTHING)

@@ -16,6 +16,7 @@ from gdp.cluster.groups import members_of
 from gdp.costs.ranges import StepRange, range_of
 from gdp.errors import InputError, prefixed, suggest
 from gdp.graph import Graph, GraphSource
+from gdp.graph.layers import enclosing
 from gdp.graph.microbatches import microbatch_of
 from gdp.models.shards import WHOLE, Shards
 from gdp.simulator.mfu import mfu_of
@@ -167,7 +168,7 @@ class Plan:
             return {self.devices[self.placement[number]]: 1}
         inside = [module == name or module.startswith(f"{name}.") for module in known.modules]
         if not name or not any(inside):
-            modules = {module[:end] for module in set(known.modules) for end in _ends(module)}
+            modules = {path for module in set(known.modules) for path in enclosing(module)}
             raise InputError(
                 f"graph {known.name!r} has neither an op nor a module {name!r}; "
                 f"{suggest(name, [*sorted(modules), *known.op_names][:_MOST_SUGGESTED], most=8)}"
@@ -335,11 +336,6 @@ def _other_graph(plan: Plan, graph: Graph) -> str:
         f"the plan is of graph {plan.graph[:12]}, not of {graph.name!r} ({graph.fingerprint[:12]}): it has {differs}; "
         "place this graph anew, or give the options that it was placed with, such as --microbatches"
     )
-
-
-def _ends(module: str) -> list[int]:
-    """Returns the positions in the path `module` where it or a module above it ends."""
-    return [place for place, letter in enumerate(module) if letter == "."] + [len(module)] * bool(module)
 
 
 def _is_names(value: object) -> bool:

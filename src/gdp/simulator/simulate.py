@@ -18,7 +18,7 @@ import numpy.typing as npt
 from numba.extending import overload
 
 from gdp import notebook
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, combined
 from gdp.compiled import INLINED, inner, kernel
 from gdp.costs.ranges import StepKind, StepRange, range_of
 from gdp.errors import InputError
@@ -358,8 +358,7 @@ class Allocations:
         owned = np.flatnonzero((graph.view_of < 0) & ~graph.is_resident)
         copied = tensors[~here] * num_devices + placement[graph.consumers[~here]]
         copies, of_edge = np.unique(copied, return_inverse=True)
-        copies_ns = np.zeros(len(copies), np.int64)
-        np.maximum.at(copies_ns, of_edge, consumed_ns[~here])
+        copies_ns = combined(np.maximum, of_edge, consumed_ns[~here], len(copies))
         sent, to = simulation.transfer_tensors, simulation.transfer_destinations
         return cls(
             devices=np.concatenate((placement[graph.producers[owned]], to)),

@@ -16,7 +16,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64, narrow, unique
+from gdp.arrays import I64, combined, mask, narrow, position_in, scattered, unique
 from gdp.cluster import Cluster
 from gdp.costs.op_times import transfer_occupancy_ns
 from gdp.graph import Graph
@@ -48,9 +48,8 @@ def readers_of(
     copied = np.concatenate((copy_bytes, np.zeros(len(bases), np.int64)))
     begins = np.cumsum(lengths) - lengths
 
-    frees_bytes = np.zeros(num_ops, np.int64)
     unread = lengths == 0
-    np.add.at(frees_bytes, makers[unread], owned[unread])
+    frees_bytes = combined(np.add, makers[unread], owned[unread], num_ops)
     alike = (lengths == 1) & (owned == copied)
     np.add.at(frees_bytes, consumers[edges[begins[alike]]], owned[alike])
     is_lone = (lengths == 1) & (owned == 0) & (copied > 0)  # never the memory of a tensor with views
@@ -61,8 +60,7 @@ def readers_of(
     kept = kept[np.argsort(lengths[kept], kind="stable")]
     sizes, num_lists = np.unique(lengths[kept], return_counts=True)
     starts = np.cumsum(lengths[kept]) - lengths[kept]
-    list_of = np.full(num_tensors + 1, len(kept))
-    list_of[owners[kept]] = np.arange(len(kept))
+    list_of = scattered(owners[kept], np.arange(len(kept)), num_tensors + 1, len(kept))
     within = np.arange(lengths[kept].sum()) - np.repeat(starts, lengths[kept])
     return Readers(
         frees_bytes=frees_bytes,
@@ -209,8 +207,7 @@ def _one_column(table: I64) -> I64:
 def _flatten(graph: Graph, cluster: Cluster, numbers: I64, tail_ns: I64, host_time_ns: I64) -> Arrays:
     """`numbers` [T] sorts the graph's tensors by producer."""
     num_ops, num_tensors, num_devices = graph.num_ops, graph.num_tensors, cluster.num_devices
-    position = np.empty(num_tensors, np.int64)
-    position[numbers] = np.arange(num_tensors)
+    position = position_in(numbers, num_tensors)
     producers = graph.producers[numbers]
     counts = np.diff(graph.consumer_offsets)[numbers]
     edge_order = np.argsort(position[graph.edge_tensors], kind="stable")
@@ -220,10 +217,8 @@ def _flatten(graph: Graph, cluster: Cluster, numbers: I64, tail_ns: I64, host_ti
     owner = np.where(view_of >= 0, position[np.maximum(view_of, 0)], np.arange(num_tensors)) if num_tensors else view_of
     sizes = graph.tensor_bytes[numbers]
     owned = np.where(graph.is_resident[numbers] | (view_of >= 0), 0, sizes)
-    pinned = np.zeros(num_tensors, np.bool_)
-    np.logical_or.at(pinned, owner, graph.is_kept[numbers])
-    alloc = np.zeros(num_ops, np.int64)
-    np.add.at(alloc, producers, owned)
+    pinned = mask(owner[graph.is_kept[numbers]], num_tensors)
+    alloc = combined(np.add, producers, owned, num_ops)
 
     rates = unique(cluster.bytes_per_second[~np.eye(num_devices, dtype=np.bool_)])
     occupancy = np.zeros((num_tensors, max(len(rates), 1)), np.int64)

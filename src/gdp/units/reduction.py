@@ -23,7 +23,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import I64, narrow, rows_of, wide
+from gdp.arrays import I64, combined, mask, narrow, position_in, rows_of, scattered, wide
 from gdp.graph import Graph
 from gdp.simulator.problem import Placement, Problem
 from gdp.units.units import roots_of
@@ -69,8 +69,7 @@ def reduce(problem: Problem) -> Reduction:
     allowed, times_ns = narrow(problem.allowed), narrow(problem.op_time_ns)
     takes_time = np.where(allowed, times_ns, 1).min(axis=1) > 0
     no_time = np.where(allowed, times_ns, 0).max(axis=1) == 0
-    keeps = np.zeros(graph.num_ops, np.bool_)
-    np.logical_or.at(keeps, graph.producers, graph.is_kept)
+    keeps = mask(graph.producers[graph.is_kept], graph.num_ops)
     allocates = (
         problem.simulator.arrays.memory.alloc_bytes > 0
     )  # a source on an idle device starts, and allocates, at once
@@ -86,8 +85,7 @@ def reduce(problem: Problem) -> Reduction:
     op, after = op[chosen], after[chosen]
     can_run = times_ns >= 0
     is_alike = (allowed[op] == allowed[after]) & (can_run[op] == can_run[after])
-    into = np.full(graph.num_ops, -1, np.int64)
-    into[op] = np.where(is_alike.all(axis=1), after, -1)
+    into = scattered(op, np.where(is_alike.all(axis=1), after, -1), graph.num_ops)
     _keep_groups(graph.groups, into)
     last = roots_of(into)
     order = np.argsort(last, kind="stable")
@@ -115,10 +113,8 @@ def _keep_groups(groups: I64, into: I64) -> None:
 
 def _only_neighbour(num_ops: int, ops: I64, neighbours: I64) -> I64:
     """[N] the one distinct neighbour of each op: -1 if it has none, -2 if it has several."""
-    lowest = np.full(num_ops, np.iinfo(np.int64).max)
-    highest = np.full(num_ops, -1)
-    np.minimum.at(lowest, ops, neighbours)
-    np.maximum.at(highest, ops, neighbours)
+    lowest = combined(np.minimum, ops, neighbours, num_ops, np.iinfo(np.int64).max)
+    highest = combined(np.maximum, ops, neighbours, num_ops, -1)
     return np.where(highest == -1, -1, np.where(lowest == highest, highest, -2))
 
 
@@ -126,25 +122,20 @@ def _merge(problem: Problem, reduced_op: I64, is_last: npt.NDArray[np.bool_]) ->
     graph = problem.graph
     lasts = np.flatnonzero(is_last)
     num_ops = len(lasts)
-    resident = np.zeros(num_ops, np.int64)
-    np.add.at(resident, reduced_op, graph.resident_bytes)
+    resident = combined(np.add, reduced_op, graph.resident_bytes, num_ops)
     times_ns = narrow(problem.op_time_ns)
-    times = np.zeros((num_ops, times_ns.shape[1]), np.int64)
-    np.add.at(times, reduced_op, np.maximum(times_ns, 0))
+    times = combined(np.add, reduced_op, np.maximum(times_ns, 0), num_ops)
     times[times_ns[lasts] < 0] = -1
     host_ns = narrow(problem.host_time_ns)
-    hosts = np.zeros((num_ops, host_ns.shape[1]), np.int64)
-    np.add.at(hosts, reduced_op, host_ns)
+    hosts = combined(np.add, reduced_op, host_ns, num_ops)
 
     # a merged op holds what its members produce for each other until it ends: one tensor without consumers
-    inner_bytes = np.zeros(num_ops, np.int64)
     is_inner = ~is_last[graph.producers]
     owned = np.where(graph.is_resident | (graph.view_of >= 0), 0, graph.tensor_bytes)
-    np.add.at(inner_bytes, reduced_op[graph.producers[is_inner]], owned[is_inner])
+    inner_bytes = combined(np.add, reduced_op[graph.producers[is_inner]], owned[is_inner], num_ops)
     held_by = np.flatnonzero(inner_bytes)
     kept = np.flatnonzero(~is_inner)
-    tensor_number = np.full(graph.num_tensors, -1, np.int64)
-    tensor_number[kept] = np.arange(len(kept))
+    tensor_number = position_in(kept, graph.num_tensors)
     is_read = ~is_inner[graph.edge_tensors]
     tensors, consumers = tensor_number[graph.edge_tensors[is_read]], reduced_op[graph.consumers[is_read]]
     edges = np.sort(np.unique(tensors * num_ops + consumers, return_index=True)[1])  # the first of each pair

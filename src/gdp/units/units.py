@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gdp.arrays import F64, I64, Bool, by_first, connected, narrow, unique, wide
+from gdp.arrays import F64, I64, Bool, by_first, combined, connected, narrow, unique, wide
 from gdp.compiled import inner, kernel
 from gdp.graph.copies import RECOMPUTED
 from gdp.simulator.problem import Placement, Problem
@@ -268,8 +268,7 @@ class Units:
             apart &= (np.diff(graph.consumer_offsets) <= max_consumers)[graph.edge_tensors]
         low, high = np.minimum(sources, targets)[apart], np.maximum(sources, targets)[apart]
         keys, inverse = np.unique(low * self.num_units + high, return_inverse=True)
-        transfer_ns = np.zeros(len(keys), np.int64)
-        np.add.at(transfer_ns, inverse, cost_ns[apart])
+        transfer_ns = combined(np.add, inverse, cost_ns[apart], len(keys))
         return _connected(Pairs(keys // self.num_units, keys % self.num_units, transfer_ns), self.num_units)
 
 

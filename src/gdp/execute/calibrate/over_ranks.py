@@ -9,14 +9,14 @@ A line through the times of the sizes gives a route's latency and bandwidth."""
 import json
 import os
 from collections.abc import Sequence
-from itertools import combinations
-from types import MappingProxyType
+from dataclasses import replace
+from itertools import chain, combinations
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from gdp.cluster import Cluster, Device, Route
+from gdp.cluster import Cluster, Route
 from gdp.cluster.detect import Detected
 from gdp.execute.calibrate.calibrate import Calibration, as_alike, calibrate
 from gdp.execute.calibrate.work import Chains, Log, line_through, whole
@@ -46,27 +46,16 @@ def calibrate_ranks(ranks: Ranks, device: Detected, *, quick: bool, on_progress:
     of its own. None on all ranks but the first."""
     ranks.share("")  # waits for all
     own = calibrate([device], quick=quick, on_progress=on_progress)
-    document = own.cluster.to_document()["devices"][0] | {"notes": own.notes}
-    documents = [json.loads(text) for text in ranks.share(json.dumps(document))]
-    rates = [item["memory_bandwidth"] for item in documents]
+    texts = ranks.share(json.dumps([own.cluster.to_document(), own.notes]))
+    documents, notes = zip(*map(json.loads, texts), strict=True)
+    devices = [Cluster.from_document(document).devices[0] for document in documents]
+    rates = [device.memory_bytes_per_second for device in devices]
     routes = _routes(ranks, rates, _QUICK_STEPS if quick else _STEPS, on_progress)
     if not ranks.is_first:
         return None
-    devices = [
-        Device(
-            name,
-            item["kind"],
-            item["memory"],
-            item["flops"],
-            item["memory_bandwidth"],
-            item["launch"],
-            item.get("issue", 0),
-            MappingProxyType(item.get("achieved", {})),
-        )
-        for name, item in zip(ranks.names, documents, strict=True)
-    ]
-    notes = dict.fromkeys(note for item in documents for note in item["notes"])
-    return Calibration(Cluster.build("processes", as_alike(devices), routes), tuple(notes))
+    devices = [replace(device, name=name) for device, name in zip(devices, ranks.names, strict=True)]
+    all_notes = dict.fromkeys(chain.from_iterable(notes))
+    return Calibration(Cluster.build("processes", as_alike(devices), routes), tuple(all_notes))
 
 
 def _routes(ranks: Ranks, memory_rates: Sequence[int], num_steps: int, log: Log) -> dict[tuple[int, int], Route]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from gdp.graph.builder import find
 from gdp.models.jax import primitive_costs as costs
 from gdp.models.names import names
 
@@ -149,14 +150,9 @@ def stacked_arguments(jaxpr: Any, unroll_limit: int) -> list[bool]:
     leader: dict[Any, Any] = {}
     stacked: list[Any] = []
 
-    def find(item: Any) -> Any:
-        while leader.get(item, item) is not item:
-            item = leader[item]
-        return item
-
     def join(first: Any, second: Any) -> None:
         if not (hasattr(first, "val") or hasattr(second, "val")):
-            leader[find(first)] = find(second)
+            leader[find(leader, first)] = find(leader, second)
 
     def visit(jaxpr: Any) -> None:
         for equation in jaxpr.eqns:
@@ -179,8 +175,8 @@ def stacked_arguments(jaxpr: Any, unroll_limit: int) -> list[bool]:
                         join(item, equation.outvars[0])
 
     visit(jaxpr)
-    classes = {find(item) for item in stacked if not hasattr(item, "val")}
-    return [bool(argument.aval.shape) and find(argument) in classes for argument in jaxpr.invars]
+    classes = {find(leader, item) for item in stacked if not hasattr(item, "val")}
+    return [bool(argument.aval.shape) and find(leader, argument) in classes for argument in jaxpr.invars]
 
 
 @cache

@@ -71,7 +71,8 @@ def read_model(path: Path) -> tuple[ModelProto, bool]:
     remedy = f"pip install --upgrade onnx (this is {onnx.__version__}) or export for an older version"
     if model.ir_version > onnx.IR_VERSION:
         raise InputError(f"has IR version {model.ir_version}, onnx here knows up to {onnx.IR_VERSION}; {remedy}")
-    opset, newest = default_opset(model), onnx.defs.onnx_opset_version()
+    opset = max((item.version for item in model.opset_import if item.domain in DEFAULT_DOMAINS), default=1)
+    newest = onnx.defs.onnx_opset_version()
     if not 1 <= opset <= newest:
         raise InputError(f"has opset {opset}, onnx here knows 1 to {newest}; {remedy}")
     for message in _messages(model):
@@ -85,11 +86,6 @@ def read_model(path: Path) -> tuple[ModelProto, bool]:
         except Exception as error:
             raise InputError(f"its local functions cannot be inlined ({first_line(error)}); export it again") from None
     return model, is_alone
-
-
-def default_opset(model: ModelProto) -> int:
-    """Returns the version of ONNX's own operators that the model uses; 1 if it does not say."""
-    return max((item.version for item in model.opset_import if item.domain in DEFAULT_DOMAINS), default=1)
 
 
 def _parse(path: Path) -> ModelProto:

@@ -70,7 +70,9 @@ def fuse_quantised(steps: list[OnnxOp], kept: Collection[str]) -> tuple[list[Onn
         # all operands are dequantised, or parameters: biases, which a kernel adds in 32 bits
         is_whole = wide.keys() == sources.keys()
         eight_bits = is_whole and {_dequantised_bits(source) for source in wide.values()} <= {8, 32}
-        is_product = kind in _PRODUCTS and _num_operands(step, wide) >= 2
+        # both operands have 8 bits; they may be one tensor
+        wide_bits = [_dequantised_bits(wide[name]) for name in step.operands[:2] if name in wide]
+        is_product = kind in _PRODUCTS and wide_bits == [8, 8]
         if eight_bits and (is_product or (kind in _OTHERS and chain)):
             fused[number] = replace(_joined(_absorbed(step, wide), steps, chain), dtype="int8")
             gone.update(chain)
@@ -90,11 +92,6 @@ def _dequantised_bits(step: OnnxOp) -> int:
         return 0
     bits = element_bits(step.read_dtype) or 0
     return bits if bits <= 4 or step.read_dtype in ("int8", "uint8", "int32") else 0
-
-
-def _num_operands(step: OnnxOp, wide: dict[str, OnnxOp]) -> int:
-    """Returns the number of 8-bit operands; a product of a tensor with itself has two."""
-    return sum(name in wide and _dequantised_bits(wide[name]) == 8 for name in step.operands[:2])
 
 
 def _chain_to_quantise(
@@ -238,7 +235,8 @@ def _assemble(model: ModelProto, scope: GraphScope, inputs: Mapping[str, TensorI
     for item, (value, num_bytes) in scope.parameters.items():
         if item in read:
             tensors[item] = (len(ops), num_bytes, True)
-            module = _path(item) or modules.get(item, "")
+            own = _slashed(item) if "/" in item else item.rpartition(".")[0]
+            module = own or modules.get(item, "")
             ops.append(Op(names.of(item), "parameter", 0, 0, value.dtype, num_bytes, "forward", module))
     for item in sorted(filter(scope.is_constant, outputs)):
         value = scope.values[item]
@@ -293,11 +291,6 @@ def _module(node: NodeProto) -> str:
 def _slashed(name: str) -> str:
     """Turns `/encoder/layers.3/attention/MatMul` into `encoder.layers.3.attention`."""
     return ".".join(part for part in name.split("/")[:-1] if part)
-
-
-def _path(name: str) -> str:
-    """Returns the module of a weight: `encoder.layers.3` for `encoder.layers.3.weight`."""
-    return _slashed(name) if "/" in name else name.rpartition(".")[0]
 
 
 def _modules(steps: Iterable[OnnxOp]) -> dict[str, str]:

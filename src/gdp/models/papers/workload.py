@@ -1,7 +1,7 @@
 """Workloads, and the model families that workloads of any size are made of. Needs no PyTorch."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -71,7 +71,6 @@ class Registry:
     workloads: tuple[Workload, ...]
     variants: tuple[Workload, ...]
     large: frozenset[str]  # names of workloads that policies are not trained on
-    relatives: tuple[tuple[Family, ...], ...] = ()  # groups of families too alike to test each other
 
     def get(self, name: str) -> Workload:
         """Returns the workload or variant called `name`. InputError if there is none."""
@@ -96,19 +95,12 @@ class Registry:
         """Returns the names of the model families."""
         return tuple(dict.fromkeys(workload.family for workload in self.workloads))
 
-    def with_relatives(self, family: str) -> frozenset[str]:
-        """Returns the names of `family` and of its relatives."""
-        groups = (names for group in self.relatives if family in (names := {relative.name for relative in group}))
-        return frozenset(next(groups, {family}))
-
-    def hold_out(self, families: Iterable[str]) -> tuple[str, ...]:
-        """Returns the names of `families` and of their relatives, sorted. InputError for an unknown family."""
-        held_out: set[str] = set()
+    def hold_out(self, families: Collection[str]) -> tuple[str, ...]:
+        """Returns the names of `families`, sorted and each once. InputError for an unknown family."""
         for family in families:
             if family not in self.family_names():
                 raise InputError(f"family {family!r} is unknown; {suggest(family, self.family_names())}")
-            held_out |= self.with_relatives(family)
-        return tuple(sorted(held_out))
+        return tuple(sorted(set(families)))
 
     def training_set(self, held_out: Iterable[str] = ()) -> tuple[Workload, ...]:
         """Returns the workloads to pre-train a policy on: small ones and all variants, without families held out."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from gdp.costs.collectives import COLLECTIVE
 from gdp.graph import Graph, Op, Tensor
-from gdp.graph.builder import UniqueNames, write_after_read
+from gdp.graph.builder import UniqueNames, find, write_after_read
 from gdp.models.pytorch.op_records import OpRecord, ValueRecord
 from gdp.models.pytorch.program import Program, StepSource
 from gdp.models.pytorch.recorded_calls import Ref
@@ -154,19 +154,13 @@ def _columns(op: OpRecord) -> tuple[str, int, int, str, int, str, str]:
 def _groups(records: list[OpRecord]) -> list[int]:
     """Returns a number for each set of sources and writers of their memory that must share a device; else -1."""
     leader: dict[OpRecord, OpRecord] = {}
-
-    def find(record: OpRecord) -> OpRecord:
-        while leader.get(record, record) is not record:
-            record = leader[record]
-        return record
-
     for record in records:
         for owner in record.owners:
-            first, second = find(owner), find(record)
+            first, second = find(leader, owner), find(leader, record)
             leader.setdefault(first, first)
             leader[second] = first
     numbers: dict[OpRecord, int] = {}
-    return [numbers.setdefault(find(record), len(numbers)) if record in leader else -1 for record in records]
+    return [numbers.setdefault(find(leader, record), len(numbers)) if record in leader else -1 for record in records]
 
 
 def _names(records: list[OpRecord]) -> list[str]:

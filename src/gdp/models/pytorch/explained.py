@@ -24,31 +24,21 @@ def explained(name: str, recorder: Recorder | None = None, remedy: str = "") -> 
     except InputError:
         raise
     except Exception as error:
-        if kind := unsupported(error):
-            raise InputError(f"{name}: {_place(recorder)}{kind}") from error
-        with _failures_explained(name, recorder, remedy or _remedy(name)):
-            raise
+        reason = _reason(error, recorder, remedy or _remedy(name))
+        raise InputError(f"{name}: {_place(recorder)}{reason}") from error
 
 
-@contextlib.contextmanager
-def _failures_explained(name: str, recorder: Recorder | None, remedy: str) -> Iterator[None]:
-    try:
-        yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise InputError(
-            f"{name}: {_place(recorder)}{error.func} depends on a tensor's content, which a capture does not have"
-            f"{user_line(error)}; {_decision_remedy(recorder)}"
-        ) from error
-    except (UnsupportedOperatorException, UnsupportedFakeTensorException) as error:
-        raise InputError(
-            f"{name}: {_place(recorder)}{first_line(error)} has no fake implementation; "
-            "register one with torch.library.register_fake"
-        ) from error
-    except Exception as error:
-        raise InputError(
-            f"{name}: {_place(recorder)}the model failed "
-            f"({type(error).__name__}: {first_line(error)}{user_line(error)}); {remedy}"
-        ) from error
+def _reason(error: Exception, recorder: Recorder | None, remedy: str) -> str:
+    if kind := unsupported(error):
+        return kind
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return (
+            f"{error.func} depends on a tensor's content, which a capture does not have{user_line(error)}; "
+            f"{_decision_remedy(recorder)}"
+        )
+    if isinstance(error, (UnsupportedOperatorException, UnsupportedFakeTensorException)):
+        return f"{first_line(error)} has no fake implementation; register one with torch.library.register_fake"
+    return f"the model failed ({type(error).__name__}: {first_line(error)}{user_line(error)}); {remedy}"
 
 
 def _remedy(name: str) -> str:

@@ -193,11 +193,6 @@ def _rnn_layer(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> 
     return int(2 * steps * (args[1].numel() + args[2].numel()))
 
 
-def _grid_sample(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
-    """x, grid, mode"""
-    return interpolation(outputs[0].numel(), outputs[0].dim() - 2, ("linear", "nearest", "cubic")[args[2]])
-
-
 def _scatter(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
     """One addition per element scattered: the last tensor among the arguments."""
     return int(next(item for item in reversed(list(args)) if isinstance(item, Tensor)).numel())
@@ -225,11 +220,6 @@ def _fourier(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> in
 def _search(places: int) -> Formula:
     """Counts a comparison of each element for each halving of the sorted places, an argument."""
     return lambda args, kwargs, outputs: _comparisons(outputs[0], args[places].shape[-1])
-
-
-def _is_in(args: Args, kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
-    """elements, places: tensors of any shape, or a number"""
-    return _comparisons(outputs[0], args[1].numel() if isinstance(args[1], Tensor) else 1)
 
 
 def _comparisons(searched: Tensor, places: int) -> int:
@@ -332,13 +322,17 @@ _FORMULAS |= linear_algebra.FORMULAS | by_name(
         # states of a class, three of each class
         "_ctc_loss": lambda args, kwargs, outputs: 13 * outputs[1].numel(),
         "_ctc_loss_backward": lambda args, kwargs, outputs: int(16 * args[6].numel() + 3 * outputs[0].numel()),
-        "grid_sampler_2d grid_sampler_3d": _grid_sample,
+        "grid_sampler_2d grid_sampler_3d": lambda args, kwargs, outputs: interpolation(
+            outputs[0].numel(), outputs[0].dim() - 2, ("linear", "nearest", "cubic")[args[2]]
+        ),
         "_upsample_bilinear2d_aa": _smoothed(2),
         "_upsample_bicubic2d_aa": _smoothed(4),
         "_upsample_bilinear2d_aa_backward": _smoothed(2, is_backward=True),
         "_upsample_bicubic2d_aa_backward": _smoothed(4, is_backward=True),
         "bucketize": _search(1),
-        "isin": _is_in,
+        "isin": lambda args, kwargs, outputs: _comparisons(
+            outputs[0], args[1].numel() if isinstance(args[1], Tensor) else 1
+        ),
         "searchsorted": _search(0),
         "_unique _unique2 unique_dim unique_consecutive unique_dim_consecutive mode": _sort,
         "_unsafe_index_put": _scatter,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gdp.arrays import I64, Bool
+from gdp.arrays import I64, Bool, mask
 from gdp.bounds.lower_bound import lower_bound
 from gdp.cluster import WORD_DEVICES, Cluster, Route
 from gdp.cluster.catalogue import KINDS, DeviceKind
@@ -192,8 +192,7 @@ def scale_batch(graph: Graph, factor: float) -> Graph:
     is_parameter = graph.is_resident[graph.base]
     is_gradient = is_backward[graph.producers] & np.isin(graph.tensor_bytes, graph.tensor_bytes[is_parameter])
     tensor_grows = (graph.tensor_bytes > 0) & ~is_parameter & ~is_gradient & ~is_update[graph.producers]
-    op_grows = np.zeros(graph.num_ops, np.bool_)
-    op_grows[graph.producers[tensor_grows]] = True
+    op_grows = mask(graph.producers[tensor_grows], graph.num_ops)
     op_grows[graph.consumers[tensor_grows[graph.edge_tensors]]] = True
     op_grows &= ~is_update
     return replace(

@@ -21,7 +21,7 @@ from functools import partial
 
 import numpy as np
 
-from gdp.arrays import I64, unique
+from gdp.arrays import I64, combined, unique
 from gdp.budget import Clock, has_time
 from gdp.graph import Graph
 from gdp.graph.builder import with_controls
@@ -111,8 +111,7 @@ def _limited(problem: Problem, stage: I64, replica: I64) -> Graph:
     turn = (replica * num_stages + stage) * count + microbatch
     is_own = microbatch >= 0
     ends = np.flatnonzero(is_own & is_backward & ~is_sum)
-    last_backward = np.full(int(turn.max()) + 1, -1)
-    np.maximum.at(last_backward, turn[ends], ends)
+    last_backward = combined(np.maximum, turn[ends], ends, int(turn.max()) + 1, -1)
 
     sources = graph.producers[graph.edge_tensors]
     is_inside = is_own[sources] & is_own[graph.consumers] & (turn[sources] == turn[graph.consumers])

@@ -235,10 +235,6 @@ class Estimator:
         """The devices that are CPUs."""
         return [number for number, device in enumerate(self.cluster.devices) if device.is_cpu]
 
-    def has_spare_cpu(self, arrangement: Arrangement) -> bool:
-        """Returns whether a CPU holds no replica, and can hold activations."""
-        return not set(self.all_cpus) <= set(arrangement.all_devices)
-
     def cpus(self, arrangement: Arrangement) -> tuple[int, ...] | None:
         """Returns the CPU [R] nearest to each replica for activations; None: they stay. InputError without one."""
         is_asked = arrangement.layout.offload != NONE

@@ -83,4 +83,5 @@ class EstimateQueue:
     def _smaller(self, way: Arrangement) -> list[Arrangement]:
         if not self._grows:
             return []
-        return with_less_memory(way, self._batch_size, has_cpu=self.estimator.has_spare_cpu(way))
+        has_cpu = not set(self.estimator.all_cpus) <= set(way.all_devices)  # one that holds no replica
+        return with_less_memory(way, self._batch_size, has_cpu=has_cpu)

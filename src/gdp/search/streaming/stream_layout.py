@@ -17,7 +17,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from gdp.arrays import F64, I64, Bool, connected, running_sums
+from gdp.arrays import F64, I64, Bool, combined, connected, mask, position_in, running_sums
 from gdp.search.settings import StreamingSettings
 from gdp.simulator.constraints import intersect_groups
 from gdp.simulator.problem import Placement, Problem
@@ -40,8 +40,7 @@ def roomy(problem: Problem, most: float = 1.0) -> Bool:
     has_room = ((passing + weights)[:, None] <= limits) & (passing[:, None] <= most * limits)
     may = problem.allowed & has_room
     is_source = problem.simulator.arrays.num_inputs == 0
-    first = np.full(graph.num_ops, graph.num_ops)
-    np.minimum.at(first, sources, targets)
+    first = combined(np.minimum, sources, targets, graph.num_ops, graph.num_ops)
     held = np.flatnonzero(is_source & (first < graph.num_ops) & (graph.resident_bytes > 0))
     may[held] &= may[first[held]]
     intersect_groups(graph, may)
@@ -142,19 +141,16 @@ class StreamLayout:
         order, position = _least_working(problem, np.argsort(alone.op_start_ns, kind="stable"), may)
         sources, targets = graph.producers[graph.edge_tensors], graph.consumers
         is_source = problem.simulator.arrays.num_inputs == 0
-        first = np.full(graph.num_ops, _NEVER, np.int64)
-        np.minimum.at(first, sources, position[targets])
+        first = combined(np.minimum, sources, position[targets], graph.num_ops, _NEVER)
         may_move = may[:, host] & (graph.groups < 0) & (may.sum(axis=1) > 1) & ~fixed
         streamable = np.flatnonzero(is_source & may_move & (graph.resident_bytes > 0) & (first < _NEVER))
         streamable = streamable[np.argsort(first[streamable], kind="stable")]
         if not len(streamable):
             return None
         unit = forward_units(problem)  # backward ops go where the forward ones are, and their weights
-        homes = np.full(graph.num_ops, _NEVER, np.int64)
-        np.minimum.at(homes, unit, np.where(is_source, first, position))
+        homes = combined(np.minimum, unit, np.where(is_source, first, position), graph.num_ops, _NEVER)
         cost = _gate_costs(problem, host, may_move & ~is_source)[order]
-        held = np.zeros(graph.num_ops, np.int64)
-        np.add.at(held, first[streamable], graph.resident_bytes[streamable])
+        held = combined(np.add, first[streamable], graph.resident_bytes[streamable], graph.num_ops)
         passed = np.cumsum(held)
         figures = order, position, np.minimum(homes[unit], graph.num_ops - 1), is_source, streamable, first[streamable]
         return cls(problem, settings, host, fallback, may & ~fixed[:, None], *figures, cost, passed)
@@ -281,8 +277,7 @@ class StreamLayout:
         """Returns the order of each device: that of positions, and on the host the releases and gates among it."""
         window = np.searchsorted(ends, self.position)
         place = window * _PLACES + _COMPUTE
-        is_end = np.zeros(len(place), np.bool_)
-        is_end[self.order[ends]] = True
+        is_end = mask(self.order[ends], len(place))
         place[is_end] += _GATE - _COMPUTE
         place[self.is_source] = _FIRST
         place[sent] = (sent_for - len(turns.devices)) * _PLACES + _RELEASE
@@ -305,8 +300,7 @@ def _least_working(problem: Problem, started: I64, may: Bool) -> tuple[I64, I64]
     """Returns `started` [N], or the graph's own order where that needs less memory, and the position [N] of each op.
     Priorities start branches side by side, whose results then are all in memory; programs run one after the other."""
     own = np.arange(len(started))
-    position = np.empty_like(own)
-    position[started] = own
+    position = position_in(started, len(started))
     if working_bytes(problem, own, may).sum() < working_bytes(problem, position, may).sum():
         return own, own
     return started, position
@@ -316,11 +310,9 @@ def _gate_costs(problem: Problem, host: int, may: Bool) -> F64:
     """Estimates [N] the wait of the computing devices for an op on the host: transfers there and back, and the op."""
     graph = problem.graph
     sources, targets = graph.producers[graph.edge_tensors], graph.consumers
-    moved = np.zeros(graph.num_ops)
-    np.add.at(moved, targets, graph.tensor_bytes[graph.edge_tensors].astype(np.float64))
+    moved = combined(np.add, targets, graph.tensor_bytes[graph.edge_tensors].astype(np.float64), graph.num_ops)
     np.add.at(moved, graph.producers, graph.tensor_bytes.astype(np.float64))
-    reads_state = np.zeros(graph.num_ops, np.bool_)
-    reads_state[targets[graph.resident_bytes[sources] > 0]] = True
+    reads_state = mask(targets[graph.resident_bytes[sources] > 0], graph.num_ops)
     others = [device for device in range(problem.num_devices) if device != host]
     rate = max(problem.cluster.route(device, host).bytes_per_second for device in others)
     cost = moved * 1e9 / rate + problem.op_time_ns[:, host]

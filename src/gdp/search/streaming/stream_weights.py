@@ -27,7 +27,7 @@ from math import ceil
 
 import numpy as np
 
-from gdp.arrays import F64, I64, running_sums
+from gdp.arrays import F64, I64, combined, running_sums
 from gdp.search.settings import DEFAULTS, StreamingSettings
 from gdp.search.streaming.stream_layout import StreamLayout, Turns
 from gdp.search.streaming.stream_starts import StreamStart, stream_starts
@@ -46,15 +46,11 @@ class _Chain:
 
     @classmethod
     def of(cls, layout: StreamLayout) -> "_Chain":
-        problem, graph = layout.problem, layout.problem.graph
-        num_ops = graph.num_ops
+        graph, num_ops = layout.problem.graph, layout.problem.num_ops
         is_free = layout.may.any(axis=1)
-        held = np.zeros(num_ops + 1, np.int64)
-        np.add.at(held, layout.homes + 1, np.where(is_free, graph.resident_bytes, 0))
-        times = np.zeros((num_ops + 1, problem.num_devices), np.int64)
-        np.add.at(times, layout.homes + 1, layout.time_ns)
+        held = np.cumsum(combined(np.add, layout.homes + 1, np.where(is_free, graph.resident_bytes, 0), num_ops + 1))
+        times = combined(np.add, layout.homes + 1, layout.time_ns, num_ops + 1)
         moved = _crossing(layout)
-        held = np.cumsum(held)
         starts = np.flatnonzero(np.diff(held, prepend=-1))
         ends = np.append(starts[1:], num_ops + 1)
         cuts = np.array([first + int(np.argmin(moved[first:last])) for first, last in zip(starts, ends, strict=True)])
@@ -182,11 +178,9 @@ def _with_help(layout: StreamLayout, wanted: Placement, busy: int, helper: int, 
     problem, graph, cluster = layout.problem, layout.problem.graph, layout.problem.cluster
     sources, targets, position = graph.producers[graph.edge_tensors], graph.consumers, layout.position
     is_made = ~layout.is_source[sources]
-    begin, end = np.full(graph.num_ops, -1), np.full(graph.num_ops, graph.num_ops)
-    np.maximum.at(begin, targets[is_made], position[sources[is_made]])
-    np.minimum.at(end, sources, position[targets])
-    held = np.zeros(graph.num_ops, np.int64)
-    np.add.at(held, layout.homes, graph.resident_bytes)
+    begin = combined(np.maximum, targets[is_made], position[sources[is_made]], graph.num_ops, -1)
+    end = combined(np.minimum, sources, position[targets], graph.num_ops, graph.num_ops)
+    held = combined(np.add, layout.homes, graph.resident_bytes, graph.num_ops)
     rate = min(cluster.route(busy, helper).bytes_per_second, cluster.route(helper, busy).bytes_per_second)
     latency_ns = cluster.route(busy, helper).latency_ns + cluster.route(helper, busy).latency_ns
     moved = problem.simulator.arrays.memory.alloc_bytes.copy()

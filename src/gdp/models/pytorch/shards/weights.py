@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gdp.models.pytorch.shards import products
-from gdp.models.pytorch.shards.collectives import Repeated
+from gdp.models.pytorch.shards.collectives import Repeated, ops
 from gdp.models.pytorch.shards.cuts import (
     PARTIAL,
     SEQUENCE,
@@ -22,8 +23,9 @@ from gdp.models.pytorch.shards.cuts import (
     whole_shape,
 )
 from gdp.models.pytorch.shards.exchanges import RankExchanges
-from gdp.models.pytorch.shards.loss import parallel_cross_entropy
 from gdp.models.pytorch.shards.parts import Rule, aligned
+
+_MEAN, _SUM = 1, 2  # `reduction` of `cross_entropy_loss`
 
 
 def _product(run: RankExchanges, name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -171,10 +173,45 @@ def _cross_entropy(run: RankExchanges, name: str, func: Any, args: Any, kwargs: 
     if cut is None or cut.dim != 1 or len(cut.shape) < 2 or not is_plain or cut_of(target) is not None or is_small:
         return run.on_wholes("is read by a loss", func, args, kwargs)
     scores = logits.movedim(1, -1).flatten(0, -2) if logits.dim() > 2 else logits
-    loss = parallel_cross_entropy(
-        scores, target.flatten(), cut.shape[1], run.num_ranks, run.rank, options["reduction"], options["ignore_index"]
-    )
-    return loss.view(target.shape) if loss.dim() else loss
+    classes, ignored = target.flatten(), options["ignore_index"]
+    if any(torch.is_autocast_enabled(kind) for kind in ("cuda", "cpu")):  # as the whole step's is
+        scores = scores.float()
+    losses: Tensor = _Losses.apply(scores, classes, cut.shape[1], run.num_ranks, run.rank, ignored)
+    if options["reduction"] == _MEAN:
+        return losses.sum() / (classes != ignored).sum()
+    return losses.sum() if options["reduction"] == _SUM else losses.view(target.shape)
+
+
+class _Losses(torch.autograd.Function):
+    """The loss of each token, of which no rank has all scores; 0 for tokens that are ignored."""
+
+    @staticmethod
+    def forward(
+        context: Any, logits: Tensor, target: Tensor, num_classes: int, num_ranks: int, rank: int, ignored: int
+    ) -> Tensor:
+        width = logits.shape[1]
+        first = rank * width
+        if num_ranks * width > num_classes:  # the filling; all ranks have the same ops
+            logits = logits.masked_fill(torch.arange(first, first + width) >= num_classes, -torch.inf)
+        largest = ops.all_reduce.max(logits.amax(1), num_ranks)
+        shares = (logits - largest.unsqueeze(1)).exp_()
+        total = ops.all_reduce(shares.sum(1), num_ranks)
+        is_other = (target < first) | (target >= first + width)
+        places = (target - first).masked_fill(is_other, 0)
+        own = logits.gather(1, places.unsqueeze(1)).squeeze(1).masked_fill(is_other, 0)
+        score = ops.all_reduce(own, num_ranks)
+        is_ignored = target == ignored
+        shares.div_(total.unsqueeze(1))
+        context.save_for_backward(shares, places, is_other, is_ignored)
+        return (total.log() + largest - score).masked_fill(is_ignored, 0)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        shares, places, is_other, is_ignored = context.saved_tensors
+        factor = gradient.masked_fill(is_ignored, 0)
+        result = shares * factor.unsqueeze(1)
+        result.scatter_add_(1, places.unsqueeze(1), factor.masked_fill(is_other, 0).neg().unsqueeze(1))
+        return result, None, None, None, None, None
 
 
 def read_loss(args: Any, kwargs: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
