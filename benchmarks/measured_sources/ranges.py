@@ -130,7 +130,7 @@ def _narrowed(rows: Sequence[PredictedRow], table: Table) -> dict[str, Any]:
         for row in (row for model in drawn[NUM_OWN:] for row in models[model]):
             inside.append(of.low <= 1 / row.ratio <= of.high)
             widths.append(float(np.log(of.high / of.low) / np.log(before.high / before.low)))
-    return {"narrowed": float(np.mean(inside)), "width": float(np.median(widths))} if inside else _NOT_NARROWED
+    return {"narrowed": float(np.mean(inside)), "width": float(np.median(widths))} if inside else {**_NOT_NARROWED}
 
 
 def _those(steps: Steps, keep: Callable[[PredictedRow], bool]) -> Steps:

@@ -118,8 +118,14 @@ _FIGURES: Mapping[str, _Figure] = {
     "link": ("link", _is_figures, _parse_link),
     "measured_steps": ("measured_steps", _is_ratios, _parse_ratios),
 }
-_TELL_NOTHING: Mapping[str, Any] = {"issue": 0, "achieved": {}, "runtime": EAGER}
-_TELL_NOTHING |= {"group": (), "link": None, "measured_steps": {}}
+_TELL_NOTHING: Mapping[str, Any] = {
+    "issue": 0,
+    "achieved": {},
+    "runtime": EAGER,
+    "group": (),
+    "link": None,
+    "measured_steps": {},
+}
 """Figures that a document may lack."""
 _SHEET = _FIGURES.keys() - _TELL_NOTHING.keys()  # a document that has all of these says what else its device tells
 _DEVICE_FIELDS = {"name": _is_text, "kind": _is_text} | {field: check for field, (_, check, _) in _FIGURES.items()}

@@ -70,7 +70,7 @@ class MachineFit:
                 logs[kind][self.steps[row].model if self.steps else ""].append(-left_out)
         return MappingProxyType(
             {
-                kind: tuple(round(float(np.exp(np.median(of_model))), 4) for of_model in by_model.values())
+                kind: tuple(float(f"{np.exp(np.median(of_model)):.4g}") for of_model in by_model.values())
                 for kind, by_model in logs.items()
             }
         )
