@@ -93,6 +93,7 @@ class ExecutionAgainstBenchmark(Benchmark):
             "notes": sorted({note for row in measured for note in row["notes"]}),
             "mean_speedup": geometric_mean(ratios) if ratios else None,
             "median_error": float(np.median(np.abs(_predicted_over_measured(measured) - 1))),
+            "ratio_range": np.percentile(1 / _predicted_over_measured(measured), (10, 90)).tolist(),
         }
 
     def draw(self, measured: Mapping[str, Any]) -> bytes:
