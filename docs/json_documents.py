@@ -228,7 +228,7 @@ class Place(Figures):
     range_rests_on: RestsOn
     mfu: Mfu
     per_second: Annotated[dict[str, float], d("samples, tokens")]
-    baselines: Annotated[dict[str, Baseline], d("by placer")]
+    baselines: Annotated[dict[str, Baseline], d("by placer; empty with --batches, whose layouts name them")]
     seconds: Annotated[float, d("of the search")]
     simulations: int
     plan: Annotated[str | None, d("path; null: not written")]

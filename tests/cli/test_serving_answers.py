@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,27 @@ def test_share_of_vllm(place: Place, cache: Path, capsys: pytest.CaptureFixture[
     following = capsys.readouterr().out.rpartition("Next: gdp ")[2]
     assert following == "export plan.json --to vllm --reserve 4%\n"  # peak / 0.95 is rounded down: not 5% is left
     assert main(following.split()) == 0
+
+
+def test_exports_of_caches(place: Place, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The next command of a cache that vLLM lacks names llama.cpp. An export needs the plan alone: where MODEL is
+    elsewhere the tool is told no context."""
+    model = cache / "moved"
+    shutil.copytree(cache / "llama", model)
+    command = ["place", f"hf:{model}?batch=4&context=512", "--phase", "decode", *SEARCH, "--devices", "l4-24g"]
+    assert main([*command, "--kv-cache", "q8_0"]) == 0
+    following = capsys.readouterr().out.rpartition("Next: gdp ")[2]
+    assert following == "export plan.json --to llama-cpp\n"
+    assert main(following.split()) == 0
+    assert Path("override_tensor.txt").read_text().startswith("-c 2048\n-np 4\n-ctk q8_0 -ctv q8_0\n")
+    assert main([*command, "--kv-cache", "fp8"]) == 0
+    assert main(["export", "plan.json", "--to", "vllm"]) == 0
+    capsys.readouterr()
+    shutil.rmtree(model)
+    assert main(["export", "plan.json", "--to", "vllm", "--out", "vllm.env"]) == 0
+    content = Path("vllm.env").read_text()
+    assert "fp8" in content
+    assert "--max-model-len" not in content
 
 
 def test_hints_name_options_that_the_request_takes(

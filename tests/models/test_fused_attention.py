@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from gdp.errors import InputError
-from gdp.execute.equality import eager_step
+from gdp.execute.equality import eager_parts
 from gdp.execute.plan_executor import check_dropout
 from gdp.models.pytorch import Capture, capture
 from gdp.models.pytorch.fused_attention import CAUSAL_NOTE, MASK_NOTE
@@ -128,7 +128,7 @@ def test_unplaced_and_placed_steps_are_alike(key_heads: int, width: int, mask: s
         model.mask = nn.Parameter(torch.randn(4, 6, 6, dtype=torch.bfloat16))
     query = torch.randn(1, 4, 6, 8, dtype=torch.bfloat16)
     program = capture(model, (query,), optimizer="sgd").program
-    expected = eager_step(program, model, (query,), {})
+    expected = eager_parts(program, model, [((query,), {})])
     replay = program.replay(model, (query,))
     assert torch.equal(replay.loss, expected.loss)  # type: ignore[arg-type]
     assert replay.gradients.keys() == expected.gradients.keys()

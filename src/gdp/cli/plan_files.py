@@ -16,6 +16,7 @@ from gdp.budget import Effort
 from gdp.cli.request import PlaceRequest
 from gdp.cli.shared import check_writable, log
 from gdp.errors import InputError
+from gdp.export import llama_cpp, servers
 from gdp.export.export_target import is_cpu
 from gdp.export.exported_plan import exported_by_name
 from gdp.export.layouts import torch_fsdp, torchtitan
@@ -177,6 +178,8 @@ class PlanFiles:
             tools = _likely_tools(request, plan)
             tool = next((each for each in tools if plan.layout is None or _takes(each, request, plan)), None)
             options: tuple[str, ...] = ()
+        elif request.is_for_servers and request.reading.serving.cache_element_bytes not in servers.CACHE_BYTES:
+            tool, options = llama_cpp.NAME, ()
         else:
             tool, options = target.name, target.options
         if tool is not None and plan.layout is None and "reserve" not in request.asked.options:

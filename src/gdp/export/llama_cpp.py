@@ -74,8 +74,13 @@ class LlamaCpp:
         )
 
     def of_model(self, source: ModelSource) -> ExportTarget:
-        """Returns the target with the cache that a step of `source` has. InputError for a type that llama.cpp lacks."""
-        if (served := source.served) is None:
+        """Returns the target with the cache that a step of `source` has, as it is where MODEL is elsewhere now.
+        InputError for a type that llama.cpp lacks."""
+        try:
+            served = source.served
+        except InputError:
+            served = None
+        if served is None:
             return self.target()
         options = [f"-c {served.num_sequences * served.context}", f"-np {served.num_sequences}"]
         if (element_bytes := source.reading.serving.cache_element_bytes) is not None:

@@ -6,6 +6,7 @@ on the first rank, the last norm and the head are on the last. The ranks of a gr
 on each rank, beside parts of attention or requests of its own (docs.vllm.ai, expert parallel deployment).
 """
 
+import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ from gdp.models.shards import WHOLE, Shards
 from gdp.models.source import ModelSource
 from gdp.simulator.problem import Problem
 
+CACHE_BYTES = None, 1, 2
+"""Of an element in a cache, that servers keep; None: those of the model's dtype."""
 _RESERVE = 0.08  # vLLM's gpu_memory_utilization is 0.92 by default (vllm/config/cache.py; 0.9 in earlier versions)
 
 
@@ -99,17 +102,19 @@ class Server:
         return float(shares.max())
 
     def of_model(self, source: ModelSource) -> ExportTarget:
-        """Returns the tool with the context and the cache that a step of `source` has. InputError for other caches."""
-        if (served := source.served) is None:
-            return self.target
-        options = [self._worded(f"{self.length} {served.context}")]
-        if (element_bytes := source.reading.serving.cache_element_bytes) == 1:
-            options.append(self._worded(self.small_cache))
-        elif element_bytes not in (None, 2):
+        """Returns the tool with the context and the cache that a step of `source` has, without the context where MODEL
+        is elsewhere now. InputError for other caches."""
+        element_bytes, options = source.reading.serving.cache_element_bytes, list[str]()
+        if element_bytes is not None and element_bytes not in CACHE_BYTES:
             raise InputError(
                 f"{self.name}: keeps 1 or 2 bytes of an element in its cache, and the plan {float(element_bytes):g}; "
                 "place with --kv-cache fp8 or bf16, or export to llama-cpp"
             )
+        with contextlib.suppress(InputError):
+            if (served := source.served) is not None:
+                options.append(self._worded(f"{self.length} {served.context}"))
+        if element_bytes == 1:
+            options.append(self._worded(self.small_cache))
         return replace(self, model=tuple(options)).target
 
     def _worded(self, option: str) -> str:

@@ -62,7 +62,11 @@ class MachineFit:
 
     def measured_steps(self, device_kind: str) -> Mapping[str, Sequence[float]]:
         """Returns by kind of step the ratios of measured to predicted times on devices of a kind, where the other rows
-        alone fit: one for each model, since its steps err alike."""
+        alone fit: one for each model, since its steps err alike. Rows that are not simulated again may be of any of
+        several kinds of cards, and tell nothing then."""
+        kinds = {device.kind for device in self.cluster.devices if not device.is_cpu}
+        if not self.steps and len(kinds) > 1:
+            return MappingProxyType({})
         logs: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for row, (kind, left_out) in enumerate(zip(self.kinds, self.left_out.tolist(), strict=True)):
             cluster = self.steps[row].cluster if self.steps else self.cluster

@@ -118,7 +118,7 @@ class Plan:
     def step_range(self) -> StepRange | None:
         """The range that 80 % of measured steps of this kind are in: `plan.step_range.of(plan.step_time_ns)`.
 
-        None where the problem is not known, or devices do not price kernels."""
+        None where the problem is not known, or devices tell nothing of their kernels."""
         return None if self.problem is None else range_of(self.problem.graph, self.problem.cluster, self.placement)
 
     @property
