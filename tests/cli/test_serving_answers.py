@@ -221,11 +221,13 @@ def test_exports_of_caches(place: Place, cache: Path, capsys: pytest.CaptureFixt
     assert following == "export plan.json --to llama-cpp\n"
     assert main(following.split()) == 0
     assert Path("override_tensor.txt").read_text().startswith("-c 2048\n-np 4\n-ctk q8_0 -ctv q8_0\n")
-    assert main([*command, "--kv-cache", "fp8"]) == 0
-    assert main(["export", "plan.json", "--to", "vllm"]) == 0
-    capsys.readouterr()
+    assert main([*command, "--kv-cache", "fp8", "--out", "plans"]) == 0
+    following = capsys.readouterr().out.rpartition("Next: gdp ")[2]
+    assert following == "export plans/plan.json --to vllm\n"
+    assert main([*following.split(), "--out", "vllm.env"]) == 0
+    assert "--max-model-len 512" in Path("vllm.env").read_text()
     shutil.rmtree(model)
-    assert main(["export", "plan.json", "--to", "vllm", "--out", "vllm.env"]) == 0
+    assert main([*following.split(), "--out", "vllm.env"]) == 0
     content = Path("vllm.env").read_text()
     assert "fp8" in content
     assert "--max-model-len" not in content
