@@ -123,7 +123,7 @@ def _measure(
     program, content = executable.capture.program, executable.content()
     num_ops = program.graph.num_ops
     times = op_times({"": executable}, targets, config.calibration_steps)[""]
-    graph = with_op_times(program.graph, cluster, times)
+    graph = with_op_times(executable, cluster, times)
     problem = Problem.build(graph, cluster)
     plan = place(graph, cluster, budget=config.budget, seed=_SEED)
     alone = one_device_order(num_ops, int(np.argmin(times.sum(axis=0))), len(targets))

@@ -47,7 +47,19 @@ def op_times(executables: Mapping[str, Executable], targets: Sequence[Target], s
     return {name: np.stack([times[name] for times in of_targets], axis=1) for name in executables}
 
 
-def with_op_times(graph: Graph, cluster: Cluster, times_ns: I64) -> Graph:
-    """Returns `graph` with the times [N, D] of its ops on the devices of `cluster`."""
-    names = [device.name for device in cluster.devices]
-    return with_times(graph, [dict(zip(names, row, strict=True)) for row in times_ns.tolist()])
+def with_op_times(executable: Executable, cluster: Cluster, times_ns: I64) -> Graph:
+    """Returns the graph of a step with the times [N, D] of its ops on the devices of `cluster`. As in a file of times,
+    ops of one signature have one time on devices of one kind: their median. Else a search would find that ops are
+    faster on one of two alike cores, which is noise."""
+    kinds = [device.kind for device in cluster.devices]
+    ops = dict[str, list[int]]()
+    for op, signature in enumerate(executable.signatures()):
+        ops.setdefault(signature, []).append(op)
+    tables: list[dict[str, int]] = [{} for _ in times_ns]
+    for kind in dict.fromkeys(kinds):
+        of_kind = times_ns[:, [number for number, other in enumerate(kinds) if other == kind]]
+        for alike in ops.values():
+            median_ns = int(np.median(of_kind[alike]))
+            for op in alike:
+                tables[op][kind] = median_ns
+    return with_times(executable.capture.graph, tables)

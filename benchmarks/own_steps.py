@@ -76,8 +76,8 @@ class MeasuredSubject:
     def _read(self, num_parts: int) -> Graph:
         if num_parts not in self._executables:
             raise InputError(f"{self.subject.name}: {num_parts} parts were not measured; take another number")
-        graph, times_ns = self._executables[num_parts].capture.graph, self._times_ns.get(str(num_parts))
-        return graph if times_ns is None else with_op_times(graph, self.cluster, times_ns)
+        executable, times_ns = self._executables[num_parts], self._times_ns.get(str(num_parts))
+        return executable.capture.graph if times_ns is None else with_op_times(executable, self.cluster, times_ns)
 
 
 @dataclass(eq=False)
