@@ -120,7 +120,7 @@ def _known_as(card: Device) -> str:
 def range_on(
     kind: StepKind, cards: Sequence[str], table: Mapping[str, Any] | None = None, own: Sequence[float] = ()
 ) -> StepRange:
-    """Returns the range of steps of a kind on `cards` (""; one whose rates were measured), by the figures of `table` or
+    """Returns the range of steps of a kind on `cards` ("": one whose rates were measured), by the figures of `table` or
     of ranges.toml. A spread that comes in addition is independent: squares of the logarithms add up. `own` are ratios
     of measured to predicted times of the machine, one a model."""
     figures = table or _table()
